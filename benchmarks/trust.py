@@ -1,0 +1,242 @@
+"""Can trimtab's verdicts be believed? Things with a known answer are put to it, and the answers are counted.
+
+    python benchmarks/trust.py            # 200 comparisons of a model with itself, in two processes: about 10 minutes
+    python benchmarks/trust.py --quick    # 20 comparisons: about a minute
+
+Part A compares a model with itself, in two processes, over and over: how often does it say "faster"? By its interval it may in
+2.5% of all cases; more than 5% is a failure. Two processes that hold the same model differ a little for as long as they live,
+by how their memory happens to be laid out, so comparisons between the same two are not independent. Both are therefore started
+anew after every fourth comparison, and the spread between pairs of processes is printed beside the spread within them.
+
+Part B takes scores away from a seeded share of the examples and asks whether the drop keeps a limit: how often does the verdict
+contradict the truth, and are drops caught where the examples suffice: four times the limit by 2000 of them, twice the limit by
+10000? (Where 1.5% of the examples are lost and 0.5% won, 2000 examples find a drop of twice a limit of 1% in 78% of all cases
+at best, which is why it is not asked of them.)
+
+Part C lets trimtab optimize a workload, then compares the artifact with it again in fresh processes: how many of the replayed
+speed-ups are within 5% of the reported one? 95% should.
+
+The exit status is 1 if one of the parts fails, 0 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import pathlib
+import platform
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per side: torch reads it when it is imported
+
+import numpy as np
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.measure.pairs import compare
+from trimtab.measure.quantiles import binomial_cdf
+from trimtab.measure.remote import RemoteRunner, serve
+from trimtab.measure.stats import median_interval, paired_drop
+from trimtab.measure.timer import LocalRunner
+from trimtab.measurement import Comparison
+
+KEY = "TRUST_KEY"
+REPLAYED, REPLAY_SHARE = 0.05, 0.95
+"""A replayed speed-up should be within this of the reported one, in this share of the replays."""
+DIGITS = pathlib.Path(__file__).parent.parent / "examples" / "digits.py"
+MOST_FASTER = 0.05
+COMPARISONS_PER_PAIR = 4
+"""Comparisons between two processes before both are started anew."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The outcome of one part."""
+
+    ok: bool
+    lines: list[str]
+
+
+def main() -> int:
+    """Run the parts and print what they found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the comparisons")
+    parser.add_argument("--pairs", type=int, help="comparisons of part A (default 200, quick 20)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="most time for one comparison (default 2)")
+    parser.add_argument("--replay", metavar="WORKLOAD", default=str(DIGITS), help="workload of part C (default: the digits)")
+    parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(runner(), options.serve, bytes.fromhex(os.environ[KEY]))
+        return 0
+    count = options.pairs or (20 if options.quick else 200)
+    print(f"conditions: {conditions()}", flush=True)
+    parts: dict[str, Callable[[], Part]] = {
+        "A: the same model in two processes": lambda: same(count, options.seconds),
+        "B: seeded drops": lambda: drops(60 if options.quick else 400),
+        "C: a reported speed-up, replayed": lambda: replay(options.replay, 5 if options.quick else 20),
+    }
+    failed = 0
+    for name, run in parts.items():
+        print(f"\n{name}", flush=True)
+        part = run()
+        failed += not part.ok
+        print("\n".join(f"  {line}" for line in part.lines))
+        print(f"  {'holds' if part.ok else 'FAILS'}", flush=True)
+    return int(failed > 0)
+
+
+def conditions() -> str:
+    """The machine and the versions, in one line."""
+    basics = (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, {torch.get_num_threads()} thread"
+    )
+    try:
+        environment = importlib.import_module("trimtab.environment").Environment.capture()
+    except ImportError:
+        return basics
+    return f"{basics}; {environment.cpu}" if hasattr(environment, "cpu") else basics
+
+
+def runner() -> LocalRunner:
+    """A small convolutional network on one image, some hundreds of microseconds per call."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)]
+    model, image = nn.Sequential(*layers).eval(), torch.randn(1, 3, 32, 32)
+
+    def call() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(image)
+
+    call()
+    return LocalRunner(call)
+
+
+@contextmanager
+def server() -> Iterator[RemoteRunner]:
+    """The model in a process of its own."""
+    key = secrets.token_bytes(16)
+    with tempfile.TemporaryDirectory(prefix="trust-") as folder:
+        address = str(pathlib.Path(folder) / "s")
+        process = subprocess.Popen([sys.executable, __file__, "--serve", address], env={**os.environ, KEY: key.hex()})
+        try:
+            with RemoteRunner(address, key, connect_s=60) as found:
+                yield found
+        finally:
+            process.kill()
+            process.wait()
+
+
+def same(count: int, seconds: float) -> Part:
+    """Part A."""
+    found: list[Comparison] = []
+    begun = time.perf_counter()
+    pairs: list[list[float]] = []
+    while len(found) < count:
+        with server() as candidate, server() as rival:
+            own = [compare(candidate, rival, seconds=seconds) for _ in range(min(COMPARISONS_PER_PAIR, count - len(found)))]
+        found += own
+        pairs.append([float(np.log(each.ratio.value)) for each in own])
+        left = (time.perf_counter() - begun) / len(found) * (count - len(found))
+        print(f"  {len(found)} of {count} comparisons, about {left:.0f} s left", file=sys.stderr, flush=True)
+    faster = sum(each.ratio.low > 1 for each in found)
+    slower = sum(each.ratio.high < 1 for each in found)
+    off = sorted(abs(each.ratio.value - 1) for each in found)
+    rate = faster / count
+    luck = 1 - binomial_cdf(faster - 1, count, 0.025)
+    lines = [
+        f"{count} comparisons of at most {seconds:g} s in {time.perf_counter() - begun:.0f} s",
+        f'said "faster" in {faster} ({rate:.1%}; at most {MOST_FASTER:.0%} may), "slower" in {slower} ({slower / count:.1%})',
+        f"chance of so many or more if the intervals are right and all comparisons independent: {luck:.2g}",
+        between_and_within(pairs),
+        f"distance from 1: median {off[len(off) // 2]:.2%}, largest {off[-1]:.2%}",
+        f"width of the interval: median {median_interval([each.ratio.width for each in found]).value:.2%}",
+        f"quads kept {sum(each.pairs for each in found) // 2}, thrown away {sum(each.discarded for each in found) // 4}",
+        f"foreign CPU in what was kept: {np.mean([each.foreign for each in found]):.1%}, "
+        f"stolen {np.mean([each.stolen for each in found]):.1%}",
+        f"stopped by: {', '.join(f'{k} {n}' for k in ('width', 'time', 'pairs') if (n := stops(found, k)))}",
+    ]
+    return Part(rate <= MOST_FASTER, lines)
+
+
+def between_and_within(pairs: list[list[float]]) -> str:
+    """The standard deviation of the ratio's logarithm between pairs of processes, and within them."""
+    full = np.asarray([each for each in pairs if len(each) == COMPARISONS_PER_PAIR])
+    if len(full) < 2:
+        return f"{len(pairs)} pairs of processes, too few to tell how much they differ"
+    within = float(full.var(1, ddof=1).mean())
+    between = max(0.0, float(full.mean(1).var(ddof=1)) - within / COMPARISONS_PER_PAIR)
+    return (
+        f"{len(pairs)} pairs of processes differ by {between**0.5:.2%} (one sigma), comparisons within one by {within**0.5:.2%}"
+    )
+
+
+def stops(found: list[Comparison], why: str) -> int:
+    """How many comparisons ended by ``why``."""
+    return sum(each.stopped_by == why for each in found)
+
+
+def drops(count: int) -> Part:
+    """Part B: a classifier that is right in 95% loses a known share of its right answers."""
+    rng, limit, lines, ok = np.random.default_rng(0), 0.01, [], True
+    for n in (450, 2000, 10_000):
+        for truth in (0.0, 0.005, 0.01, 0.02, 0.04):
+            said = [verdict(rng, n, truth, limit) for _ in range(count)]
+            passed, refused = (sum(v is answer for v in said) / count for answer in (True, False))
+            wrong = passed if truth >= limit else refused  # a drop of just the limit passes at most one time in twenty
+            allowed = 0.05 + 3 * (0.05 * 0.95 / count) ** 0.5
+            enough = (n >= 2000 and truth >= 4 * limit) or (n >= 10_000 and truth >= 2 * limit)
+            ok &= wrong <= allowed and not (enough and refused < 0.9)
+            lines.append(
+                f"n={n:<6} true drop {truth:.1%}, limit {limit:.1%}: passed {passed:.1%}, refused {refused:.1%}, "
+                f"undecided {1 - passed - refused:.1%}"
+            )
+    return Part(ok, lines)
+
+
+def replay(workload: str, count: int) -> Part:
+    """Part C: optimize ``workload``, then compare its artifact with it again and again, each time in fresh processes."""
+    with tempfile.TemporaryDirectory(prefix="trust-") as folder:
+        result = trimtab.optimize(workload, limits=trimtab.Limits(max_drop=0.02), trials=4, out=folder)
+        best = result.best
+        if best is None or best.artifact is None or best.confirmation.speedup is None:
+            return Part(False, [f"nothing was shipped: {result.sentence}"])
+        reported = best.confirmation.speedup
+        found = [trimtab.compare(best.artifact.path, workload).comparison for _ in range(count)]
+    ratios = sorted(each.ratio.value for each in found)
+    near = sum(abs(ratio / reported.value - 1) <= REPLAYED for ratio in ratios)
+    inside = sum(each.ratio.low <= reported.high and each.ratio.high >= reported.low for each in found)
+    foreign = float(np.mean([each.foreign for each in found]))
+    spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}, median {ratios[len(ratios) // 2]:.2f}"
+    lines = [
+        f"{best.trial.recipe}: reported {reported.value:.2f}x ({reported.low:.2f} to {reported.high:.2f})",
+        f"{count} replays: {spread}",
+        f"within {REPLAYED:.0%} of that: {near} of {count} ({near / count:.0%}; at least {REPLAY_SHARE:.0%} should)",
+        f"intervals that meet the reported one: {inside} of {count}; foreign CPU {foreign:.1%}",
+    ]
+    if near / count < REPLAY_SHARE:
+        lines.append("The processes themselves differ by more than that from start to start on this machine, see part A.")
+    return Part(near / count >= REPLAY_SHARE, lines)
+
+
+def verdict(rng: np.random.Generator, n: int, truth: float, limit: float) -> bool | None:
+    """What is said of one sample in which a share ``truth`` of the examples is lost and half a percent is won by chance."""
+    kind = rng.choice(4, n, p=[truth + 0.005, 0.005, 0.9, 0.09 - truth])  # lost, won, right twice, wrong twice
+    baseline = np.isin(kind, (0, 2)).astype(float)
+    candidate = np.isin(kind, (1, 2)).astype(float)
+    return paired_drop(baseline, candidate, limit=limit).decided
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""trimtab makes a PyTorch model fast, proves that it is still right, and ships it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.artifact import Artifact, load, open_artifact
+    from trimtab.candidate import Candidate, Settings
+    from trimtab.contracts import BACKENDS, CHECKS, PASSES, Backend, Check, Choice, Executable, Pass
+    from trimtab.environment import Environment
+    from trimtab.errors import TrimtabError
+    from trimtab.finding import Finding
+    from trimtab.measurement import Interval, Measurement
+    from trimtab.recipe import Recipe
+    from trimtab.signature import Dim
+    from trimtab.study.compare import compare
+    from trimtab.study.optimize import optimize
+    from trimtab.study.study import Study
+    from trimtab.study.verify import verify
+    from trimtab.trial import State, Trial
+    from trimtab.workload import Evaluation, Limits, Workload, load_workload
+
+_HOMES = {
+    "Artifact": "artifact",
+    "BACKENDS": "contracts",
+    "Backend": "contracts",
+    "CHECKS": "contracts",
+    "Candidate": "candidate",
+    "Check": "contracts",
+    "Choice": "contracts",
+    "Dim": "signature",
+    "Environment": "environment",
+    "Evaluation": "workload",
+    "Executable": "contracts",
+    "Finding": "finding",
+    "Interval": "measurement",
+    "Limits": "workload",
+    "Measurement": "measurement",
+    "PASSES": "contracts",
+    "Pass": "contracts",
+    "Recipe": "recipe",
+    "Settings": "candidate",
+    "State": "trial",
+    "Study": "study.study",
+    "Trial": "trial",
+    "TrimtabError": "errors",
+    "Workload": "workload",
+    "compare": "study.compare",
+    "load": "artifact",
+    "load_workload": "workload",
+    "open_artifact": "artifact",
+    "optimize": "study.optimize",
+    "verify": "study.verify",
+}
+"""Public name -> the module that defines it. Loaded when first asked for, so that importing trimtab costs next to nothing."""
+
+__all__ = [
+    "BACKENDS",
+    "CHECKS",
+    "PASSES",
+    "Artifact",
+    "Backend",
+    "Candidate",
+    "Check",
+    "Choice",
+    "Dim",
+    "Environment",
+    "Evaluation",
+    "Executable",
+    "Finding",
+    "Interval",
+    "Limits",
+    "Measurement",
+    "Pass",
+    "Recipe",
+    "Settings",
+    "State",
+    "Study",
+    "Trial",
+    "TrimtabError",
+    "Workload",
+    "compare",
+    "load",
+    "load_workload",
+    "open_artifact",
+    "optimize",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"trimtab.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,123 @@
+"""The texts of an artifact, made from the facts in its manifest: ``run.py`` and ``README.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab._golden import GOLDEN
+from trimtab._manifest import FileFacts, Manifest
+from trimtab.contracts import Backend
+
+_RUN = '''"""{title}. Needs {packages}. `python run.py` checks the test vectors."""
+import pathlib, sys
+import numpy
+from safetensors.numpy import load_file
+{script}
+if __name__ == "__main__":
+    here, found = pathlib.Path(__file__).resolve().parent, []
+    run, golden = load(str(here / "model"), {threads}), load_file(here / "{golden}")
+    for case in range({cases}):
+        for i, out in enumerate(run([golden[f"{{case}}.inputs.{{j}}"] for j in range({inputs})])):
+            a, b = numpy.asarray(out, "f8"), numpy.asarray(golden[f"{{case}}.outputs.{{i}}"], "f8")
+            found.append((float(numpy.where(a == b, 0, abs(a - b)).max(initial=0)), {tolerance}[i]))
+    print("largest error %.3g, allowed %.3g" % max(found, key=lambda pair: pair[0] - pair[1]))
+    sys.exit(not all(error <= allowed for error, allowed in found))
+'''
+
+
+def run_script(manifest: Manifest, backend: Backend) -> str:
+    """Source of ``run.py``: the backend's own loader, and a main that replays the test vectors with numpy alone."""
+    packages = ", ".join(dict.fromkeys((*backend.packages, "numpy", "safetensors")))
+    title = " ".join(f"{manifest.workload}: {manifest.recipe_text}".split())[:60].replace("\\", "/").replace('"', "'")
+    return _RUN.format(
+        title=title,
+        packages=packages,
+        script=backend.script().strip("\n"),
+        threads=manifest.settings.threads,
+        golden=GOLDEN,
+        cases=manifest.golden.cases,
+        inputs=len(manifest.signature.inputs),
+        tolerance=tuple(float(f"{value * 1.01:.3g}") for value in manifest.golden.tolerance),
+    )
+
+
+def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:
+    """``README.md``: what this is, how to run it, what it takes and gives, what was measured where."""
+    parts = [
+        f"# {manifest.workload}",
+        f"`{manifest.recipe_text}`, made by trimtab {manifest.trimtab} on {manifest.created}.",
+        *_how(manifest),
+        "## Inputs and outputs",
+        _list([f"`{spec}`" for spec in manifest.signature.inputs]),
+        "gives",
+        _list([f"`{spec}`" for spec in manifest.signature.outputs]),
+        _dims(manifest),
+        "## Evidence",
+        _list(_figures(manifest)) or "Nothing was measured.",
+        _list(list(manifest.notes)),
+        "## Conditions",
+        _list(_conditions(manifest)),
+        "## Files",
+        _list([f"`{name}`, {facts.size:,} bytes" for name, facts in files.items()]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _how(manifest: Manifest) -> list[str]:
+    trust = ", trust=True" if manifest.native_code else ""
+    packages = " ".join(dict.fromkeys((*manifest.packages, "numpy", "safetensors")))
+    said = ["## Run it", f"Without trimtab (needs `{packages}`):", "```console\n$ python run.py\n```", "With it:"]
+    said.append(f'```python\nimport trimtab\n\nmodel = trimtab.load("."{trust})\n```')
+    if manifest.native_code:
+        said.append(
+            "The model's files are machine code. They run as they are loaded, and nothing can check them: load them only if "
+            "you trust who built them."
+        )
+    return said
+
+
+def _dims(manifest: Manifest) -> str:
+    bounds = [f"`{dim.name}` from {dim.min} to {dim.max or 'any size'}" for dim in manifest.signature.dims]
+    return f"Sizes that may differ from call to call: {', '.join(bounds)}." if bounds else "All sizes are fixed."
+
+
+def _figures(manifest: Manifest) -> list[str]:
+    lines = []
+    for name, value in manifest.evidence.items():
+        if (text := _figure(value)) is not None:
+            lines.append(f"{name}: {text}")
+    errors, allowed = manifest.golden.measured, manifest.golden.tolerance
+    for spec, error, most in zip(manifest.signature.outputs, errors, allowed, strict=True):
+        if error is not None:
+            lines.append(
+                f"`{spec.name}`: off by at most {error:.3g} on {manifest.golden.cases} test vectors; {most:.3g} is allowed"
+            )
+    return lines
+
+
+def _figure(value: Any) -> str | None:
+    """One stored figure in words; ``None`` for what has none, and for tables that stand in ``evidence.json``."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{value:.4g}"
+    if not isinstance(value, Mapping):
+        return None
+    if "median" in value:
+        return f"{value['median']:.4g} {value.get('unit', '')} (median of {value.get('n', '?')})"
+    if value.get("value") is None:
+        return None
+    bounds = [f"{value[key]:.4g}" for key in ("low", "high", "upper") if value.get(key) is not None]
+    return f"{value['value']:.4g}" + (f" (95% interval {' to '.join(bounds)})" if bounds else "")
+
+
+def _conditions(manifest: Manifest) -> list[str]:
+    here = manifest.environment
+    lines = [f"CPU {here.cpu}, {here.usable_cores} usable cores", f"{here.os}, Python {here.python}"]
+    lines += [str(gpu) for gpu in here.gpus]
+    lines += [f"{name} {here.versions[name]}" for name in manifest.packages if name in here.versions]
+    lines.append(f"threads: {manifest.settings.threads or 'the default of the runtime'}")
+    return lines
+
+
+def _list(items: list[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)

@@ -1,0 +1,185 @@
+"""What the operating system says about this machine: processor, cores, memory, limits, compiler.
+
+Every function takes the root of the file system to read, so that the machines of other people can be tested as folders.
+Nothing here raises: what cannot be read is ``None``, an empty tuple or the next best source.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+
+ROOT = pathlib.Path("/")
+
+FLAGS: Mapping[str, str] = {
+    "avx2": "avx2",
+    "avx512f": "avx512f",
+    "avx512_vnni": "avx512_vnni",
+    "avx_vnni": "avx_vnni",
+    "avx512_bf16": "avx512_bf16",
+    "amx_int8": "amx_int8",
+    "amx_bf16": "amx_bf16",
+    "asimd": "neon",
+    "neon": "neon",
+    "i8mm": "i8mm",
+    "bf16": "bf16",
+    "sve": "sve",
+}
+"""Name of an instruction set in /proc/cpuinfo -> the name that trimtab gives it. Only those that decide a model's speed."""
+
+_TORCH_FLAGS = {"avx512_f": "avx512f", "amx_int8": "amx_int8", "amx_bf16": "amx_bf16", "arm_i8mm": "i8mm", "arm_bf16": "bf16"}
+_MAC_FLAGS = {
+    "hw.optional.avx2_0": "avx2",
+    "hw.optional.avx512f": "avx512f",
+    "hw.optional.AdvSIMD": "neon",
+    "hw.optional.arm.FEAT_I8MM": "i8mm",
+    "hw.optional.arm.FEAT_BF16": "bf16",
+}
+_ARM_PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
+_UNLIMITED = 2**60
+"""cgroup v1 writes "no limit" as the largest multiple of a page that fits."""
+
+
+def read(path: pathlib.Path) -> str | None:
+    """The stripped text of a small file, or ``None`` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def cpuinfo(root: pathlib.Path = ROOT) -> dict[str, str]:
+    """The fields of the first processor in /proc/cpuinfo; empty where there is none."""
+    fields: dict[str, str] = {}
+    for line in (read(root / "proc/cpuinfo") or "").splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+def cpu_name(root: pathlib.Path = ROOT) -> str:
+    """The processor's model; with family and model number where a hypervisor hides the rest (``AMD EPYC``)."""
+    fields = cpuinfo(root)
+    if name := fields.get("model name"):
+        numbers = [fields.get(key) for key in ("cpu family", "model")]
+        return f"{name} (family {numbers[0]}, model {numbers[1]})" if all(numbers) else name
+    if part := fields.get("CPU part"):
+        return f"ARM {_ARM_PARTS.get(part, part)} (implementer {fields.get('CPU implementer', 'unknown')})"
+    return _sysctl("machdep.cpu.brand_string").get("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+
+
+def isa(capabilities: Mapping[str, object], root: pathlib.Path = ROOT) -> tuple[str, ...]:
+    """Instruction sets that decide speed, sorted. ``capabilities`` is what torch detected, used where /proc says nothing."""
+    fields = cpuinfo(root)
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    if flags:
+        return tuple(sorted({FLAGS[flag] for flag in flags if flag in FLAGS}))
+    found = {_TORCH_FLAGS.get(name, FLAGS.get(name, "")) for name, present in capabilities.items() if present is True}
+    found |= {_MAC_FLAGS[name] for name, value in _sysctl(*_MAC_FLAGS).items() if value == "1"}
+    return tuple(sorted(found - {""}))
+
+
+def affinity() -> int:
+    """Logical cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_quota(root: pathlib.Path = ROOT) -> float | None:
+    """The tightest CPU limit of this process's cgroups, in cores; ``None`` without one. Reads versions 1 and 2."""
+    limits = [_share(*text.split()[:2]) for folder in _folders(root, "cpu") if len((text := _v2_cpu(folder)).split()) == 2]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def memory_limit_mb(root: pathlib.Path = ROOT) -> float | None:
+    """The tightest memory limit of this process's cgroups, in MB (10**6 bytes); ``None`` without one."""
+    texts = [read(folder / name) for folder in _folders(root, "memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    limits = [int(text) for text in texts if text and text.isdigit() and int(text) < _UNLIMITED]
+    return min(limits) / 1e6 if limits else None
+
+
+def last_level_cache(root: pathlib.Path = ROOT) -> int | None:
+    """Bytes of all the largest-level caches together, each counted once however many cores share it."""
+    caches: dict[tuple[int, str], int] = {}
+    for index in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index[0-9]*"):
+        level, size = read(index / "level"), _cache_bytes(read(index / "size") or "")
+        if level and level.isdigit() and size:
+            caches[int(level), read(index / "shared_cpu_list") or str(index)] = size
+    top = max((level for level, _ in caches), default=0)
+    return sum(size for (level, _), size in caches.items() if level == top) or None
+
+
+def os_name() -> str:
+    """The distribution and the kernel: ``Debian GNU/Linux 12 (bookworm), Linux 6.1.0``."""
+    kernel = f"{platform.system()} {platform.release()}"
+    try:
+        return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
+    except (OSError, KeyError):
+        return f"macOS {platform.mac_ver()[0]}, {kernel}" if platform.mac_ver()[0] else kernel
+
+
+def compiler() -> str | None:
+    """First line of the C++ compiler's version: the one that ``CXX`` names, else g++, clang++ or c++; ``None`` without one."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in ([named] if named else []) + [["g++"], ["clang++"], ["c++"]]:
+        if shutil.which(command[0]) and (text := _output([*command, "--version"])):
+            return text.splitlines()[0].strip()
+    return None
+
+
+def _folders(root: pathlib.Path, controller: str) -> Iterator[pathlib.Path]:
+    """This process's cgroup folders of ``controller`` and all above them: a limit on any level binds."""
+    mount = root / "sys/fs/cgroup"
+    for line in (read(root / "proc/self/cgroup") or "0::/").splitlines():
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if number == "0":
+            bases = [mount, mount / "unified"]
+        elif controller in names.split(","):
+            bases = [mount / names, mount / controller]
+        else:
+            continue
+        for base in bases:
+            folder = pathlib.PurePosixPath(path or "/")
+            yield from (base / str(part).lstrip("/") for part in (folder, *folder.parents))
+
+
+def _v2_cpu(folder: pathlib.Path) -> str:
+    """``quota period`` in microseconds in the words of version 2, from either version's files."""
+    if text := read(folder / "cpu.max"):
+        return text
+    return f"{read(folder / 'cpu.cfs_quota_us') or ''} {read(folder / 'cpu.cfs_period_us') or ''}"
+
+
+def _share(quota: str, period: str) -> float | None:
+    """Cores; "max" and -1 mean that there is no limit."""
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def _cache_bytes(text: str) -> int | None:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text)
+    return int(match[1]) * 1024 ** " KMG".index(match[2] or " ") if match else None
+
+
+def _sysctl(*names: str) -> dict[str, str]:
+    """What macOS knows under ``names``; empty elsewhere. Unknown names are left out by sysctl itself."""
+    if platform.system() != "Darwin":
+        return {}
+    pairs = (line.partition(": ") for line in (_output(["sysctl", *names]) or "").splitlines())
+    return {key.strip(): value.strip() for key, colon, value in pairs if colon}
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip() or None

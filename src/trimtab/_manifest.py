@@ -1,0 +1,309 @@
+"""What an artifact's manifest says, how strictly it is read, and whether the folder is what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import keyword
+import os
+import pathlib
+import re
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from trimtab._golden import GOLDEN
+from trimtab._json import dumps, from_json, to_json
+from trimtab._tree import Structure
+from trimtab.candidate import Settings
+from trimtab.contracts import BACKENDS, Backend, technique_from_json
+from trimtab.environment import Environment
+from trimtab.errors import ArtifactError, IntegrityError, UsageError
+from trimtab.recipe import Recipe
+from trimtab.signature import Signature
+from trimtab.workload import Limits
+
+MANIFEST, MODEL, BASELINE, RUN, README, EVIDENCE = "manifest.json", "model", "baseline", "run.py", "README.md", "evidence.json"
+MAX_MANIFEST = 4 << 20
+MAX_TEXT = 64 << 20
+MAX_DEPTH = 60
+MAX_FILES = 10_000
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.+@-]*)*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileFacts:
+    """Size in bytes and SHA-256, in hexadecimal, of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoldenFacts:
+    """The test vectors: how many cases, and per output what it may be off by and what it was off by when it was written."""
+
+    cases: int
+    tolerance: tuple[float, ...]
+    measured: tuple[float | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaselineFacts:
+    """The original model as an exported program, so that speed can be compared where there is no model class."""
+
+    backend: Mapping[str, Any]
+    signature: Signature
+    settings: Settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about an artifact but its bytes."""
+
+    schema: ClassVar[int] = 1
+
+    workload: str
+    recipe: Mapping[str, Any]
+    """The recipe's JSON; only its backend is needed to load, so passes that are not installed do no harm."""
+    recipe_text: str
+    native_code: bool
+    """Whether the files are machine code, which loads with ``trust=True`` only."""
+    packages: tuple[str, ...]
+    """Distributions that ``run.py`` needs, beside numpy and safetensors."""
+    signature: Signature
+    settings: Settings
+    golden: GoldenFacts
+    baseline: BaselineFacts | None
+    baseline_reason: str | None
+    """Why there is no baseline."""
+    environment: Environment
+    evidence: Mapping[str, Any]
+    limits: Limits | None
+    notes: tuple[str, ...]
+    trimtab: str
+    """The version that wrote it."""
+    created: str
+    """Date and time, UTC, ISO 8601."""
+    files: Mapping[str, FileFacts]
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that loads the files.
+
+        Raises:
+            UsageError: it is not installed here, or does not know one of its fields.
+        """
+        found: Backend = technique_from_json(BACKENDS, self.recipe.get("backend"))
+        return found
+
+    @property
+    def full_recipe(self) -> Recipe:
+        """The recipe as an object.
+
+        Raises:
+            UsageError: one of its passes is not installed here.
+        """
+        return Recipe.from_json(self.recipe)
+
+
+def read_manifest(folder: pathlib.Path) -> Manifest:
+    """The manifest of ``folder``.
+
+    Raises:
+        ArtifactError: there is no artifact.
+        IntegrityError: the manifest is damaged, too large, of another schema, or claims what cannot be.
+    """
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise ArtifactError(f"There is no artifact folder {str(folder)!r}.")
+    if not os.path.lexists(path):
+        raise ArtifactError(f"{str(folder)!r} is no artifact: it has no {MANIFEST}.")
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise IntegrityError(f"{MANIFEST} is not a plain file; an artifact holds nothing else.")
+        if path.lstat().st_size > MAX_MANIFEST:
+            raise IntegrityError(f"{MANIFEST} has {path.lstat().st_size} bytes; at most {MAX_MANIFEST} are read.")
+        text = path.read_bytes().decode("utf-8")
+        data = json.loads(text)
+        spelled, stated = dumps(data) + "\n" == text, data.pop("digest")
+        same = spelled and stated == _digest(data)
+        manifest = from_json(Manifest, data)
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from error
+    except (UsageError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
+        raise IntegrityError(f"{MANIFEST} cannot be read: {_short(error)}") from error
+    if not same:
+        raise IntegrityError(f"{MANIFEST} was changed after it was written: it does not have the digest that it states.")
+    _check(manifest, data)
+    return manifest
+
+
+def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
+    """Write ``manifest.json``, spelled in the one way that :func:`read_manifest` takes, with a digest of itself."""
+    data = to_json(manifest)
+    (folder / MANIFEST).write_text(dumps(data | {"digest": _digest(data)}) + "\n", encoding="utf-8")
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(dumps(data, indent=None).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A temporary folder beside ``folder`` that takes its place when the block ends well, and vanishes when it does not."""
+    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ArtifactError(f"{folder} exists and is no artifact. Choose another folder or empty it.")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+            new, old = pathlib.Path(scratch, "new"), pathlib.Path(scratch, "old")
+            new.mkdir()
+            yield new
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(new, folder)
+    except OSError as error:
+        raise ArtifactError(
+            f"The artifact cannot be written to {folder}: {error.strerror or error}. Nothing was left half-written."
+        ) from error
+
+
+def file_facts(folder: pathlib.Path) -> dict[str, FileFacts]:
+    """Size and hash of every file below ``folder`` but the manifest."""
+    found = {}
+    for path in sorted(item for item in folder.rglob("*") if item.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name != MANIFEST:
+            found[name] = FileFacts(size=path.stat().st_size, sha256=sha256(path))
+    return found
+
+
+def sha256(path: pathlib.Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def findings(folder: pathlib.Path, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the files of ``folder``, a sentence each; nothing if they are what ``manifest`` says.
+
+    Contents are read only once names, kinds and sizes are right.
+    """
+    there, odd = _present(folder)
+    problems = list(odd)
+    for name in sorted(set(there) - set(manifest.files) - {MANIFEST}):
+        problems.append(f"{name} does not belong to the artifact: the manifest does not list it. Remove it.")
+    for name, facts in manifest.files.items():
+        if name in there and there[name] != facts.size:
+            problems.append(f"{name} was changed: it has {there[name]} bytes, the manifest says {facts.size}.")
+        elif name not in there and not os.path.lexists(folder / name):
+            problems.append(f"{name} is missing.")
+        elif name not in there and (folder / name).is_dir() and not (folder / name).is_symlink():
+            problems.append(f"{name} is a folder; the manifest lists a file of that name.")
+    yield from problems
+    if not problems:
+        for name, facts in manifest.files.items():
+            if sha256(folder / name) != facts.sha256:
+                yield f"{name} was changed: its contents do not have the hash that the manifest states."
+
+
+def _present(folder: pathlib.Path) -> tuple[dict[str, int], list[str]]:
+    """Sizes of the plain files below ``folder``, and sentences about whatever else lies there."""
+    sizes: dict[str, int] = {}
+    odd: list[str] = []
+    for root, folders, names in os.walk(folder, followlinks=False):
+        for name in (*folders, *names):
+            path = pathlib.Path(root, name)
+            mode, short = path.lstat().st_mode, path.relative_to(folder).as_posix()
+            if stat.S_ISLNK(mode):
+                odd.append(f"{short} is a link; an artifact holds files only, nothing that points elsewhere.")
+            elif stat.S_ISREG(mode):
+                sizes[short] = path.lstat().st_size
+            elif not stat.S_ISDIR(mode):
+                odd.append(f"{short} is neither a file nor a folder; an artifact holds nothing else.")
+    return sizes, odd
+
+
+def _check(manifest: Manifest, data: Mapping[str, Any]) -> None:
+    """Refuse a manifest whose parts do not fit each other."""
+    _check_names(manifest)
+    _check_signature(manifest.signature)
+    if manifest.baseline is not None:
+        _check_signature(manifest.baseline.signature)
+    outputs, golden = len(manifest.signature.outputs), manifest.golden
+    if not 1 <= golden.cases <= 1000 or not len(golden.tolerance) == len(golden.measured) == outputs:
+        raise IntegrityError(
+            f"{MANIFEST} lists {golden.cases} test vectors with {len(golden.tolerance)} tolerances; want {outputs}."
+        )
+    if any(not 0 <= value < float("inf") for value in golden.tolerance):
+        raise IntegrityError(f"{MANIFEST} states a tolerance of {golden.tolerance}; tolerances are positive numbers.")
+    for name in ("backend", "passes"):
+        if name not in manifest.recipe:
+            raise IntegrityError(f"{MANIFEST} holds a recipe without {name}.")
+
+
+def _check_names(manifest: Manifest) -> None:
+    for name, facts in manifest.files.items():
+        if not _NAME.fullmatch(name) or len(name) > 500 or name == MANIFEST:
+            raise IntegrityError(
+                f"{MANIFEST} lists the file {name[:200]!r}, which is no name inside the artifact; it is not opened."
+            )
+        if facts.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", facts.sha256):
+            raise IntegrityError(f"{MANIFEST} states an impossible size or hash for {name}.")
+        if name in (RUN, README, EVIDENCE) and facts.size > MAX_TEXT:
+            raise IntegrityError(f"{MANIFEST} claims {facts.size} bytes for {name}; at most {MAX_TEXT} are read.")
+    if len(manifest.files) > MAX_FILES:
+        raise IntegrityError(f"{MANIFEST} lists {len(manifest.files)} files; at most {MAX_FILES} are read.")
+    for name in (RUN, README, EVIDENCE, GOLDEN):
+        if name not in manifest.files:
+            raise IntegrityError(f"{MANIFEST} does not list {name}, which every artifact has.")
+    if not any(name.startswith(f"{MODEL}/") for name in manifest.files):
+        raise IntegrityError(f"{MANIFEST} lists no file of the model.")
+
+
+def _check_signature(signature: Signature) -> None:
+    for spec in (*signature.inputs, *signature.outputs):
+        if not isinstance(getattr(torch, spec.dtype, None), torch.dtype):
+            raise IntegrityError(f"{MANIFEST}: {spec.name!r} has the dtype {spec.dtype[:80]!r}, which torch does not know.")
+        elements = 1
+        for size in spec.shape:
+            elements *= max(size, 1) if isinstance(size, int) else 1
+        if len(spec.shape) > 64 or any(isinstance(s, int) and s < 0 for s in spec.shape) or elements > 2**40:
+            raise IntegrityError(f"{MANIFEST}: {spec.name!r} claims the impossible shape {str(spec.shape)[:200]}.")
+    known = {dim.name for dim in signature.dims}
+    if unknown := {s for spec in signature.inputs for s in spec.shape if isinstance(s, str)} - known:
+        raise IntegrityError(f"{MANIFEST}: the dimension {sorted(unknown)[0][:80]!r} is used but not declared.")
+    kinds = [item.kind for item in signature.input_structure.items]
+    if (
+        signature.input_structure.kind != "tuple"
+        or kinds != ["tuple", "dict"]
+        or signature.input_structure.tensors != len(signature.inputs)
+    ):
+        raise IntegrityError(f"{MANIFEST}: the structure of the inputs does not fit the {len(signature.inputs)} inputs.")
+    if signature.output_structure.tensors != len(signature.outputs):
+        raise IntegrityError(f"{MANIFEST}: the structure of the outputs does not fit the {len(signature.outputs)} outputs.")
+    for structure in (signature.input_structure, signature.output_structure):
+        _check_structure(structure, 0)
+
+
+def _check_structure(structure: Structure, depth: int) -> None:
+    keyed = structure.kind in ("dict", "namedtuple", "record")
+    if depth > MAX_DEPTH or (keyed and len(structure.keys) != len(structure.items)):
+        raise IntegrityError(f"{MANIFEST}: a structure of inputs or outputs is malformed.")
+    if structure.kind == "namedtuple":
+        words = (structure.value, *structure.keys)
+        if any(not isinstance(word, str) or not word.isidentifier() or keyword.iskeyword(word) for word in words):
+            raise IntegrityError(f"{MANIFEST}: a named tuple has the impossible name or field {str(words)[:120]}.")
+    for item in structure.items:
+        _check_structure(item, depth + 1)
+
+
+def _short(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text[:300]

@@ -1,0 +1,240 @@
+"""What the pickles and the source of a TorchScript archive may say.
+
+torch reads those pickles with a reader of its own that knows few instructions, but it believes the sizes that they state,
+builds objects of registered native classes, and compiles and runs the source's ``__setstate__``. Here the instructions are
+played through with dead values: classes are words, tensors are checked against their bytes, and nothing is ever called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickletools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trimtab.errors import IntegrityError
+
+MAX_STEPS = 5_000_000
+_STORAGES = {
+    **dict.fromkeys(("FloatStorage", "IntStorage", "QInt32Storage"), 4),
+    **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
+    **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
+    **dict.fromkeys(("ByteStorage", "CharStorage", "BoolStorage", "QInt8Storage", "QUInt8Storage"), 1),
+    "ComplexDoubleStorage": 16,
+}
+_FUNCTIONS = frozenset(
+    {
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_qtensor",
+        "collections.OrderedDict",
+        "torch.jit._pickle.restore_type_tag",
+    }
+    | {f"torch.jit._pickle.build_{kind}list" for kind in ("int", "tensor", "double", "bool")}
+)
+_CONSTANTS = re.compile(r"torch\.(per_tensor_affine|per_channel_affine|per_channel_affine_float_qparams)")
+_CLASS = re.compile(r"__torch__(\.[A-Za-z_][A-Za-z0-9_]*)+")
+_TYPE_TEXT = re.compile(r"[A-Za-z0-9_\[\], .()]{1,4000}")
+_NATIVE = re.compile(r"\btorch\s*\.\s*classes\s*\.\s*(\w*)")
+_NATIVE_ALLOWED = frozenset({"quantized", "mkldnn"})
+_FORBIDDEN = re.compile(r"\b(save|from_file|__setstate__|__getstate__|rpc_async|rpc_sync|rpc_remote|debugprims|inductor)\b")
+_OPS = re.compile(r"(?<![\w.])ops\b(\.(\w+)\.)?")
+_OPS_ALLOWED = frozenset({"aten", "prim", "prims", "quantized", "quantized_decomposed", "mkldnn", "mkldnn_prepacked", "onednn"})
+
+
+def check_source(text: bytes | bytearray, name: str) -> None:
+    """Refuse TorchScript source that names operators which touch files or run other code.
+
+    torch's parser is not Python's, so words are looked for wherever they stand, in comments and texts too.
+
+    Raises:
+        IntegrityError: it is not plain text, or holds such a word.
+    """
+    try:
+        source = text.decode("ascii")
+    except UnicodeDecodeError as error:
+        raise IntegrityError(f"The source {name!r} is not plain text.") from error
+    if found := _FORBIDDEN.search(source):
+        raise IntegrityError(
+            f"The source {name!r} uses the word {found[1]!r}, which a saved model has no need of; it is not read."
+        )
+    if odd := next((match for match in _OPS.finditer(source) if match[2] not in _OPS_ALLOWED), None):
+        raise IntegrityError(
+            f"The source {name!r} calls {source[odd.start() : odd.end() + 20]!r}, which no saved model may call."
+        )
+    if odd := next((match for match in _NATIVE.finditer(source) if match[1] not in _NATIVE_ALLOWED), None):
+        raise IntegrityError(f"The source {name!r} uses the native class {odd[0]!r}, which no saved model may use.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Word:
+    """A class or function that a pickle names."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    elements: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Thing:
+    """Whatever a call would have made."""
+
+    maker: str
+
+
+def check_pickle(data: bytes | bytearray, name: str, sizes: Mapping[str, int]) -> None:
+    """Play through the pickle ``data``. ``sizes`` gives the bytes of each storage that it may refer to.
+
+    Raises:
+        IntegrityError: an instruction, class or function that TorchScript does not write, or a tensor beyond its bytes.
+    """
+    machine = _Machine(name, sizes)
+    try:
+        for steps, (opcode, argument, _) in enumerate(pickletools.genops(bytes(data))):
+            if steps > MAX_STEPS:
+                raise ValueError("too long")
+            machine.step(opcode.name, argument)
+        if len(machine.stack) != 1:
+            raise ValueError("it does not end with one value")
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise IntegrityError(
+            f"The pickle {name!r} is not one that TorchScript writes: {error or type(error).__name__}."
+        ) from error
+
+
+class _Machine:
+    def __init__(self, name: str, sizes: Mapping[str, int]) -> None:
+        self.name = name
+        self.sizes = sizes
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def step(self, opcode: str, argument: Any) -> None:
+        if opcode in _PLAIN:
+            self.stack.append(argument if _PLAIN[opcode] is None else _PLAIN[opcode]())  # type: ignore[misc]
+        elif handler := _HANDLERS.get(opcode):
+            handler(self, argument)
+        else:
+            raise IntegrityError(f"The pickle {self.name!r} uses the instruction {opcode}, which TorchScript does not write.")
+
+    def marked(self) -> list[Any]:
+        at = self.marks.pop()
+        items = self.stack[at:]
+        del self.stack[at:]
+        return items
+
+    def tuple_of(self, count: int) -> None:
+        if len(self.stack) < count:
+            raise ValueError("too few values")
+        items = tuple(self.stack[len(self.stack) - count :])
+        del self.stack[len(self.stack) - count :]
+        self.stack.append(items)
+
+    def word(self, argument: str) -> None:
+        name = argument.replace(" ", ".", 1)
+        native = _NATIVE.search(name)
+        storage = name.startswith("torch.") and name.removeprefix("torch.") in _STORAGES
+        plain = storage or name in _FUNCTIONS or _CONSTANTS.fullmatch(name) or _CLASS.fullmatch(name)
+        if not plain or (native and native[1] not in _NATIVE_ALLOWED):
+            raise IntegrityError(f"The pickle {self.name!r} names {name[:120]!r}, which would run code; it is not read.")
+        self.stack.append(_Word(name))
+
+    def new(self, _: Any) -> None:
+        arguments, cls = self.stack.pop(), self.stack.pop()
+        if arguments != () or not isinstance(cls, _Word) or not _CLASS.fullmatch(cls.name):
+            raise ValueError("an object of no TorchScript class")
+        self.stack.append(_Thing(cls.name))
+
+    def call(self, _: Any) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, _Word) or function.name not in _FUNCTIONS or not isinstance(arguments, tuple):
+            raise IntegrityError(f"The pickle {self.name!r} calls {function!r}, which TorchScript does not do; it is not read.")
+        if function.name.endswith(("_rebuild_tensor_v2", "_rebuild_qtensor")):
+            self.check_tensor(arguments)
+            self.stack.append(_Thing("tensor"))
+        elif function.name.endswith("restore_type_tag"):
+            value, text = arguments
+            if not isinstance(text, str) or not _TYPE_TEXT.fullmatch(text):
+                raise ValueError("an odd type")
+            self.stack.append(value)
+        else:
+            self.stack.append(_Thing(function.name))
+
+    def check_tensor(self, arguments: tuple[Any, ...]) -> None:
+        storage, offset, shape, strides = arguments[:4]
+        numbers = (offset, *shape, *strides)
+        if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > 64:
+            raise ValueError("a tensor without its bytes")
+        if any(type(item) is not int or not 0 <= item < 2**48 for item in numbers):
+            raise ValueError("a tensor of an impossible size")
+        elements = math.prod(shape)
+        reach = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if elements else 0
+        if reach > storage.elements or elements > max(storage.elements, 2**24):
+            raise IntegrityError(f"The pickle {self.name!r} claims a tensor of shape {shape}, beyond the bytes that back it.")
+
+    def storage(self, _: Any) -> None:
+        word, kind, key, device, elements = self.stack.pop()
+        width = _STORAGES[kind.name.removeprefix("torch.")]
+        if (
+            word != "storage"
+            or type(elements) is not int
+            or not isinstance(device, str)
+            or not re.fullmatch(r"[a-z]+(:\d+)?", device)
+        ):
+            raise ValueError("an odd storage")
+        if self.sizes[key] != elements * width:
+            raise IntegrityError(
+                f"The pickle {self.name!r} claims {elements * width} bytes for {key!r}, which has {self.sizes[key]}."
+            )
+        self.stack.append(_Storage(elements))
+
+    def build(self, _: Any) -> None:
+        self.stack.pop()
+        if not isinstance(self.stack[-1], _Thing):
+            raise ValueError("a state for something that is no object")
+
+    def put(self, argument: Any) -> None:
+        self.memo[argument] = self.stack[-1]
+
+    def fill(self, marked: bool, kind: type, pairs: bool) -> None:
+        items = self.marked() if marked else [self.stack.pop() for _ in range(2 if pairs else 1)]
+        if type(self.stack[-1]) is not kind or (pairs and len(items) % 2):
+            raise ValueError("items for something that is no container")
+
+
+_PLAIN: dict[str, Callable[[], Any] | None] = {
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINSTRING"), None),
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "NONE": lambda: None,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+}
+_HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": lambda machine, argument: None,
+    "STOP": lambda machine, argument: None,
+    "MARK": lambda machine, argument: machine.marks.append(len(machine.stack)),
+    "GLOBAL": _Machine.word,
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "BINGET": lambda machine, argument: machine.stack.append(machine.memo[argument]),
+    "LONG_BINGET": lambda machine, argument: machine.stack.append(machine.memo[argument]),
+    "TUPLE": lambda machine, argument: machine.stack.append(tuple(machine.marked())),
+    "TUPLE1": lambda machine, argument: machine.tuple_of(1),
+    "TUPLE2": lambda machine, argument: machine.tuple_of(2),
+    "TUPLE3": lambda machine, argument: machine.tuple_of(3),
+    "NEWOBJ": _Machine.new,
+    "REDUCE": _Machine.call,
+    "BUILD": _Machine.build,
+    "BINPERSID": _Machine.storage,
+    "APPEND": lambda machine, argument: machine.fill(False, list, False),
+    "APPENDS": lambda machine, argument: machine.fill(True, list, False),
+    "SETITEM": lambda machine, argument: machine.fill(False, dict, True),
+    "SETITEMS": lambda machine, argument: machine.fill(True, dict, True),
+}

@@ -1,0 +1,132 @@
+"""Nested values (tuples, lists, dicts, dataclasses) to a flat list of tensors and back.
+
+Runtimes take and give flat lists; models take and give structures. A :class:`Structure` describes one without naming
+classes that a deployment machine may not have: dataclasses and mappings with attributes (a transformers ``ModelOutput``)
+come back as :class:`Record`, which answers to attribute, key and position alike.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from trimtab.errors import UsageError
+
+Kind = Literal["tensor", "constant", "tuple", "list", "dict", "namedtuple", "record"]
+
+
+class Record(dict[str, Any]):
+    """A dict whose items are also attributes and, by position, elements; stands in for a dataclass output."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"The output has no {name!r}; it has {', '.join(self)}.") from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The items by position, as transformers' outputs offer them."""
+        return tuple(self.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What a nested value looks like once its tensors are taken out."""
+
+    kind: Kind
+    keys: tuple[str, ...] = ()
+    items: tuple[Structure, ...] = ()
+    value: bool | int | float | str | None = None
+    """The constant itself, for kind ``constant``; the class name, for ``namedtuple`` and ``record``."""
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors the structure holds."""
+        return 1 if self.kind == "tensor" else sum(item.tensors for item in self.items)
+
+
+TENSOR = Structure("tensor")
+
+
+def flatten(value: Any, where: str = "value") -> tuple[list[torch.Tensor], Structure]:
+    """Take the tensors out of ``value``, in order, and describe the rest.
+
+    Raises:
+        UsageError: something inside is neither a tensor, a plain constant nor a known container; names the place.
+    """
+    leaves: list[torch.Tensor] = []
+    return leaves, _flatten(value, leaves, where)
+
+
+def unflatten(structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
+    """The inverse of :func:`flatten`. ``leaves`` must hold exactly ``structure.tensors`` tensors."""
+    if len(leaves) != structure.tensors:
+        raise UsageError(f"The structure holds {structure.tensors} tensors, but {len(leaves)} were given.")
+    return _unflatten(structure, iter(leaves))
+
+
+def names(structure: Structure, name: str) -> list[str]:
+    """A name for each tensor of ``structure``: ``name`` itself for a single tensor, else dotted paths below it."""
+    if structure.kind == "tensor":
+        return [name]
+    parts = structure.keys or tuple(str(i) for i in range(len(structure.items)))
+    return [
+        leaf
+        for part, item in zip(parts, structure.items, strict=True)
+        for leaf in names(item, f"{name}.{part}" if name else part)
+    ]
+
+
+def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return TENSOR
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return Structure("constant", value=value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _branch("namedtuple", dict(zip(value._fields, value, strict=True)), leaves, where, type(value).__name__)
+    if isinstance(value, (tuple, list)):
+        items = tuple(_flatten(item, leaves, f"{where}[{i}]") for i, item in enumerate(value))
+        return Structure("tuple" if isinstance(value, tuple) else "list", items=items)
+    if dataclasses.is_dataclass(value) and isinstance(value, Mapping):
+        return _branch("record", value, leaves, where, type(value).__name__)
+    if isinstance(value, Mapping):
+        return _branch("record" if isinstance(value, Record) else "dict", value, leaves, where, None)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        shallow = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _branch("record", shallow, leaves, where, type(value).__name__)
+    raise UsageError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot cross to another runtime. Use "
+        "tensors, numbers, strings, tuples, lists, dicts or dataclasses, or wrap the model so that its forward does."
+    )
+
+
+def _branch(kind: Kind, value: Mapping[Any, Any], leaves: list[torch.Tensor], where: str, name: str | None) -> Structure:
+    for key in value:
+        if not isinstance(key, str):
+            raise UsageError(f"{where} has the key {key!r}; only string keys can cross to another runtime.")
+    items = tuple(_flatten(item, leaves, f"{where}[{key!r}]") for key, item in value.items())
+    return Structure(kind, tuple(value), items, name)
+
+
+def _unflatten(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
+    if structure.kind == "tensor":
+        return next(leaves)
+    if structure.kind == "constant":
+        return structure.value
+    items = [_unflatten(item, leaves) for item in structure.items]
+    if structure.kind == "tuple":
+        return tuple(items)
+    if structure.kind == "list":
+        return items
+    if structure.kind == "namedtuple":
+        return collections.namedtuple(str(structure.value), structure.keys)(*items)  # noqa: PYI024
+    pairs = zip(structure.keys, items, strict=True)
+    return Record(pairs) if structure.kind == "record" else dict(pairs)

@@ -1,0 +1,48 @@
+"""Values with units as people type them: ``4ms``, ``5MB``, ``0.5%``, ``10m``."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from trimtab.errors import UsageError
+
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z%µ]*)\s*")
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_MEGABYTES = {"b": 1e-6, "kb": 1e-3, "mb": 1.0, "gb": 1e3, "kib": 1024e-6, "mib": 1024**2 * 1e-6, "gib": 1024**3 * 1e-6}
+
+
+def seconds(text: str | float, name: str) -> float:
+    """Seconds in a duration such as ``4ms`` or ``10m``; a bare number is refused because its unit is a guess."""
+    return text if isinstance(text, (int, float)) else _with_unit(text, _SECONDS, name, "4ms, 90s or 10m")
+
+
+def megabytes(text: str | float, name: str) -> float:
+    """Megabytes (10**6 bytes) in a size such as ``5MB`` or ``1.5GiB``."""
+    return text if isinstance(text, (int, float)) else _with_unit(text, _MEGABYTES, name, "5MB or 1.5GB")
+
+
+def fraction(text: str | float, name: str) -> float:
+    """A fraction from ``0.5%`` or ``0.005``."""
+    if isinstance(text, (int, float)):
+        return float(text)
+    number, unit = _split(text, name, "0.5% or 0.005")
+    if unit not in ("", "%"):
+        raise UsageError(f"{name} is {text!r}: {unit!r} is not a unit of a share. Write it like 0.5% or 0.005.")
+    return number / 100 if unit else number
+
+
+def _with_unit(text: str, units: dict[str, float], name: str, example: str) -> float:
+    number, unit = _split(text, name, example)
+    factor = units.get(unit.lower())
+    if factor is None:
+        given = f"{unit!r} is not a unit of it" if unit else "the unit is missing"
+        raise UsageError(f"{name} is {text!r}: {given}. Write it like {example}.")
+    return number * factor
+
+
+def _split(text: str, name: str, example: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text)
+    if match is None or not math.isfinite(float(match[1])):
+        raise UsageError(f"{name} is {text!r}, which is not a positive number with a unit. Write it like {example}.")
+    return float(match[1]), match[2]

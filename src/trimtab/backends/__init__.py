@@ -1,0 +1,1 @@
+"""Runtimes, one file each: the file name registers it. See :class:`trimtab.contracts.Backend`."""

@@ -1,0 +1,205 @@
+"""What the backends outside PyTorch share: plain names, numpy at the border, quiet converters, and proof that a graph follows
+its dynamic dimensions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from trimtab.candidate import Candidate, resized
+from trimtab.errors import CompileError, InputError
+from trimtab.signature import Dim, Signature
+
+CONVERSION_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+    OSError,
+)
+"""What exporters and converters raise for a model that they cannot take (NotImplementedError is a RuntimeError)."""
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Row = list[torch.Tensor]
+
+TOLERANCE = 1e-3
+"""Largest error of a float32 conversion, relative to the largest output: far above rounding, far below a wrong graph."""
+
+
+def plain_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
+    """``names`` as identifiers that every runtime takes, each one different and none of ``taken``."""
+    used, found = set(taken), []
+    for name in names:
+        plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "tensor"
+        plain = f"t_{plain}" if plain[0].isdigit() else plain
+        unique, count = plain, 1
+        while unique in used:
+            count += 1
+            unique = f"{plain}_{count}"
+        used.add(unique)
+        found.append(unique)
+    return found
+
+
+def io_names(signature: Signature) -> tuple[list[str], list[str]]:
+    """Plain names of the inputs and outputs of ``signature``; a function of it alone, so that a loader finds the same."""
+    inputs = plain_names([spec.name for spec in signature.inputs])
+    return inputs, plain_names([spec.name for spec in signature.outputs], inputs)
+
+
+def no_numpy_form(signature: Signature, runtime: str) -> str | None:
+    """A sentence if a tensor of ``signature`` has no numpy form, through which tensors reach the runtime."""
+    for spec in (*signature.inputs, *signature.outputs):
+        if spec.dtype.startswith(("bfloat", "complex", "float8", "q")):
+            return f"{runtime} cannot exchange {spec.dtype} tensors, and {spec.name!r} is one. Cast it to float32 in the model."
+    if not signature.inputs:
+        return f"{runtime} needs at least one input tensor, and the model takes none."
+    return None
+
+
+def static_signature(candidate: Candidate) -> Signature:
+    """The candidate's signature with its dynamic dimensions frozen to the example's sizes."""
+    with torch.no_grad():
+        outputs = candidate.flat(copied=False)(*(leaf.clone() for leaf in candidate.leaves))
+    return candidate.signature.without_dims(candidate.leaves, outputs)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep converters' warnings and log lines away; the filters and the logging level are put back."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | None:
+    """What is wrong with a float32 conversion, in a sentence, or ``None``: it is compared with the model itself at the
+    example, at other values of the same kind and, for every dynamic dimension of ``signature``, at other sizes."""
+    reference = candidate.flat(copied=False)
+    for what, leaves in probes(candidate, signature):
+        try:
+            with torch.no_grad():
+                expected = reference(*(leaf.clone() for leaf in leaves))
+        except CONVERSION_ERRORS:
+            continue  # not a question that the model itself answers
+        try:
+            got = run(leaves)
+        except CONVERSION_ERRORS as error:
+            return f"it fails at {what} ({str(error).strip().splitlines()[0][:200] if str(error).strip() else 'no message'})"
+        if difference := _difference(expected, got):
+            return f"{difference} at {what}"
+    return None
+
+
+def probes(candidate: Candidate, signature: Signature) -> Iterator[tuple[str, Row]]:
+    """Questions to put to a converted graph: ``(what it is, inputs)``."""
+    yield "the example", list(candidate.leaves)
+    yield "other values", [_other_values(leaf) for leaf in candidate.leaves]
+    if signature.dims:
+        now = signature.sizes(candidate.leaves)
+        other = {dim.name: _another_size(dim, now[dim.name], i) for i, dim in enumerate(signature.dims) if dim.name in now}
+        least = {dim.name: dim.min for dim in signature.dims if dim.name in now}
+        for sizes in (other, least):
+            yield _sizes_in_words(sizes), sized(candidate, sizes)
+
+
+def sized(candidate: Candidate, sizes: dict[str, int]) -> Row:
+    """The example's tensors with the dynamic dimensions at ``sizes``."""
+    leaves = list(candidate.leaves)
+    for name, size in sizes.items():
+        pairs = zip(leaves, candidate.signature.inputs, strict=True)
+        leaves = [resized(leaf, spec.shape, name, size) for leaf, spec in pairs]
+    return leaves
+
+
+def _another_size(dim: Dim, now: int, index: int) -> int:
+    return next((size for size in (now + 1 + index, now + 1, now - 1) if size >= 1 and size in dim), now)
+
+
+def _sizes_in_words(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _other_values(leaf: torch.Tensor) -> torch.Tensor:
+    """Other values of the same kind: the same integers elsewhere, the same floats elsewhere with the other sign."""
+    turned = leaf.reshape(-1).flip(0).reshape(leaf.shape)
+    return -turned if leaf.is_floating_point() else turned
+
+
+def _difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> str | None:
+    if len(expected) != len(got):
+        return f"it gives {len(got)} outputs instead of {len(expected)}"
+    for i, (want, have) in enumerate(zip(expected, got, strict=True)):
+        if want.shape != have.shape or want.dtype != have.dtype:
+            return f"output {i} is {have.dtype}{list(have.shape)} instead of {want.dtype}{list(want.shape)}"
+        if (error := _error(want, have)) > TOLERANCE:
+            return f"output {i} is off by {error:.2g} of its largest value"
+    return None
+
+
+def _error(want: torch.Tensor, have: torch.Tensor) -> float:
+    if not want.numel():
+        return 0.0
+    if not want.is_floating_point():
+        # Whole numbers come from comparisons and arg-max, which rounding may turn at ties: one in a hundred is let pass.
+        share = (want != have).double().mean().item()
+        return share if share > 0.01 else 0.0
+    a, b = want.double(), have.double()
+    finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    return float((a - b)[finite].abs().max() / a[finite].abs().max().clamp(min=1e-6))
+
+
+def calibration_rows(candidate: Candidate, signature: Signature) -> list[Row]:
+    """The calibration inputs in sizes that ``signature`` takes: where it froze the batch, batches are cut into such pieces.
+
+    Raises:
+        CompileError: none of them fits.
+    """
+    rows = [list(row) for row in candidate.flat_calibration()]
+    if signature.dims != candidate.signature.dims:
+        rows = [piece for row in rows for piece in _pieces(row, candidate)]
+    fitting = [row for row in rows if _fits(row, signature)]
+    if not fitting:
+        raise CompileError(f"No calibration input fits {signature.describe()}. Give calibration inputs of these sizes.")
+    return fitting
+
+
+def _pieces(row: Row, candidate: Candidate) -> Iterator[Row]:
+    """``row`` cut along the batch into pieces of the example's size, other dynamic sizes made those of the example."""
+    now, here = candidate.signature.sizes(candidate.leaves), candidate.signature.sizes(row)
+    batch = candidate.signature.batch
+    for name in (name for name in now if name != batch):
+        row = [resized(t, spec.shape, name, now[name]) for t, spec in zip(row, candidate.signature.inputs, strict=True)]
+    if batch is None:
+        yield row
+        return
+    for start in range(0, here[batch] - now[batch] + 1, now[batch]):
+        yield [
+            t.narrow(spec.shape.index(batch), start, now[batch]) if batch in spec.shape else t
+            for t, spec in zip(row, candidate.signature.inputs, strict=True)
+        ]
+
+
+def _fits(row: Row, signature: Signature) -> bool:
+    try:
+        signature.check(row)
+    except InputError:
+        return False
+    return True

@@ -1,0 +1,36 @@
+"""What the two backends on TorchInductor share: options that leave nothing behind, and whether there is a compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any, Literal
+
+Mode = Literal["default", "freezing", "max_autotune"]
+
+COMPILERS = ("g++", "clang++", "c++", "clang", "gcc", "cl")
+
+
+def options(mode: Mode) -> dict[str, Any]:
+    """Inductor options for ``mode``, to be passed with the call so that its global configuration stays as it was.
+
+    Compilation stays in this process: with more than one compile thread inductor starts a pool of worker processes that
+    outlives the compilation, keeps about 200 MB each and takes CPU time from whatever is measured next. A network on the CPU is
+    a handful of C++ files, so the pool would save little.
+    """
+    chosen: dict[str, Any] = {"compile_threads": 1}
+    if mode != "default":
+        chosen |= {"freezing": True}
+    if mode == "max_autotune":
+        chosen |= {"max_autotune": True, "autotune_in_subproc": False}
+    return chosen
+
+
+def no_compiler() -> str | None:
+    """Why inductor cannot generate code here, in a sentence, or ``None``."""
+    asked = os.environ.get("CXX")
+    if asked is not None and shutil.which(asked) is None:
+        return f"The C++ compiler {asked!r}, which CXX names, was not found. Set CXX to one that is installed."
+    if asked is None and not any(map(shutil.which, COMPILERS)):
+        return "torch.compile needs a C++ compiler and none was found. Install g++ (apt-get install g++) or set CXX."
+    return None

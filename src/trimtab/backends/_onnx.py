@@ -1,0 +1,189 @@
+"""ONNX files: exporting a candidate, proving the graph, stamping it, and refusing files that point outside their folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+from trimtab._json import from_json, write_json
+from trimtab.backends._foreign import CONVERSION_ERRORS, Run, io_names, quiet, static_signature, wrong_graph
+from trimtab.backends._program import dynamic_shapes
+from trimtab.backends._scratch import first_line, weight_bytes
+from trimtab.candidate import Candidate
+from trimtab.contracts import require
+from trimtab.errors import CompileError, IntegrityError
+from trimtab.signature import Signature
+
+MODEL = "model.onnx"
+DATA = "model.onnx.data"
+FACTS = "export.json"
+INPUTS = "trimtab.inputs"
+"""Key of the model's metadata: its input names in the order of the signature, since a runtime may list them otherwise."""
+
+ONE_FILE_BYTES = 1_900_000_000
+"""Weights up to this size stand in the file itself; protobuf cannot hold 2 GB."""
+
+Exporter = Literal["dynamo", "torchscript"]
+OpenRun = Callable[[pathlib.Path, Signature], Run]
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """How an ONNX file came to be."""
+
+    exporter: Exporter
+    dynamic: bool
+    notes: tuple[str, ...] = ()
+
+
+def export_onnx(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
+    """Write the candidate as float32 ONNX into ``folder``, with the facts about it beside it.
+
+    The exporters are tried in turn, first with dynamic dimensions, then with the example's sizes; a graph is taken only if its
+    outputs, computed by what ``open_run`` makes of the file, are the model's.
+
+    Raises:
+        CompileError: no exporter gives a right graph; carries what each said.
+    """
+    reasons: list[str] = []
+    for dynamic in (True, False) if candidate.signature.dims else (False,):
+        signature = candidate.signature if dynamic else static_signature(candidate)
+        for exporter in _EXPORTERS:
+            try:
+                _attempt(candidate, signature, exporter, folder, open_run)
+            except CompileError as error:
+                reasons.append(f"{exporter} exporter{', dynamic sizes' if dynamic else ''}: {error}")
+                continue
+            # A fallback must be explained; the reason why dimensions were lost is the first refusal of the dynamic forms.
+            write_json(folder / FACTS, Export(exporter, dynamic, tuple(reasons[:1])))
+            return
+    raise CompileError(f"torch.onnx cannot export this model. {' '.join(reasons)}")
+
+
+def read_facts(folder: pathlib.Path) -> Export:
+    """What :func:`export_onnx` wrote beside the model."""
+    return from_json(Export, json.loads((folder / FACTS).read_text(encoding="utf-8")))
+
+
+def model_files(folder: pathlib.Path) -> list[str]:
+    """The names of the files that make up the model in ``folder``."""
+    return [name for name in (MODEL, DATA) if (folder / name).is_file()]
+
+
+def stamp(path: pathlib.Path, names: Sequence[str]) -> None:
+    """Write the order of the inputs into the metadata of the file; weights beside the file are not touched."""
+    onnx = require("onnx")
+    model = onnx.load(path, load_external_data=False)
+    onnx.helper.set_model_props(model, {INPUTS: ",".join(names)})
+    path.write_bytes(model.SerializeToString())
+
+
+def refuse_unsafe(folder: pathlib.Path) -> None:
+    """Raise :class:`IntegrityError` unless the ONNX file parses and keeps its weights in plain files of its own folder.
+
+    A tensor may name any file as the place of its data; the runtime would read it, wherever it lies.
+    """
+    onnx = require("onnx")
+    path = folder / MODEL
+    if linked := next((name for name in (MODEL, DATA) if (folder / name).is_symlink()), None):
+        raise IntegrityError(f"{folder / linked} is a link, and an artifact keeps its own files. Do not use it.")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (*CONVERSION_ERRORS, require("google.protobuf.message").DecodeError) as error:
+        raise IntegrityError(
+            f"{path} is not an ONNX file that can be read ({first_line(error)}). Save the artifact again."
+        ) from error
+    for tensor in tensors(model):
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        place = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        if place != DATA or not (folder / place).is_file():
+            raise IntegrityError(
+                f"{path} keeps the tensor {tensor.name!r} in {place!r}, but only {DATA!r} beside it is allowed. Do not use it."
+            )
+
+
+def tensors(model: Any) -> Iterator[Any]:
+    """Every tensor that an ONNX model holds: initializers and attributes, in subgraphs and functions too."""
+    yield from _graph_tensors(model.graph)
+    for function in model.functions:
+        yield from _node_tensors(function.node)
+    for training in model.training_info:
+        yield from _graph_tensors(training.initialization)
+        yield from _graph_tensors(training.algorithm)
+
+
+def _graph_tensors(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _node_tensors(graph.node)
+
+
+def _node_tensors(nodes: Any) -> Iterator[Any]:
+    for node in nodes:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+            for graph in (attribute.g, *attribute.graphs):
+                yield from _graph_tensors(graph)
+
+
+def _attempt(candidate: Candidate, signature: Signature, exporter: Exporter, folder: pathlib.Path, open_run: OpenRun) -> None:
+    for name in (MODEL, DATA):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        with quiet(), torch.no_grad():
+            _EXPORTERS[exporter](candidate, signature, folder / MODEL)
+        stamp(folder / MODEL, io_names(signature)[0])
+    except CONVERSION_ERRORS as error:
+        raise CompileError(f"{first_line(error)}.") from error
+    if wrong := wrong_graph(open_run(folder, signature), candidate, signature):
+        raise CompileError(f"the exported graph is not the model: {wrong}.")
+
+
+def _export_dynamo(candidate: Candidate, signature: Signature, path: pathlib.Path) -> None:
+    inputs, outputs = io_names(signature)
+    program = torch.onnx.export(
+        candidate.flat(),
+        tuple(candidate.dynamic_leaves() if signature.dims else candidate.leaves),
+        dynamo=True,
+        dynamic_shapes=dynamic_shapes(signature) if signature.dims else None,
+        input_names=inputs,
+        output_names=outputs,
+        verbose=False,
+    )
+    assert program is not None
+    program.save(path, external_data=weight_bytes(candidate.model) > ONE_FILE_BYTES)
+
+
+def _export_torchscript(candidate: Candidate, signature: Signature, path: pathlib.Path) -> None:
+    """The older exporter, which traces: kept for models that torch.export refuses."""
+    inputs, outputs = io_names(signature)
+    if weight_bytes(candidate.model) > ONE_FILE_BYTES:
+        raise ValueError("the tracing exporter is not used for weights over 1.9 GB")
+    named = zip([*inputs, *outputs], [*signature.inputs, *signature.outputs], strict=True)
+    torch.onnx.export(
+        candidate.flat(),
+        tuple(candidate.dynamic_leaves() if signature.dims else candidate.leaves),
+        str(path),
+        dynamo=False,
+        input_names=inputs,
+        output_names=outputs,
+        dynamic_axes={
+            name: {i: s for i, s in enumerate(spec.shape) if isinstance(s, str) and s != "?"} for name, spec in named
+        },
+        verbose=False,
+    )
+
+
+_EXPORTERS: dict[Exporter, Callable[[Candidate, Signature, pathlib.Path], None]] = {
+    "dynamo": _export_dynamo,
+    "torchscript": _export_torchscript,
+}

@@ -1,0 +1,251 @@
+"""What the PyTorch backends share: exporting a model as a program, and checking that a rewrite is still the same function."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import pathlib
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.export import Dim as ExportDim
+from torch.export import ExportedProgram
+from torch.jit.frontend import FrontendError
+
+from trimtab._archive import save_program as write_program
+from trimtab.candidate import Candidate, resized
+from trimtab.errors import CompileError, IntegrityError
+from trimtab.signature import Signature
+
+PROGRAM = "program.pt2"
+
+EXPORT_ERRORS: tuple[type[Exception], ...] = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    FrontendError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    subprocess.SubprocessError,
+)
+"""What exporters and compilers raise when a model is not to their liking. Users' models run inside them, hence the breadth."""
+
+NOISY = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "torch.onnx")
+"""Loggers that tell users about the insides of exporters."""
+
+Call = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+TOLERANCE = 0.02
+REDUCED_TOLERANCE = 0.1
+"""Largest error relative to the largest output. They tell another function from rounding; whether the rounding is good
+enough is judged later, on real data."""
+
+
+def export_program(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
+    """The candidate as an exported program with a flat face, and the signature that it keeps.
+
+    Dynamic dimensions are kept if the export allows it and the program agrees with the model at other sizes, else they are
+    frozen to the example's sizes. Autocast is exported as a region, which torch.compile refuses; ``plain`` asks for the casts
+    themselves in its stead.
+
+    Raises:
+        CompileError: the model cannot be exported at all, for example because control flow depends on data.
+    """
+    signature = candidate.signature
+    if signature.dims:
+        try:
+            program = _export(candidate, candidate.dynamic_leaves(), dynamic_shapes(signature), plain)
+            return program, verified(candidate, program_call(program))
+        except CompileError:
+            pass  # a model that ties its shapes down can still be exported for one shape
+    return export_static(candidate, plain=plain)
+
+
+def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
+    """The candidate as an exported program for the example's sizes only, and the signature without dynamic dimensions.
+
+    Raises:
+        CompileError: the model cannot be exported, or the program is not the same function.
+    """
+    program = _export(candidate, candidate.leaves, None, plain)
+    call = program_call(program)
+    if reason := disagreement(candidate, call, candidate.leaves):
+        raise CompileError(f"torch.export made a program that does something else than the model: {reason}.")
+    return program, frozen_signature(candidate, call)
+
+
+def program_call(program: ExportedProgram) -> Call:
+    """``program`` as a function of a flat list, without the input checks that an executable does itself."""
+    module = bare_module(program)
+    return lambda leaves: module(*leaves)
+
+
+def bare_module(program: ExportedProgram) -> torch.nn.Module:
+    """The module of ``program`` without its input guards: an executable checks its inputs itself, and faster.
+
+    The guards cost 40 microseconds a call on a small network, and torch.compile would compile them too.
+    """
+    module = program.module(check_guards=False)
+    module._forward_pre_hooks.clear()
+    return module
+
+
+def frozen_signature(candidate: Candidate, call: Call) -> Signature:
+    """The candidate's signature with every dynamic dimension frozen to the example's size."""
+    if not candidate.signature.dims:
+        return candidate.signature
+    with torch.no_grad():
+        return candidate.signature.without_dims(candidate.leaves, call(candidate.leaves))
+
+
+def dynamic_shapes(signature: Signature) -> Any:
+    """The ``dynamic_shapes`` argument of :func:`torch.export.export` for a :class:`~trimtab.candidate.FlatModel`."""
+    dims = {dim.name: ExportDim(dim.name, min=dim.min, max=dim.max) for dim in signature.dims}
+    return (tuple({i: dims[s] for i, s in enumerate(spec.shape) if isinstance(s, str)} or None for spec in signature.inputs),)
+
+
+def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Signature:
+    """The candidate's signature as far as ``call`` keeps it, found by running it at other sizes next to the model.
+
+    With ``smallest``, sizes of one are tried too, because tracers like to treat them as constants; where they fail, the
+    dimension's lower bound becomes two.
+
+    Raises:
+        CompileError: it fails or differs at another size; the message says how.
+    """
+    signature = candidate.signature
+    if reason := disagreement(candidate, call, candidate.leaves):
+        raise CompileError(f"The result does something else than the model: {reason}.")
+    if not signature.dims:
+        return signature
+    others = {dim.name: other_size(candidate, dim.name, step) for step, dim in enumerate(signature.dims, start=1)}
+    if reason := disagreement(candidate, call, at_sizes(candidate, others)):
+        raise CompileError(f"The result does something else than the model at the sizes {others}: {reason}.")
+    if not smallest:
+        return signature
+    now = signature.sizes(candidate.leaves)
+    dims = []
+    for dim in signature.dims:
+        small = at_sizes(candidate, {**others, dim.name: 1})
+        reason = disagreement(candidate, call, small) if dim.min == 1 and dim.max != 1 else None
+        if reason and now[dim.name] == 1:
+            raise CompileError(f"The result does something else than the model where {dim.name!r} is 1: {reason}.")
+        dims.append(dataclasses.replace(dim, min=2) if reason else dim)
+    return dataclasses.replace(signature, dims=tuple(dims))
+
+
+def other_size(candidate: Candidate, name: str, step: int = 1) -> int:
+    """A size of dimension ``name`` that its bounds allow and that, if possible, is neither the example's nor one."""
+    dim = next(dim for dim in candidate.signature.dims if dim.name == name)
+    now = candidate.signature.sizes(candidate.leaves)[name]
+    wanted = (now + step, now + 1, now + 2, now - 1, now - 2, now)
+    return next(size for size in wanted if size in dim and (size > 1 or size == now or dim.max == 1))
+
+
+def at_sizes(candidate: Candidate, sizes: dict[str, int]) -> list[torch.Tensor]:
+    """The example tensors with dimensions repeated or cut to ``sizes``."""
+    leaves = list(candidate.leaves)
+    for name, size in sizes.items():
+        leaves = [resized(leaf, spec.shape, name, size) for leaf, spec in zip(leaves, candidate.signature.inputs, strict=True)]
+    return leaves
+
+
+def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor]) -> str | None:
+    """How ``call`` differs from the model on ``leaves``, or ``None``; inputs that the model itself refuses prove nothing."""
+    with torch.no_grad():
+        try:
+            reference = candidate.flat(copied=False)(*leaves)
+        except EXPORT_ERRORS:
+            return None
+        try:
+            with quiet():
+                outputs = call(leaves)
+        except EXPORT_ERRORS as error:
+            return f"it raises {type(error).__name__}: {first_line(error)}"
+    limit = TOLERANCE if candidate.settings.autocast is None else REDUCED_TOLERANCE
+    pairs = zip(candidate.signature.outputs, reference, outputs, strict=True)
+    return next((found for spec, want, got in pairs if (found := _difference(spec.name, want, got, limit))), None)
+
+
+def _difference(name: str, want: torch.Tensor, got: torch.Tensor, limit: float) -> str | None:
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return f"{name} is {got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
+    if not want.numel():
+        return None
+    if not want.dtype.is_floating_point:
+        share = (want != got).double().mean().item()
+        return f"{share:.1%} of {name} differ" if share > limit else None
+    known = torch.isfinite(want)
+    if not torch.equal(known, torch.isfinite(got)):
+        return f"{name} has NaN or infinity in other places"
+    if not known.any():
+        return None
+    error, size = (want - got)[known].abs().max().item(), want[known].abs().max().item()
+    return f"{name} is off by {error:.3g} where the largest value is {size:.3g}" if error > limit * size + 1e-6 else None
+
+
+def dense(leaves: Sequence[torch.Tensor], formats: Sequence[torch.memory_format]) -> list[torch.Tensor]:
+    """``leaves`` laid out in memory as ``formats`` say; those that are already are not copied."""
+    return [leaf.contiguous(memory_format=layout) for leaf, layout in zip(leaves, formats, strict=True)]
+
+
+def memory_formats(signature: Signature, memory_format: str) -> list[torch.memory_format]:
+    """The layout of each input under the setting ``memory_format``, which concerns 4-D inputs only."""
+    lasts = memory_format == "channels_last"
+    return [torch.channels_last if lasts and len(s.shape) == 4 else torch.contiguous_format for s in signature.inputs]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what exporters say to developers (deprecations, tracing hints) away from the user's terminal."""
+    loggers = [logging.getLogger(name) for name in NOISY]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that says anything."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:
+    """Write ``program`` into ``folder`` without pickles and return the file's name.
+
+    Raises:
+        CompileError: the program holds something that cannot be written that way.
+    """
+    try:
+        with quiet():
+            write_program(program, folder / PROGRAM)
+    except IntegrityError as error:
+        raise CompileError(f"The model has no form that stands alone: {error}") from error
+    return [PROGRAM]
+
+
+def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, plain: bool) -> ExportedProgram:
+    laid = dense(leaves, memory_formats(candidate.signature, candidate.settings.memory_format))
+    try:
+        with torch.no_grad(), quiet():
+            program = torch.export.export(candidate.flat(), tuple(laid), dynamic_shapes=shapes)
+            return program.run_decompositions({}) if plain and candidate.settings.autocast else program
+    except EXPORT_ERRORS as error:
+        raise CompileError(f"torch.export cannot take this model: {type(error).__name__}: {first_line(error)}") from error

@@ -1,0 +1,185 @@
+"""TorchScript, by tracing and by reading the source; the only form of PyTorch that keeps control flow on data."""
+
+from __future__ import annotations
+
+import pathlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.jit._trace import TracerWarning
+
+from trimtab._archive import load_torchscript
+from trimtab._tree import Structure
+from trimtab.backends._program import EXPORT_ERRORS, Call, disagreement, first_line, frozen_signature, quiet, verified
+from trimtab.candidate import Candidate
+from trimtab.errors import CompileError
+from trimtab.signature import Signature
+
+SCRIPT = "script.pt"
+
+TRACE_PROBES = 4
+"""Calibration batches that a trace must agree on, where there are any."""
+
+
+def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[str]]:
+    """The candidate as TorchScript with a flat face, not frozen yet, and what there is to say about it.
+
+    A trace follows one path. It is used where tracing saw no decision that depends on data and where it agrees with the
+    model on other inputs and sizes; else the model's source is compiled, and only where that is impossible too is a trace
+    used that is known to be right for the inputs that were tried.
+
+    Raises:
+        CompileError: neither a trace nor the compiled source is the same function as the model.
+    """
+    module, doubts, wrong = _trace(candidate)
+    if module is not None and not doubts and not wrong:
+        return module, []
+    try:
+        return script_flat(candidate), [f"Compiled from source, because a trace was not safe: {wrong or doubts[0]}."]
+    except CompileError as error:
+        if module is None or wrong:
+            raise CompileError(f"TorchScript cannot take this model. Traced: {wrong}. From source: {error}") from error
+    return module, [f"A trace of one path through the model, which the tracer warned about: {doubts[0]}."]
+
+
+def kept_signature(candidate: Candidate, module: Any) -> Signature:
+    """The candidate's signature with the dynamic dimensions that ``module`` keeps."""
+    try:
+        return verified(candidate, _caller(module))
+    except CompileError:
+        return frozen_signature(candidate, _caller(module))
+
+
+def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
+    """The candidate's source compiled to TorchScript, with tensors in a row as inputs and a tuple of tensors as output.
+
+    Raises:
+        CompileError: the source is not TorchScript, the structure of inputs or outputs has no word in it, or the settings ask
+            for mixed precision, which only the flat module carries out.
+    """
+    if candidate.settings.autocast is not None:
+        raise CompileError("The model's source cannot be compiled under autocast.")
+    holder = type("Flat", (nn.Module,), {})()  # a class of its own: scripts of one class share their methods
+    holder.model = candidate.own_model()
+    try:
+        with quiet():
+            module: torch.jit.ScriptModule = torch.jit.script(holder.eval())
+            module.define(_forward_source(candidate))
+    except EXPORT_ERRORS as error:
+        raise CompileError(f"torch.jit.script cannot take this model: {type(error).__name__}: {first_line(error)}") from error
+    if reason := disagreement(candidate, _caller(module), candidate.leaves):
+        raise CompileError(f"torch.jit.script made something else of the model: {reason.rstrip('.')}.")
+    return module
+
+
+def frozen(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+    """A frozen copy of ``module``: weights become constants and batch norms are folded.
+
+    Raises:
+        CompileError: it cannot be frozen.
+    """
+    try:
+        with quiet():
+            result: torch.jit.ScriptModule = torch.jit.freeze(module.eval())
+    except EXPORT_ERRORS as error:
+        raise CompileError(f"torch.jit.freeze failed: {first_line(error)}") from error
+    return result
+
+
+def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path) -> list[str]:
+    """Write the frozen form of ``module``, which must not have been through ``optimize_for_inference``.
+
+    That pass turns weights into opaque constants of the machine's library: the file would be small and could not be loaded.
+    """
+    with quiet():
+        frozen(module).save(str(folder / SCRIPT))
+    return [SCRIPT]
+
+
+def load_script(folder: pathlib.Path) -> torch.jit.ScriptModule:
+    """Read what :func:`save_script` wrote."""
+    with quiet():
+        return load_torchscript(folder / SCRIPT)
+
+
+def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[str], str | None]:
+    """The traced module (if tracing did not fail), the tracer's warnings, and what is wrong with the result."""
+    flat = candidate.flat()
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", TracerWarning)
+        try:
+            module = torch.jit.trace(flat, tuple(candidate.leaves), check_trace=False)  # type: ignore[no-untyped-call]
+        except EXPORT_ERRORS as error:
+            return None, [], f"{type(error).__name__}: {first_line(error)}"
+    doubts = [first_line(w.message) for w in caught if isinstance(w.message, TracerWarning)]
+    call = _caller(module)
+    found = [disagreement(candidate, call, leaves) for leaves in (candidate.leaves, _opposite(candidate.leaves))]
+    found += [disagreement(candidate, call, leaves) for leaves in candidate.flat_calibration()[:TRACE_PROBES]]
+    wrong = next((reason for reason in found if reason), None)
+    return module, [doubt.rstrip(".") for doubt in doubts], wrong or _wrong_at_other_sizes(candidate, call)
+
+
+def _wrong_at_other_sizes(candidate: Candidate, call: Call) -> str | None:
+    try:
+        verified(candidate, call)
+    except CompileError as error:
+        return str(error).rstrip(".")
+    return None
+
+
+def _opposite(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs that take another path through most decisions: floats negated, whole numbers (often indices) left alone."""
+    return [-leaf if leaf.dtype.is_floating_point else leaf for leaf in leaves]
+
+
+def _caller(module: Any) -> Call:
+    return lambda leaves: module(*leaves)
+
+
+def _forward_source(candidate: Candidate) -> str:
+    """TorchScript source of the flat ``forward`` around ``self.model``, which keeps its own structure of inputs and outputs."""
+    signature = candidate.signature
+    inputs = [f"x{i}" for i in range(len(signature.inputs))]
+    lasts = candidate.settings.memory_format == "channels_last"
+    laid = [f"{n}.contiguous(memory_format=torch.channels_last)" if lasts and len(s.shape) == 4 else n
+            for n, s in zip(inputs, signature.inputs, strict=True)]  # fmt: skip
+    rest = iter(laid)
+    args, kwargs = signature.input_structure.items
+    given = [_build(item, rest) for item in args.items]
+    given += [f"{key}={_build(item, rest)}" for key, item in zip(kwargs.keys, kwargs.items, strict=True)]
+    taken = _take(signature.output_structure, "out")
+    head = ", ".join(["self", *(f"{name}: Tensor" for name in inputs)])
+    return f"def forward({head}):\n    out = self.model.forward({', '.join(given)})\n    return ({', '.join(taken)},)\n"
+
+
+def _build(structure: Structure, names: Any) -> str:
+    """An expression that makes a value of ``structure`` from the next of ``names``."""
+    if structure.kind == "tensor":
+        return str(next(names))
+    if structure.kind == "constant":
+        return repr(structure.value)
+    items = [_build(item, names) for item in structure.items]
+    if structure.kind == "tuple":
+        return f"({', '.join(items)},)"
+    if structure.kind == "list":
+        return f"[{', '.join(items)}]"
+    if structure.kind == "dict":
+        return "{" + ", ".join(f"{key!r}: {item}" for key, item in zip(structure.keys, items, strict=True)) + "}"
+    raise TypeError(f"an input of kind {structure.kind} has no word in TorchScript")
+
+
+def _take(structure: Structure, place: str) -> list[str]:
+    """Expressions for the tensors of the value at ``place``, in order."""
+    if structure.kind == "tensor":
+        return [place]
+    if structure.kind in ("tuple", "list"):
+        places = [f"{place}[{i}]" for i in range(len(structure.items))]
+    elif structure.kind == "dict":
+        places = [f"{place}[{key!r}]" for key in structure.keys]
+    else:
+        places = [f"{place}.{key}" for key in structure.keys]
+    return [leaf for item, where in zip(structure.items, places, strict=True) for leaf in _take(item, where)]

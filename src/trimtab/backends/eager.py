@@ -1,0 +1,119 @@
+"""PyTorch as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from trimtab._archive import load_program
+from trimtab.backends._program import PROGRAM, bare_module, export_program, save_program
+from trimtab.backends._script import SCRIPT, kept_signature, load_script, save_script, script_flat
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import Backend, Executable
+from trimtab.errors import CompileError
+from trimtab.signature import Signature
+
+GRAD_MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+}
+
+
+class EagerExecutable(Executable):
+    """The module itself; it takes whatever the module takes, so a call goes straight through."""
+
+    def __init__(self, candidate: Candidate, grad_mode: str) -> None:
+        super().__init__(candidate.signature, candidate.settings)
+        self._candidate = candidate
+        self._flat = candidate.flat(copied=False)
+        self._grad_mode = GRAD_MODES[grad_mode]
+        self._plain = candidate.settings.autocast is None and candidate.settings.memory_format == "contiguous"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module under its gradient mode, without any wrapping where no setting asks for it."""
+        if not self._plain:
+            return super().__call__(*args, **kwargs)
+        with self._grad_mode():
+            return self._candidate.model(*args, **kwargs)
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the module on flat inputs."""
+        with self._grad_mode():
+            outputs: tuple[torch.Tensor, ...] = self._flat(*leaves)
+        return outputs
+
+    def save(self, folder: pathlib.Path) -> list[str]:
+        """Write the module as an exported program; its signature becomes the one that the export keeps.
+
+        A module whose control flow depends on data is written as frozen TorchScript, compiled from its source.
+        """
+        try:
+            program, self.signature = export_program(self._candidate)
+        except CompileError as exported:
+            try:
+                module = script_flat(self._candidate)
+            except CompileError as scripted:
+                raise CompileError(f"The model has no form that stands alone. {exported} {scripted}") from exported
+            self.signature = kept_signature(self._candidate, module)
+            return save_script(module, folder)
+        return save_program(program, folder)
+
+
+class FlatExecutable(Executable):
+    """A callable that takes tensors in a row and gives a sequence of tensors."""
+
+    def __init__(self, call: Callable[..., Any], signature: Signature, settings: Settings, grad_mode: str) -> None:
+        super().__init__(signature, settings)
+        self._call = call
+        self._grad_mode = GRAD_MODES[grad_mode]
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the callable."""
+        with self._grad_mode():
+            outputs: Sequence[torch.Tensor] = self._call(*leaves)
+        return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eager(Backend):
+    """PyTorch's eager mode: the reference that everything else is measured against.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/autograd.html#inference-mode
+    """
+
+    name = "eager"
+    honours = frozenset({"threads", "autocast", "memory_format", "batch"})
+
+    grad_mode: Literal["inference", "no_grad"] = "inference"
+    """``no_grad`` is what most people write; ``inference`` saves the version counters and view tracking too."""
+
+    def compile(self, candidate: Candidate) -> Executable:
+        """Nothing to build."""
+        return EagerExecutable(candidate, self.grad_mode)
+
+    def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
+        """Read the exported program, or the TorchScript in its stead, and run it eagerly."""
+        scripted = (folder / SCRIPT).exists()
+        module = load_script(folder) if scripted else bare_module(load_program(folder / PROGRAM))
+        return FlatExecutable(module, signature, settings, self.grad_mode)
+
+    def script(self) -> str:
+        """Runs the exported program with torch alone."""
+        return """
+def load(folder, threads):
+    import os, torch
+    torch.set_num_threads(threads or torch.get_num_threads())
+    if os.path.exists(f"{folder}/script.pt"):
+        model = torch.jit.load(f"{folder}/script.pt")
+    else:
+        model = torch.export.load(f"{folder}/program.pt2").module()
+    def call(arrays):
+        with torch.inference_mode():
+            return [t.numpy() for t in model(*map(torch.from_numpy, arrays))]
+    return call
+"""

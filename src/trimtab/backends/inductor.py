@@ -1,0 +1,145 @@
+"""torch.compile with TorchInductor."""
+
+from __future__ import annotations
+
+import pathlib
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab._archive import load_program
+from trimtab.backends._inductor import Mode, no_compiler, options
+from trimtab.backends._program import (
+    PROGRAM,
+    bare_module,
+    dense,
+    disagreement,
+    export_program,
+    frozen_signature,
+    memory_formats,
+    save_program,
+    verified,
+)
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import Backend, Executable
+from trimtab.errors import ArtifactError, CompileError
+from trimtab.signature import Signature
+
+
+class FlatProgram(nn.Module):
+    """A flat face around the module of an exported program, so that torch.compile takes the pytree handling in too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the program."""
+        outputs: tuple[torch.Tensor, ...] = self.module(*leaves)
+        return outputs
+
+
+class InductorExecutable(Executable):
+    """A compiled flat module. Another size within the signature is compiled when it is first seen."""
+
+    def __init__(self, module: nn.Module, mode: Mode, signature: Signature, settings: Settings) -> None:
+        super().__init__(signature, settings)
+        self._formats = memory_formats(signature, settings.memory_format)
+        self._compiled = _compiled(module, mode)
+        self.candidate: Candidate | None = None
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the compiled module. Inputs are made dense first: another stride would be compiled anew, for seconds."""
+        with torch.inference_mode():
+            outputs: tuple[torch.Tensor, ...] = self._compiled(*dense(leaves, self._formats))
+        return outputs
+
+    def save(self, folder: pathlib.Path) -> list[str]:
+        """Write the exported program that :meth:`Inductor.load` compiles; the signature becomes the one that it keeps."""
+        if self.candidate is None:
+            raise CompileError("This executable was loaded from files; copy those.")
+        program, self.signature = export_program(self.candidate, plain=True)
+        return save_program(program, folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inductor(Backend):
+    """Generate and compile C++ for the whole graph; pays where many small operators follow each other.
+
+    What is saved is the exported program: it is compiled again where it is loaded, which needs a C++ compiler there and takes
+    from ten seconds to a minute (``aoti`` saves the machine code instead).
+    Source: https://docs.pytorch.org/docs/stable/torch.compiler.html
+    """
+
+    name = "inductor"
+    honours = frozenset({"threads", "autocast", "memory_format", "batch"})
+    cost = "minute"
+
+    mode: Mode = "freezing"
+    """``freezing`` makes weights constants, which lets them be packed for the machine; ``max_autotune`` also times several
+    matrix-multiplication kernels and keeps the fastest."""
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Needs a C++ compiler."""
+        return no_compiler()
+
+    def compile(self, candidate: Candidate) -> Executable:
+        """Compile the module whole or, if that is refused, the exported program."""
+        try:
+            executable = self._built(candidate, candidate.flat())
+        except CompileError as error:
+            executable = self._built(candidate, FlatProgram(bare_module(export_program(candidate, plain=True)[0])))
+            executable.notes.append(f"Compiled from the exported program. {error}")
+        executable.candidate = candidate
+        return executable
+
+    def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
+        """Read the exported program; it is compiled at the first call."""
+        if reason := no_compiler():
+            raise ArtifactError(f"This artifact is compiled where it is loaded. {reason}")
+        return InductorExecutable(FlatProgram(bare_module(load_program(folder / PROGRAM))), self.mode, signature, settings)
+
+    def script(self) -> str:
+        """Compiles the exported program with torch alone."""
+        return f"""
+def load(folder, threads):
+    import torch
+    torch.set_num_threads(threads or torch.get_num_threads())
+    program = torch.export.load(f"{{folder}}/program.pt2")
+    model = torch.compile(program.module(check_guards=False), options={options(self.mode)!r})
+    def call(arrays):
+        with torch.inference_mode():
+            return [t.numpy() for t in model(*map(torch.from_numpy, arrays))]
+    return call
+"""
+
+    def _built(self, candidate: Candidate, module: nn.Module) -> InductorExecutable:
+        """Compile ``module`` by running it on the example and, where sizes may differ, on one other size.
+
+        Sizes of one need no check of their own: the compiler guards on them and compiles again.
+        """
+        executable = InductorExecutable(module, self.mode, candidate.signature, candidate.settings)
+        try:
+            executable.signature = verified(candidate, executable.run, smallest=False)
+        except CompileError:
+            if reason := disagreement(candidate, executable.run, candidate.leaves):
+                raise CompileError(f"torch.compile does not get this model right: {reason}.") from None
+            executable.signature = frozen_signature(candidate, executable.run)
+        return executable
+
+
+def _compiled(module: nn.Module, mode: Mode) -> Callable[..., Any]:
+    """``module.forward`` for torch.compile, with code of its own.
+
+    The compiler keeps what it made with the code object, and gives up after eight versions of one. Executables of one process
+    share this module's class, so each gets a copy of its code. Compiling ``forward`` instead of the module saves a call.
+    """
+    shared = type(module).forward
+    code = shared.__code__.replace()
+    own = types.FunctionType(code, shared.__globals__, shared.__name__, shared.__defaults__, shared.__closure__)
+    compiled: Callable[..., Any] = torch.compile(types.MethodType(own, module), fullgraph=True, options=options(mode))
+    return compiled

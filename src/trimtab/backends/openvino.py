@@ -1,0 +1,247 @@
+"""OpenVINO on the CPU."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+
+from trimtab.backends import _openvino as ir
+from trimtab.backends._foreign import CONVERSION_ERRORS, Run, calibration_rows, no_numpy_form, static_signature
+from trimtab.backends._openvino_request import Request, run_queue
+from trimtab.backends._scratch import copy_files, fingerprint, first_line, own_folder, shared_folder
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import Backend, Choice, Executable, install_hint, missing_package
+from trimtab.errors import CompileError, IntegrityError, UsageError
+from trimtab.signature import Signature, TensorSpec
+
+
+class OpenVinoExecutable(Executable):
+    """A model compiled for the example's sizes and, once other sizes come, a second time for any size."""
+
+    def __init__(
+        self, folder: pathlib.Path, config: dict[str, Any], signature: Signature, settings: Settings, owned: object = None
+    ) -> None:
+        super().__init__(signature, settings)
+        self._folder, self._config, self._owned = folder, config, owned
+        model = _read(folder)
+        if (len(model.inputs), len(model.outputs)) != (len(signature.inputs), len(signature.outputs)):
+            raise IntegrityError(f"{folder / ir.MODEL} has other inputs or outputs than the signature: {signature.describe()}.")
+        shapes = _hot_shapes(model, folder, signature)
+        self._through = ir.given_back(model)
+        self._hot: Request | None = None
+        self._any: Request | None = None
+        if shapes is not None:
+            _reshape(model, shapes)
+            self._hot = Request(self._compile(model), signature, self._through)
+        self._shapes = [torch.Size(shape) for shape in shapes or []]
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the request made for these sizes; inputs need not be contiguous."""
+        return self._request(leaves).run(leaves)
+
+    def run_many(self, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
+        """Run as many requests at once as there are streams."""
+        wanted = [self._request(leaves) for leaves in requests]
+        if len(requests) < 2 or wanted[0].parallel < 2:
+            return [request.run(leaves) for request, leaves in zip(wanted, requests, strict=True)]
+        same = all(request is wanted[0] for request in wanted)
+        return run_queue(wanted[0] if same else self._for_any(), requests)
+
+    def save(self, folder: pathlib.Path) -> list[str]:
+        """Copy the model, which keeps its dynamic dimensions, and its weights."""
+        return copy_files(self._folder, ir.FILES, folder)
+
+    def close(self) -> None:
+        """Free the compiled models and the executable's own copy of the files."""
+        self._hot = self._any = None
+        if isinstance(self._owned, tempfile.TemporaryDirectory):
+            self._owned.cleanup()
+
+    def coverage(self) -> list[str]:
+        """What the runtime tells about precisions and kernels."""
+        return (self._hot or self._for_any()).coverage()
+
+    def _request(self, leaves: Sequence[torch.Tensor]) -> Request:
+        if self._hot is not None:
+            for leaf, shape in zip(leaves, self._shapes, strict=True):
+                if leaf.shape != shape:
+                    return self._for_any()
+            return self._hot
+        return self._for_any()
+
+    def _for_any(self) -> Request:
+        if self._any is None:
+            self._any = Request(self._compile(_read(self._folder)), self.signature, self._through)
+        return self._any
+
+    def _compile(self, model: Any) -> Any:
+        try:
+            return ir.runtime().Core().compile_model(model, "CPU", self._config)
+        except CONVERSION_ERRORS as error:
+            raise CompileError(f"OpenVINO cannot compile the model: {first_line(error)}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenVino(Backend):
+    """Intel's OpenVINO: compiles the whole graph with oneDNN kernels; often the fastest runtime on x86 CPUs.
+
+    Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference.html
+    """
+
+    name = "openvino"
+    requires = ("openvino",)
+    honours = frozenset({"threads", "batch"})
+    own_graph = True
+    overlap = frozenset({"hint", "streams"})
+
+    precision: Literal["f32", "bf16", "int8_static", "int8_weights"] = "f32"
+    """``f32`` is float32 throughout: left alone, OpenVINO computes in bfloat16 wherever the CPU can. ``int8_static`` takes
+    ranges from calibration data; ``int8_weights`` needs none. What is not int8 in these two stays float32."""
+    operators: Literal["auto", "all"] = "auto"
+    """What ``int8_static`` is for: ``auto`` leaves recurrent layers float, ``all`` does not."""
+    hint: Literal["latency", "throughput"] = "latency"
+    """One request as fast as can be, or many at once."""
+    streams: Annotated[int | None, Choice(None, 1, 2, 4)] = None
+    """Requests that run at the same time; ``None`` lets the hint decide."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.streams is not None and self.streams < 1:
+            raise UsageError(f"openvino: streams is {self.streams}; it is at least 1, or None to let the hint decide.")
+
+    @property
+    def exact(self) -> bool:
+        """Float32 is; bfloat16 and int8 are not."""
+        return self.precision == "f32"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Static int8 takes ranges from calibration data."""
+        return frozenset({"calibration"}) if self.precision == "int8_static" else frozenset()
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What ``run.py`` imports."""
+        return ("openvino", "numpy")
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Tensors must have a numpy form, int8 needs nncf and weights, and bfloat16 a CPU that computes in it."""
+        if self.operators != "auto" and self.precision != "int8_static":
+            return f"operators={self.operators} says what int8_static is for; precision is {self.precision}. Leave it at auto."
+        if self.precision.startswith("int8"):
+            if missing_package(("nncf",)):
+                return f"openvino with {self.precision} needs nncf, which is not installed: {install_hint('nncf')}."
+            if not any(p.dim() >= 2 for p in candidate.model.parameters()):
+                return f"{self.precision} quantizes matrix products and convolutions, and the model has none."
+        if self.precision == "bf16" and "BF16" not in ir.runtime().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            return "This CPU has no bfloat16 instructions (avx512_bf16 or amx_bf16). Use precision f32."
+        return no_numpy_form(candidate.signature, "OpenVINO")
+
+    def compile(self, candidate: Candidate) -> Executable:
+        """Convert, or find the conversion of an earlier trial; quantize; compile for the example's sizes."""
+        openvino = ir.runtime()
+        owned = own_folder(candidate)
+        folder = pathlib.Path(owned.name)
+        name = f"openvino-{fingerprint(candidate, openvino.__version__)}"
+        with shared_folder(candidate, name, lambda base: ir.convert(candidate, base, self._open_run)) as base:
+            facts = ir.read_facts(base)
+            signature = candidate.signature if facts.dynamic else static_signature(candidate)
+            if self.precision.startswith("int8"):
+                self._quantize(candidate, signature, base, folder)
+            else:
+                copy_files(base, ir.FILES, folder, link=True)
+        executable = OpenVinoExecutable(folder, self._config(candidate.settings), signature, candidate.settings, owned)
+        if lost := [dim.name for dim in candidate.signature.dims if dim not in signature.dims]:
+            executable.notes.append(f"Built for the example's {', '.join(lost)} only: {' '.join(facts.notes)}")
+        executable.notes += executable.coverage()
+        return executable
+
+    def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
+        """Read the model and compile it for the sizes that it was made for."""
+        for file in ir.FILES:
+            if (folder / file).is_symlink() or not (folder / file).is_file():
+                raise IntegrityError(f"{folder / file} is missing or a link. Save the artifact again.")
+        try:
+            return OpenVinoExecutable(folder, self._config(settings), signature, settings)
+        except CompileError as error:
+            raise IntegrityError(f"{folder / ir.MODEL} cannot be loaded: {error} Save the artifact again.") from error
+
+    def script(self) -> str:
+        """Runs the model with OpenVINO alone: compiled for the first sizes that come, and for any size when others follow."""
+        return f"""
+def load(folder, threads):
+    import openvino
+    config = {self._config(Settings())!r} | ({{"INFERENCE_NUM_THREADS": threads}} if threads else {{}})
+    compiled = {{}}
+    def call(arrays):
+        shapes = tuple(array.shape for array in arrays)
+        model = compiled.get(shapes) or compiled.get("any")
+        if model is None:
+            graph = openvino.Core().read_model(f"{{folder}}/model.xml")
+            if not compiled:
+                graph.reshape({{port: openvino.PartialShape(list(s)) for port, s in zip(graph.inputs, shapes)}})
+            model = compiled[shapes if not compiled else "any"] = openvino.compile_model(graph, "CPU", config)
+        outputs = model(arrays)
+        return [outputs[i] for i in range(len(outputs))]
+    return call
+"""
+
+    def _quantize(self, candidate: Candidate, signature: Signature, base: pathlib.Path, folder: pathlib.Path) -> None:
+        try:
+            model = _read(base)
+            if self.precision == "int8_weights":
+                model = ir.compress(model)
+            else:
+                model = ir.quantize(model, calibration_rows(candidate, signature), recurrent=self.operators == "all")
+            ir.write_model(model, folder)
+        except CONVERSION_ERRORS as error:
+            raise CompileError(f"NNCF cannot quantize this model ({self.precision}): {first_line(error)}") from error
+
+    def _config(self, settings: Settings) -> dict[str, Any]:
+        config: dict[str, Any] = {"PERFORMANCE_HINT": self.hint.upper(), "INFERENCE_PRECISION_HINT": "f32"}
+        if self.precision == "bf16":
+            config["INFERENCE_PRECISION_HINT"] = "bf16"
+        if settings.threads is not None:
+            config["INFERENCE_NUM_THREADS"] = settings.threads
+        if self.streams is not None:
+            config["NUM_STREAMS"] = self.streams
+        return config
+
+    def _open_run(self, folder: pathlib.Path, signature: Signature) -> Run:
+        return OpenVinoExecutable(folder, OpenVino()._config(Settings()), signature, Settings()).run
+
+
+def _read(folder: pathlib.Path) -> Any:
+    try:
+        return ir.runtime().Core().read_model(folder / ir.MODEL, folder / ir.WEIGHTS)
+    except CONVERSION_ERRORS as error:
+        raise CompileError(f"OpenVINO cannot read the model: {first_line(error)}") from error
+
+
+def _reshape(model: Any, shapes: Sequence[Sequence[int]]) -> None:
+    try:
+        model.reshape({port: ir.runtime().PartialShape(list(shape)) for port, shape in zip(model.inputs, shapes, strict=True)})
+    except CONVERSION_ERRORS as error:
+        raise CompileError(f"OpenVINO cannot compile the model for the sizes {list(shapes)}: {first_line(error)}") from error
+
+
+def _hot_shapes(model: Any, folder: pathlib.Path, signature: Signature) -> list[list[int]] | None:
+    """The sizes that the file says must be fast, which have to be ones that the signature allows."""
+    try:
+        shapes = ir.hot_shapes(model)
+        if shapes is not None:
+            signature.check(
+                [torch.empty(s, dtype=getattr(torch, spec.dtype), device="meta") for s, spec in _pairs(shapes, signature)]
+            )
+    except CONVERSION_ERRORS as error:  # an InputError is a ValueError
+        raise IntegrityError(f"{folder / ir.MODEL} names sizes that it was not built for: {first_line(error)}") from error
+    return shapes
+
+
+def _pairs(shapes: list[list[int]], signature: Signature) -> list[tuple[list[int], TensorSpec]]:
+    return list(zip(shapes, signature.inputs, strict=True))

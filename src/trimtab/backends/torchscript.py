@@ -1,0 +1,95 @@
+"""TorchScript, frozen."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trimtab.backends._program import EXPORT_ERRORS, first_line, quiet
+from trimtab.backends._script import frozen, kept_signature, load_script, save_script, trace_or_script
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import Backend, Executable
+from trimtab.errors import CompileError
+from trimtab.signature import Signature
+
+WARM_UP = 3
+"""Calls until the profiling executor has specialized the graph."""
+
+
+class TorchScriptExecutable(Executable):
+    """A frozen, optimized script module."""
+
+    def __init__(self, module: Any, source: Any, signature: Signature, settings: Settings) -> None:
+        super().__init__(signature, settings)
+        self._module = module
+        self._source = source
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the module."""
+        with torch.inference_mode():
+            outputs: Sequence[torch.Tensor] = self._module(*leaves)
+        return outputs
+
+    def save(self, folder: pathlib.Path) -> list[str]:
+        """Write the module frozen, but not optimized for this machine: that form can be saved and not loaded."""
+        if self._source is None:
+            raise CompileError("This executable was loaded from files; copy those.")
+        return save_script(self._source, folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchScript(Backend):
+    """Trace, freeze (weights become constants, batch norms are folded), optimize for inference.
+
+    Pays a little on small networks, where it removes the interpreter, and on convolutions (oneDNN graph fusions). Needs no
+    compiler. Models whose control flow depends on data are compiled from their source instead of traced.
+    Source: https://docs.pytorch.org/docs/stable/jit.html
+    """
+
+    name = "torchscript"
+    honours = frozenset({"threads", "autocast", "memory_format", "batch"})
+
+    def compile(self, candidate: Candidate) -> Executable:
+        """Trace or script a copy, and run it until it is specialized."""
+        source, notes = trace_or_script(candidate)
+        optimized, more = _optimized(frozen(source))
+        signature = kept_signature(candidate, optimized)
+        executable = TorchScriptExecutable(optimized, source, signature, candidate.settings)
+        executable.notes += notes + more
+        if candidate.signature.dims and not signature.dims:
+            executable.notes.append("Dynamic dimensions were frozen, because the trace is right for the example's sizes only.")
+        for _ in range(WARM_UP):
+            executable.run(candidate.leaves)
+        return executable
+
+    def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
+        """Read the frozen module and optimize it for this machine."""
+        optimized, notes = _optimized(load_script(folder))
+        executable = TorchScriptExecutable(optimized, None, signature, settings)
+        executable.notes += notes
+        return executable
+
+    def script(self) -> str:
+        """Runs the frozen module with torch alone."""
+        return """
+def load(folder, threads):
+    import torch
+    torch.set_num_threads(threads or torch.get_num_threads())
+    model = torch.jit.optimize_for_inference(torch.jit.load(f"{folder}/script.pt"))
+    def call(arrays):
+        with torch.inference_mode():
+            return [t.numpy() for t in model(*map(torch.from_numpy, arrays))]
+    return call
+"""
+
+
+def _optimized(module: Any) -> tuple[Any, list[str]]:
+    try:
+        with quiet():
+            return torch.jit.optimize_for_inference(module), []
+    except EXPORT_ERRORS as error:
+        return module, [f"optimize_for_inference failed, so the frozen module runs as it is: {first_line(error)}"]

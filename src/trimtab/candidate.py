@@ -1,0 +1,217 @@
+"""The thing that passes rewrite: a model, its inputs and the settings it runs under."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trimtab._tree import Structure, flatten, names, unflatten
+from trimtab.errors import CompileError, UsageError
+from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, specs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to run, apart from what the model is. ``None`` leaves the runtime's own default."""
+
+    threads: int | None = None
+    """Intra-operator threads."""
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """Mixed precision through :class:`torch.autocast`."""
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    """Layout of 4-D activations and weights."""
+    batch: int | None = None
+    """Examples per call, where the objective is throughput."""
+    device: str = "cpu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A model in evaluation mode with example inputs; immutable.
+
+    The model is shared, not copied: whoever changes it must change :meth:`own_model`, and whoever lets a library loose on it
+    must hand over a copy, because exporters patch what they are given.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    signature: Signature
+    settings: Settings = Settings()
+    calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
+    """Real inputs, as ``(args, kwargs)``, that quantizers may look at; never scored."""
+    scratch: pathlib.Path | None = None
+    """A folder where a backend keeps what other trials of the same study can use again, such as an exported graph."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+        calibration: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
+        scratch: pathlib.Path | None = None,
+    ) -> Candidate:
+        """A candidate for ``model``, in evaluation mode, called as ``model(*args, **kwargs)``.
+
+        The model is run once on the example, and once per dynamic dimension with that dimension at another size, to learn the
+        signature. ``dynamic`` maps input names to ``{axis: Dim}``.
+
+        Raises:
+            UsageError: an input or output cannot cross to another runtime, or ``dynamic`` names an unknown input or axis.
+            RuntimeError: and whatever else the model itself raises.
+        """
+        kwargs = dict(kwargs or {})
+        leaves, structure = flatten((args, kwargs), "inputs")
+        parameters = parameter_names(model.forward, len(args))
+        inputs = mark_dynamic(specs(leaves, input_names(parameters, structure)), dynamic or {})
+        dims = tuple({dim.name: dim for axes in (dynamic or {}).values() for dim in axes.values()}.values())
+        outputs, output_structure = flatten(call_model(model, structure, leaves), "output")
+        output_specs = specs(outputs, names(output_structure, "output"))
+        for dim in dims:
+            size = _other_size(dim, inputs, leaves)
+            changed = [resized(leaf, spec.shape, dim.name, size) for leaf, spec in zip(leaves, inputs, strict=True)]
+            others = flatten(call_model(model, structure, changed), "output")[0]
+            output_specs = tuple(
+                _follow(spec, now, then, dim.name, size) for spec, now, then in zip(output_specs, outputs, others, strict=True)
+            )
+        signature = Signature(inputs, output_specs, structure, output_structure, parameters, dims)
+        return cls(model=model, args=args, kwargs=kwargs, signature=signature, calibration=tuple(calibration), scratch=scratch)
+
+    def own_model(self) -> nn.Module:
+        """A deep copy of the model that the caller may change.
+
+        Raises:
+            CompileError: the model cannot be copied.
+        """
+        try:
+            return copy.deepcopy(self.model)
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+            raise CompileError(f"The model cannot be copied: {error}. Make copy.deepcopy(model) work.") from error
+
+    def with_model(self, model: nn.Module, **settings: Any) -> Candidate:
+        """This candidate with another model and, if given, other settings."""
+        return dataclasses.replace(self, model=model, settings=dataclasses.replace(self.settings, **settings))
+
+    def with_settings(self, **settings: Any) -> Candidate:
+        """This candidate with other settings."""
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **settings))
+
+    @cached_property
+    def leaves(self) -> list[torch.Tensor]:
+        """The tensors of the example inputs, in the order of the signature."""
+        return flatten((self.args, dict(self.kwargs)), "inputs")[0]
+
+    def flat(self, *, copied: bool = True) -> FlatModel:
+        """The model as exporters like it best: tensors in a row in, a tuple of tensors out; of a copy unless said otherwise."""
+        return FlatModel(self.own_model() if copied else self.model, self.signature, self.settings)
+
+    def flat_calibration(self) -> list[list[torch.Tensor]]:
+        """The calibration inputs as flat lists in the order of the signature."""
+        return [list(self.signature.bind(args, kwargs)) for args, kwargs in self.calibration]
+
+    def dynamic_leaves(self, size: int = 2) -> list[torch.Tensor]:
+        """Example tensors whose dynamic sizes are all at least ``size``.
+
+        Exporters treat a dimension of size one as a constant, so a graph for any batch cannot be exported from a batch of one.
+        """
+        leaves = list(self.leaves)
+        for name, now in self.signature.sizes(leaves).items():
+            pairs = zip(leaves, self.signature.inputs, strict=True)
+            leaves = [resized(leaf, spec.shape, name, max(size, now)) for leaf, spec in pairs]
+        return leaves
+
+
+def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int) -> torch.Tensor:
+    """``leaf`` with every axis that ``shape`` calls ``name`` repeated or cut to ``size``."""
+    for axis, want in enumerate(shape):
+        if want == name and leaf.shape[axis] != size:
+            leaf = torch.cat([leaf] * -(-size // max(leaf.shape[axis], 1)), dim=axis).narrow(axis, 0, size).contiguous()
+    return leaf
+
+
+def call_model(model: nn.Module, structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
+    """The model's own output for flat input tensors, without gradients."""
+    args, kwargs = unflatten(structure, leaves)
+    with torch.no_grad():
+        return model(*args, **kwargs)
+
+
+def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[int, Dim]]) -> tuple[TensorSpec, ...]:
+    """``inputs`` with the axes that ``dynamic`` lists named after their dimension.
+
+    Raises:
+        UsageError: an unknown input, or an axis that it does not have.
+    """
+    known = {spec.name: spec for spec in inputs}
+    for name, axes in dynamic.items():
+        if name not in known:
+            raise UsageError(f"dynamic names the input {name!r}, but the inputs are {', '.join(known) or 'none'}.")
+        if wrong := [axis for axis in axes if not 0 <= axis < len(known[name].shape)]:
+            raise UsageError(f"dynamic names axis {wrong[0]} of {name!r}, which has {len(known[name].shape)} axes.")
+    return tuple(
+        dataclasses.replace(
+            spec,
+            shape=tuple(dynamic[spec.name][i].name if i in dynamic.get(spec.name, {}) else s for i, s in enumerate(spec.shape)),
+        )
+        for spec in inputs
+    )
+
+
+def _other_size(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> int:
+    now = next(t.shape[s.shape.index(dim.name)] for s, t in zip(inputs, leaves, strict=True) if dim.name in s.shape)
+    return now + 1 if now + 1 in dim else max(now - 1, 1)
+
+
+def _follow(spec: TensorSpec, now: torch.Tensor, then: torch.Tensor, name: str, size: int) -> TensorSpec:
+    """``spec`` with the axes that changed along with dimension ``name`` marked."""
+    if now.dim() != then.dim():
+        raise UsageError(
+            f"The output {spec.name!r} has {now.dim()} axes for one size of {name!r} and {then.dim()} for another."
+        )
+    shape = tuple(
+        want if a == b else (name if b == size and isinstance(want, int) else "?")
+        for want, a, b in zip(spec.shape, now.shape, then.shape, strict=True)
+    )
+    return dataclasses.replace(spec, shape=shape)
+
+
+class FlatModel(nn.Module):
+    """``model`` with a flat face: ``forward(*tensors) -> tuple of tensors``; runs under the candidate's settings."""
+
+    def __init__(self, model: nn.Module, signature: Signature, settings: Settings) -> None:
+        super().__init__()
+        self.model = model
+        self._signature = signature
+        self._settings = settings
+        self._dtypes = [getattr(torch, spec.dtype) for spec in signature.outputs]
+        self.eval()
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the model; 4-D inputs are first laid out as the settings say."""
+        if self._settings.memory_format == "channels_last":
+            leaves = tuple(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in leaves)
+        args, kwargs = unflatten(self._signature.input_structure, leaves)
+        with self._precision():
+            outputs = flatten(self.model(*args, **kwargs), "output")[0]
+        if self._settings.autocast is None:
+            return tuple(outputs)
+        return tuple(t.to(dtype) for t, dtype in zip(outputs, self._dtypes, strict=True))  # callers rely on the dtypes
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        if self._settings.autocast is None:
+            yield
+            return
+        with torch.autocast(self._settings.device, dtype=getattr(torch, self._settings.autocast)):
+            yield

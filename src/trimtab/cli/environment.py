@@ -1,0 +1,122 @@
+"""``trimtab env`` and ``trimtab list``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trimtab._json import dumps, to_json
+from trimtab.contracts import BACKENDS, CHECKS, PASSES, install_hint, missing_package
+from trimtab.environment import OPTIONAL, Environment, Peaks, measured_peaks
+
+REGISTRIES: dict[str, Mapping[str, Any]] = {"passes": PASSES, "backends": BACKENDS, "checks": CHECKS}
+
+
+def env_command(
+    refresh: Annotated[bool, typer.Option("--refresh", help="measure the peaks again")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> int:
+    """What this machine can do, and what is installed. The first time it measures peaks, which takes some seconds.
+
+    Example: trimtab env --json
+    """
+    environment = Environment.capture()
+    peaks = measured_peaks(environment, refresh=refresh)
+    if json:
+        missing = {item.package: item.command for item in OPTIONAL if not item.installed}
+        typer.echo(
+            dumps({"environment": environment, "fingerprint": environment.fingerprint, "peaks": peaks, "missing": missing})
+        )
+        return 0
+    console = Console(highlight=False)
+    console.print(_machine_table(environment))
+    console.print(_peaks_table(peaks))
+    for note in peaks.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(_packages_table(environment))
+    return 0
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _machine_table(found: Environment) -> Table:
+    table = _table("machine", "")
+    quota = "" if found.cpu_quota is None else f", quota {found.cpu_quota:g}"
+    table.add_row("cpu", f"{found.cpu} ({found.machine})")
+    table.add_row(
+        "cores", f"{found.usable_cores} usable of {found.logical_cores} logical, {found.physical_cores} physical{quota}"
+    )
+    table.add_row("instruction sets", ", ".join(found.isa) or "none that matters")
+    limit = "" if found.memory_limit_mb is None else f", limited to {found.memory_limit_mb / 1e3:.1f} GB"
+    table.add_row("memory", f"{found.memory_mb / 1e3:.1f} GB{limit}")
+    table.add_row("gpus", "; ".join(map(str, found.gpus)) or "none")
+    table.add_row("system", f"{found.os}, Python {found.python}")
+    table.add_row("c++ compiler", found.compiler or "none; torch.compile and AOTInductor need one (apt-get install g++)")
+    table.add_row("fingerprint", found.fingerprint)
+    return table
+
+
+def _peaks_table(peaks: Peaks) -> Table:
+    table = _table("measured peak", "", "")
+    for rate in peaks.rates:
+        where = (
+            rate.device if rate.threads is None else f"{rate.device}, {rate.threads} thread{'s' if rate.threads > 1 else ''}"
+        )
+        value = f"{rate.value:.1f} {rate.unit}" if rate.value is not None else f"not measured: {rate.reason}"
+        table.add_row(rate.kind, where, value)
+    return table
+
+
+def _packages_table(found: Environment) -> Table:
+    table = _table("package", "version", "what it would bring")
+    for name, number in found.versions.items():
+        table.add_row(name, number, "")
+    for item in OPTIONAL:
+        if not item.installed:
+            table.add_row(item.package, "not installed", f"{item.brings} {item.command}")
+    return table
+
+
+def list_command(
+    kind: Annotated[Literal["passes", "backends", "checks"], typer.Argument(help="passes, backends or checks")],
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> int:
+    """What there is, and why one cannot run here.
+
+    Example: trimtab list backends
+    """
+    rows = [_row(cls) for cls in REGISTRIES[kind].values()]
+    if json:
+        typer.echo(dumps(rows))
+        return 0
+    if not rows:
+        typer.echo(f"There are no {kind} yet.")
+        return 0
+    table = _table("name", "what it does", "fields", "here")
+    for row in rows:
+        fields = ", ".join(f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items())
+        table.add_row(row["name"], row["summary"], fields or "-", row["why_not"] or "can run")
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _row(cls: Any) -> dict[str, Any]:
+    package = missing_package(cls.requires)
+    return {
+        "name": cls.name,
+        "summary": (inspect.getdoc(cls) or "").splitlines()[0],
+        "modes": sorted(cls.modes),
+        "exact": cls().exact,
+        "fields": {name: [to_json(v) for v in values] for name, values in cls.choices().items()},
+        "why_not": f"{package} is not installed: {install_hint(package)}" if package else None,
+    }

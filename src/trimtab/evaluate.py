@@ -1,0 +1,271 @@
+"""One recipe, evaluated: apply -> compile -> parity -> first timing -> score -> measure -> save -> Trial. One straight line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+
+from trimtab._json import from_json, write_json
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import Executable
+from trimtab.errors import CompileError, InputError
+from trimtab.measure.pairs import compare
+from trimtab.measure.parity import compare_outputs
+from trimtab.measure.stats import summarize
+from trimtab.measure.timer import LocalRunner, Runner
+from trimtab.measurement import Comparison, Interval, Measurement
+from trimtab.recipe import Recipe
+from trimtab.reference import Fitted, Reference, drop, missing_dims, predict, score
+from trimtab.signature import Signature
+from trimtab.subject import Subject
+from trimtab.trial import State, Trial
+from trimtab.workload import Limits
+
+Objective = Literal["latency", "throughput", "memory", "size"]
+
+REQUESTS = 8
+"""Independent requests in one timed call where throughput is the objective."""
+UNRELIABLE = 0.3
+"""A ratio whose interval is wider than this share of it is said to be unreliable."""
+UNSAVED = "unsaved.json"
+"""In a trial's folder: the trial as it was before its files were written, should the writing crash the process."""
+SINGLES = 20
+"""Unpaired single calls that give the latency where throughput is the objective."""
+MODEL, BUILT = "model", "built.json"
+"""In a trial's folder: the runtime's files, and the signature and settings that they were built for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a trial is judged and measured."""
+
+    objective: Objective = "latency"
+    limits: Limits = Limits()
+    quick_s: float = 1.2
+    """Time of the first, cheap timing."""
+    seconds: float = 6.0
+    """Most time for the paired timing that counts."""
+    width: float = 0.03
+    """Width of the ratio's interval, relative to it, at which sampling stops."""
+    floor: float = 0.0
+    """A recipe whose speed-up is surely below this after the first timing is stopped."""
+
+
+def evaluate(
+    recipe: Recipe, subject: Subject, reference: Reference, rival: Runner, *, plan: Plan, folder: pathlib.Path
+) -> Trial:
+    """Evaluate ``recipe`` in this process and keep its files in ``folder / "model"``. Never raises what a recipe did wrong.
+
+    ``rival`` is the model as written, in a process of its own. Settings that are global to a process, such as torch's threads,
+    are changed: run it in a process that ends afterwards.
+    """
+    started = time.perf_counter()
+    figures: dict[str, Any] = {}
+    try:
+        state, reason = _line(recipe, subject, reference, rival, plan, folder, figures)
+    except Exception as error:  # noqa: BLE001 - the one boundary that turns whatever a trial does into its state
+        state, reason = State.FAILED, describe(error)
+        figures["traceback"] = traceback.format_exc()
+    figures.pop("cannot_ship", None)
+    return Trial(recipe=recipe, state=state, reason=reason, seconds=time.perf_counter() - started, **figures)
+
+
+def _line(
+    recipe: Recipe,
+    subject: Subject,
+    reference: Reference,
+    rival: Runner,
+    plan: Plan,
+    folder: pathlib.Path,
+    figures: dict[str, Any],
+) -> tuple[State, str | None]:
+    full, evaluation, batches = subject.candidate.signature, subject.workload.evaluation, subject.splits.selection
+    if reason := recipe.why_not(subject.candidate):
+        return State.SKIPPED, reason
+
+    candidate = apply_passes(recipe, subject.candidate)
+    executable, figures["cold_s"] = start(recipe, candidate)
+    figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": tuple(executable.notes)}
+    missing = missing_dims(executable, full)
+    if missing and subject.workload.dynamic is not None:
+        return (
+            State.FAILED,
+            f"{recipe.backend.name} could not keep the dynamic dimension {missing[0]!r} that the workload states.",
+        )
+
+    with stage("outputs on the selection data"):
+        outputs = predict(Fitted(executable, full), batches, evaluation)
+    max_error = None if evaluation is not None or recipe.exact else plan.limits.max_error
+    figures["parity"] = compare_outputs(reference.nested(), outputs, exact=recipe.exact, max_error=max_error)
+    if not figures["parity"].ok:
+        return State.MISMATCH, figures["parity"].reason
+
+    runner = runner_for(executable, candidate, subject, plan.objective)
+    with stage("first timing"):
+        first = compare(runner, rival, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(rival))
+    figures |= timing(first, executable, candidate, subject, plan.objective)
+    if first.ratio.high < plan.floor:
+        return State.STOPPED, (
+            f"Rule 'hopeless': after a first timing it reaches {_times(first.ratio)} of the model as written, surely below "
+            f"{plan.floor:.2f}, which is what it would need to come near the best so far."
+        )
+
+    if evaluation is not None:
+        with stage("score"):
+            scores = score(evaluation, outputs, batches)
+            assert reference.scores is not None
+            limit = plan.limits.drop_limit(reference.scores.value)
+            lost = drop(evaluation, reference, scores, outputs, batches, limit)
+        figures |= {"score": scores.value, "drop": lost}
+        if lost.decided is False:
+            return State.STOPPED, (
+                f"Rule 'accuracy': the score drops by {lost.value:.3%} (at least {lost.low:.3%}); the limit is {limit:.3%}."
+            )
+
+    with stage("timing"):
+        final = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
+    figures |= timing(final, executable, candidate, subject, plan.objective)
+    figures["notes"] = (*figures["notes"], *noise(final))
+    folder.mkdir(parents=True, exist_ok=True)
+    so_far = {name: value for name, value in figures.items() if name != "traceback"}
+    write_json(folder / UNSAVED, Trial(recipe=recipe, state=State.COMPLETE, **so_far))
+    with stage("saving"):
+        figures |= save(executable, folder)
+    executable.close()
+    return State.COMPLETE, figures.get("cannot_ship")
+
+
+@contextlib.contextmanager
+def stage(words: str) -> Iterator[None]:
+    """Says in the trial's log how long a part of it took."""
+    begun = time.perf_counter()
+    yield
+    print(f"{words}: {time.perf_counter() - begun:.2f} s", flush=True)
+
+
+def apply_passes(recipe: Recipe, candidate: Candidate) -> Candidate:
+    """``candidate`` after the passes of ``recipe``, in order, with its threads made torch's.
+
+    Raises:
+        CompileError: a pass cannot be applied to what the ones before it made.
+    """
+    for step in recipe.passes:
+        if reason := step.blocked(candidate):
+            raise CompileError(reason)
+        with stage(f"pass {step}"):
+            candidate = step.apply(candidate)
+    if candidate.settings.threads is not None:
+        torch.set_num_threads(candidate.settings.threads)
+    return candidate
+
+
+def start(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
+    """Compile and call once; gives the executable and the seconds of both."""
+    begun = time.perf_counter()
+    with stage(f"backend {recipe.backend}, with its first call"):
+        executable = recipe.backend.compile(candidate)
+        executable(*candidate.args, **candidate.kwargs)
+        executable.synchronize()
+    return executable, time.perf_counter() - begun
+
+
+def runner_for(executable: Executable, candidate: Candidate, subject: Subject, objective: Objective) -> Runner:
+    """What is timed: one call on the example, or several requests at once where throughput counts, per example batch."""
+    if objective != "throughput":
+        args, kwargs = candidate.args, dict(candidate.kwargs)
+        return LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize)
+    requests = [candidate.leaves] * REQUESTS
+    runner = LocalRunner(lambda: executable.run_many(requests), executable.synchronize)
+    return Scaled(runner, rows(subject.candidate) / (rows(candidate) * REQUESTS))
+
+
+def ours(rival: Runner) -> set[int]:
+    """The processes whose CPU time is not a neighbour's: this one, the study that started it and watches it, the rival."""
+    return {os.getpid(), os.getppid(), rival.pid}
+
+
+class Scaled:
+    """A runner whose times are per unit of work, so that calls of different size compare."""
+
+    def __init__(self, runner: Runner, factor: float) -> None:
+        self._runner, self._factor = runner, factor
+        self.pid = runner.pid
+
+    def block(self, calls: int) -> list[int]:
+        """Scaled nanoseconds of each call."""
+        return [round(ns * self._factor) for ns in self._runner.block(calls)]
+
+
+def rows(candidate: Candidate) -> int:
+    """Examples per call: the size of the leading axis of the first input, or 1."""
+    return candidate.leaves[0].shape[0] if candidate.leaves and candidate.leaves[0].dim() else 1
+
+
+def timing(
+    found: Comparison, executable: Executable, candidate: Candidate, subject: Subject, objective: Objective
+) -> dict[str, Any]:
+    """The figures of a trial that a comparison gives."""
+    figures: dict[str, Any] = {"comparison": found, "speedup": found.ratio, "latency_ms": found.candidate}
+    if objective == "throughput":
+        figures["throughput"] = per_second(found.candidate, rows(subject.candidate))
+        args, kwargs = candidate.args, dict(candidate.kwargs)
+        alone = LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize).block(SINGLES)
+        figures["latency_ms"] = summarize(alone, unit="ms", conditions={"examples": rows(candidate), "unpaired": True})
+    return figures
+
+
+def noise(found: Comparison) -> list[str]:
+    """A sentence where the machine was too busy for a figure that can be relied on."""
+    if found.ratio.width <= UNRELIABLE:
+        return []
+    others = f"others took {found.foreign:.0%} of the CPU, the hypervisor {found.stolen:.0%}"
+    return [f"The machine was too busy to measure well: the ratio is known to {_times(found.ratio)} only; {others}."]
+
+
+def per_second(latency: Measurement, examples: int) -> Measurement:
+    """Examples per second from milliseconds per call of ``examples``."""
+    low, high = (1e3 * examples / bound for bound in (latency.interval.high, latency.interval.low))
+    median = 1e3 * examples / latency.median
+    return Measurement(
+        unit="examples/s", n=latency.n, median=median, interval=Interval(median, low, high), conditions=latency.conditions
+    )
+
+
+def save(executable: Executable, folder: pathlib.Path) -> dict[str, Any]:
+    """Write the executable's files and signature; its size, or why it has no form that stands alone."""
+    model = folder / MODEL
+    model.mkdir(parents=True, exist_ok=True)
+    try:
+        files = executable.save(model)
+    except CompileError as error:
+        return {"cannot_ship": f"It cannot ship: {error}"}
+    write_json(folder / BUILT, {"signature": executable.signature, "settings": executable.settings})
+    return {"size_mb": sum((model / name).stat().st_size for name in files) / 1e6}
+
+
+def load_saved(recipe: Recipe, folder: pathlib.Path) -> Executable:
+    """The executable that a trial saved in ``folder``, with torch's threads set as it was built for."""
+    built = json.loads((folder / BUILT).read_text(encoding="utf-8"))
+    settings = from_json(Settings, built["settings"])
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    return recipe.backend.load(folder / MODEL, from_json(Signature, built["signature"]), settings)
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one sentence."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return text if isinstance(error, (CompileError, InputError)) else f"{type(error).__name__}: {text}"
+
+
+def _times(ratio: Interval) -> str:
+    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"

@@ -1,0 +1,1 @@
+"""Measuring: time in pairs, memory, energy, floating-point operations, parity, profiles, rooflines."""

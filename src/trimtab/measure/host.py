@@ -1,0 +1,147 @@
+"""Who had the CPU: our own processes, other people's, or the hypervisor."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+TICK_NS = 10_000_000 if not hasattr(os, "sysconf") else 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+"""Nanoseconds in one unit of ``/proc/stat``."""
+USER, NICE, SYSTEM, IDLE, IOWAIT, IRQ, SOFTIRQ, STEAL = range(8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """CPU time since boot, in nanoseconds over all CPUs of the machine, at one moment of the wall clock."""
+
+    at_ns: int
+    busy_ns: int
+    stolen_ns: int
+    cpus: int
+    own_ns: Mapping[int, int]
+    """CPU time of each of our processes, all their threads included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """How the CPU time between two snapshots was used, as shares of all the machine's CPUs."""
+
+    seconds: float
+    """Wall-clock time between the snapshots."""
+    foreign: float
+    """Used by processes that are not ours."""
+    stolen: float
+    """Given to other machines by the hypervisor."""
+    resolution: float
+    """Share that one tick of the kernel's clock amounts to; ``foreign`` and ``stolen`` are right to within one or two."""
+
+    @property
+    def disturbed(self) -> float:
+        """The share that was neither ours nor idle."""
+        return self.foreign + self.stolen
+
+
+class Host:
+    """Watches the CPU time of the machine against that of our processes ``pids``, their threads and their children.
+
+    The list of children is read anew about once per second, because Linux offers no cheap way to it; a snapshot otherwise costs
+    some tens of microseconds. ``proc`` is where the process file system is mounted.
+    """
+
+    def __init__(self, pids: Iterable[int], proc: str | os.PathLike[str] = "/proc", refresh_s: float = 1.0) -> None:
+        self._roots = frozenset(pids)
+        self._proc = pathlib.Path(proc)
+        self._refresh_ns = int(refresh_s * 1e9)
+        self._family: Collection[int] = self._roots
+        self._listed_ns: int | None = None
+
+    def snapshot(self) -> Snapshot | None:
+        """CPU times now, or ``None`` where there is no ``/proc/stat`` to read them from."""
+        cpu = self._machine()
+        if cpu is None:
+            return None
+        at = time.perf_counter_ns()
+        own = {pid: ns for pid in self._processes(at) if (ns := _process_ns(pid)) is not None}
+        busy = sum(cpu[i] for i in (USER, NICE, SYSTEM, IRQ, SOFTIRQ))  # guest time is part of user time
+        return Snapshot(at, busy * TICK_NS, cpu[STEAL] * TICK_NS, os.cpu_count() or 1, own)
+
+    def _machine(self) -> list[int] | None:
+        try:
+            with open(self._proc / "stat", encoding="ascii") as file:
+                head, *fields = file.readline().split()
+        except OSError:
+            return None
+        cpu = [int(field) for field in fields]
+        usable = head == "cpu" and len(cpu) > STEAL and any(cpu)  # a sandbox may show a file full of zeros
+        return cpu if usable else None
+
+    def _processes(self, now_ns: int) -> Collection[int]:
+        if self._listed_ns is None or now_ns - self._listed_ns > self._refresh_ns:
+            self._family = descendants(self._roots, self._proc)
+            self._listed_ns = now_ns
+        return self._family
+
+
+def usage(before: Snapshot | None, after: Snapshot | None) -> Share | None:
+    """How CPU time was used between two snapshots; ``None`` where either is missing or no time passed."""
+    if before is None or after is None or after.at_ns <= before.at_ns:
+        return None
+    wall = after.at_ns - before.at_ns
+    capacity = wall * after.cpus
+    own = sum(max(0, ns - before.own_ns[pid]) for pid, ns in after.own_ns.items() if pid in before.own_ns)
+    others = max(0, after.busy_ns - before.busy_ns - own)
+    stolen = max(0, after.stolen_ns - before.stolen_ns)
+    return Share(wall / 1e9, min(1.0, others / capacity), min(1.0, stolen / capacity), TICK_NS / capacity)
+
+
+def foreign(before: Snapshot | None, after: Snapshot | None) -> float | None:
+    """Share of the machine's CPU time that processes other than ours used between two snapshots."""
+    found = usage(before, after)
+    return None if found is None else found.foreign
+
+
+def stolen(before: Snapshot | None, after: Snapshot | None) -> float | None:
+    """Share of the machine's CPU time that the hypervisor took between two snapshots."""
+    found = usage(before, after)
+    return None if found is None else found.stolen
+
+
+def descendants(roots: Collection[int], proc: pathlib.Path = pathlib.Path("/proc")) -> set[int]:
+    """``roots`` and all processes below them that are alive."""
+    children: dict[int, list[int]] = {}
+    for entry in _listed(proc):
+        if entry.isdecimal() and (parent := _parent(proc / entry)) is not None:
+            children.setdefault(parent, []).append(int(entry))
+    found, waiting = set(roots), list(roots)
+    while waiting:
+        new = [child for child in children.get(waiting.pop(), []) if child not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def _listed(folder: pathlib.Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _parent(folder: pathlib.Path) -> int | None:
+    try:
+        text = (folder / "stat").read_bytes()
+    except OSError:  # it has just ended
+        return None
+    fields = text.rpartition(b")")[2].split()  # the name before it may hold spaces and brackets
+    return int(fields[1]) if len(fields) > 1 else None
+
+
+def _process_ns(pid: int) -> int | None:
+    """CPU time of a process with all its threads, through the clock that Linux keeps for every one (clock_getcpuclockid(3))."""
+    try:
+        return time.clock_gettime_ns((~pid << 3) | 2)
+    except (OSError, OverflowError, AttributeError):
+        return None

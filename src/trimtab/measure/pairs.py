@@ -1,0 +1,251 @@
+"""Time two things in turns, A B B A, so that drift, frequency and noisy neighbours hit both alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from trimtab.errors import MeasurementError
+from trimtab.measure.host import Host, Share, usage
+from trimtab.measure.quantiles import quantile_of
+from trimtab.measure.stats import ratio_interval, summarize, widened
+from trimtab.measure.timer import BLOCK_S, Runner, WarmUp, calls_for, warm_up
+from trimtab.measurement import Comparison, Interval, Measurement, Scalar
+
+DISTURBED = 0.10
+"""A quad is thrown away when others had more than this share of the machine's CPU time."""
+SLACK_TICKS = 2.0
+"""Ticks of the kernel's clock by which a single block's CPU share may be wrong; forgiven before a block is called disturbed."""
+FEWEST_QUADS = 2
+"""Without two quads there is no interval; they are measured however long they take."""
+MOST_QUADS = 400
+PROCESS_NOISE = 0.0075
+"""Standard deviation of the ratio between two things that are the same, relative to it, from one pair of processes to the next.
+
+How memory happens to be laid out makes a process faster or slower for as long as it lives (Mytkowicz et al., "Producing wrong
+data without doing anything obviously wrong!", 2009). No number of quads averages that out: it can only be added to the
+interval. On a busy two-core machine 0.4%, 0.7% and 0.7% were estimated for three small models, from 6 to 10 pairs of processes
+each, and nothing that stood out of the noise for a fourth; ``benchmarks/trust.py`` measures it elsewhere.
+"""
+WARM_UP_SHARE = 0.15
+"""Share of the time that the warm-up of each side may take."""
+PATIENCE = 2.0
+"""Where quiet quads are hard to find, the time limit is stretched to this many times its length until the fewest are there."""
+
+StoppedBy = Literal["width", "time", "pairs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Calls in a row of one side: the nanoseconds of each, and who else had the CPU meanwhile (``None`` if unknown)."""
+
+    times: Sequence[int]
+    share: Share | None
+
+    @cached_property
+    def ns(self) -> float:
+        """What the block says of the side: its median call, at least a nanosecond."""
+        return max(1.0, statistics.median(self.times))
+
+
+@dataclasses.dataclass(frozen=True)
+class Quad:
+    """Candidate, rival, rival, candidate."""
+
+    blocks: tuple[Block, Block, Block, Block]
+
+    @property
+    def candidate(self) -> tuple[Block, Block]:
+        """The candidate's blocks, in order."""
+        return self.blocks[0], self.blocks[3]
+
+    @property
+    def rival(self) -> tuple[Block, Block]:
+        """The rival's blocks, in order."""
+        return self.blocks[1], self.blocks[2]
+
+    def mean(self, kind: Literal["foreign", "stolen", "disturbed"]) -> float:
+        """A share of CPU time over the four blocks together; 0 where it is not known."""
+        shares = [block.share for block in self.blocks if block.share is not None]
+        total = sum(share.seconds for share in shares)
+        return sum(getattr(share, kind) * share.seconds for share in shares) / total if total else 0.0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether we had the CPU, but for :data:`DISTURBED` of it, over the whole quad and in each of its blocks.
+
+        One block is only some ticks of the kernel's clock long, so a block alone has to be beyond doubt.
+        """
+        shares = [block.share for block in self.blocks if block.share is not None]
+        return self.mean("disturbed") <= DISTURBED and all(
+            share.disturbed <= DISTURBED + SLACK_TICKS * share.resolution for share in shares
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a comparison stands, after each quad."""
+
+    quads: int
+    discarded: int
+    ratio: Interval | None
+    """Without what differs from process to process, which is added at the end."""
+    seconds: float
+    limit_s: float
+
+
+def compare(
+    candidate: Runner,
+    rival: Runner,
+    *,
+    width: float = 0.03,
+    seconds: float = 10.0,
+    min_quads: int = 6,
+    max_quads: int = MOST_QUADS,
+    pids: Iterable[int] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    conditions: Mapping[str, Scalar] | None = None,
+    process_noise: float = PROCESS_NOISE,
+) -> Comparison:
+    """Measure how many times faster ``candidate`` is than ``rival``.
+
+    Both are warmed up until steady. Then quads are measured until the interval of the ratio is narrower than ``width`` of it
+    (never by whether the answer is pleasant), ``seconds`` are up, or ``max_quads`` are done. At least ``min_quads`` are
+    measured unless that takes more than twice ``seconds``; two are, always.
+
+    Quads in which somebody else had the CPU are thrown away and counted. If too few quiet ones can be found, the quietest of
+    these are used after all, chosen by that and by nothing else; ``foreign`` and ``stolen`` then say how noisy it was.
+
+    What more quads would not lessen, ``process_noise``, is added to the interval at the end, unless a runner is compared with
+    itself; ``width`` is about the part that they do lessen. So nothing that is less than about 1.5% faster is ever surely so.
+
+    ``pids`` are the processes that count as ours, with their children: by default this one and those of the two runners.
+
+    Raises:
+        MeasurementError: the process of a runner died or does not answer.
+    """
+    begun = time.perf_counter()
+    min_quads, max_quads = max(FEWEST_QUADS, min_quads), max(FEWEST_QUADS, min_quads, max_quads)
+    block_s = min(BLOCK_S, max(0.01, seconds / (8 * min_quads)))
+    warm = [warm_up(side, seconds=WARM_UP_SHARE * seconds, block_s=block_s) for side in (candidate, rival)]
+    host = Host(pids if pids is not None else {os.getpid(), candidate.pid, rival.pid})
+    session = _Session(candidate, rival, warm, block_s, host)
+    while (stopped := _stop(session, time.perf_counter() - begun, width, seconds, min_quads, max_quads)) is None:
+        session.measure()
+        if on_progress is not None:
+            elapsed = time.perf_counter() - begun
+            on_progress(Progress(len(session.quiet), len(session.noisy), session.ratio(), elapsed, seconds))
+    noise = 0.0 if candidate is rival else process_noise
+    return _result(session, stopped, min_quads, conditions or {}, noise)
+
+
+def quick(candidate: Runner, rival: Runner, seconds: float = 1.5) -> Comparison:
+    """A cheap first timing: the same measurement with fewer quads, and so with a wider interval."""
+    return compare(candidate, rival, width=0.06, seconds=seconds, min_quads=4)
+
+
+def self_noise(runner: Runner, *, seconds: float = 3.0, quads: int = 6) -> float:
+    """How far apart two blocks of the same thing lie: half the width of the central 95% of their ratios (0.02 is 2%)."""
+    found = compare(runner, runner, seconds=seconds, min_quads=quads, max_quads=quads)
+    assert found.noise is not None
+    return found.noise
+
+
+class _Session:
+    """Quads of one comparison, sorted as they come."""
+
+    def __init__(self, candidate: Runner, rival: Runner, warm: Sequence[WarmUp], block_s: float, host: Host) -> None:
+        self.sides = {"candidate": candidate, "rival": rival}
+        self.warm = dict(zip(self.sides, warm, strict=True))
+        self.calls = {name: calls_for(block_s, each.call_s) for name, each in self.warm.items()}
+        self.quiet: list[Quad] = []
+        self.noisy: list[Quad] = []
+        self._host = host
+
+    def measure(self) -> None:
+        """Measure one quad."""
+        a, b, c, d = (self._block(side) for side in ("candidate", "rival", "rival", "candidate"))
+        quad = Quad((a, b, c, d))
+        (self.quiet if quad.quiet else self.noisy).append(quad)
+
+    def ratio(self) -> Interval | None:
+        """The ratio over the quiet quads, once there are enough of them for an interval."""
+        return _ratio(self.quiet) if len(self.quiet) >= FEWEST_QUADS else None
+
+    def _block(self, side: str) -> Block:
+        runner, calls = self.sides[side], self.calls[side]
+        before = self._host.snapshot()
+        times = runner.block(calls)
+        after = self._host.snapshot()
+        if len(times) != calls:
+            raise MeasurementError(f"The {side} was asked for {calls} calls and gave the times of {len(times)}.")
+        return Block(times, usage(before, after))
+
+
+def _stop(session: _Session, elapsed: float, width: float, seconds: float, min_quads: int, max_quads: int) -> StoppedBy | None:
+    """What ends the sampling now, if anything. Looks at the number of quads, the width and the clock; never at the ratio."""
+    quiet, measured = len(session.quiet), len(session.quiet) + len(session.noisy)
+    if quiet >= min_quads:
+        ratio = session.ratio()
+        if ratio is not None and ratio.width <= width:
+            return "width"
+        if elapsed >= seconds:
+            return "time"
+    if measured >= max_quads:
+        return "pairs"
+    return "time" if measured >= FEWEST_QUADS and elapsed >= PATIENCE * seconds else None
+
+
+def _result(
+    session: _Session, stopped: StoppedBy, min_quads: int, conditions: Mapping[str, Scalar], process_noise: float
+) -> Comparison:
+    missing = max(0, min_quads - len(session.quiet))
+    used = session.quiet + sorted(session.noisy, key=lambda quad: quad.mean("disturbed"))[:missing]
+    sides = {"candidate": [q.candidate for q in used], "rival": [q.rival for q in used]}
+    timed = {name: _measurement(session, name, pairs, conditions) for name, pairs in sides.items()}
+    return Comparison(
+        ratio=widened(_ratio(used), process_noise),
+        pairs=2 * len(used),
+        candidate=timed["candidate"],
+        rival=timed["rival"],
+        discarded=4 * (len(session.quiet) + len(session.noisy) - len(used)),
+        noise=_noise([quad.rival for quad in used]),
+        foreign=statistics.fmean(quad.mean("foreign") for quad in used),
+        stolen=statistics.fmean(quad.mean("stolen") for quad in used),
+        process_noise=process_noise,
+        stopped_by=stopped,
+    )
+
+
+def _measurement(
+    session: _Session, side: str, pairs: Sequence[tuple[Block, Block]], conditions: Mapping[str, Scalar]
+) -> Measurement:
+    blocks = [block for pair in pairs for block in pair]
+    own: dict[str, Scalar] = {
+        "blocks": len(blocks),
+        "calls_per_block": session.calls[side],
+        "steady": session.warm[side].steady,
+        "cpu_watched": all(block.share is not None for block in blocks),
+    }
+    if session.sides[side].pid == os.getpid():
+        own["threads"] = torch.get_num_threads()
+    times = [ns for block in blocks for ns in block.times]
+    return summarize(times, unit="ms", conditions=own | dict(conditions), blocks=[block.ns for block in blocks])
+
+
+def _ratio(quads: Sequence[Quad]) -> Interval:
+    rival = [block.ns for quad in quads for block in quad.rival]
+    return ratio_interval(rival, [block.ns for quad in quads for block in quad.candidate])
+
+
+def _noise(pairs: Sequence[tuple[Block, Block]]) -> float:
+    """From blocks of one side that followed each other at once: the ratio that 95% of them stay within, less 1."""
+    return math.expm1(quantile_of([abs(math.log(b.ns / a.ns)) for a, b in pairs], 0.95))

@@ -1,0 +1,288 @@
+"""How far the outputs of one executable are from those of another, judged against what the outputs vary by."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trimtab._tree import Structure, flatten, names
+from trimtab.measurement import Parity, Relative
+from trimtab.signature import dtype_name
+
+TOLERANCE = {  # of exact recipes, by the dtype of the output: (centred error, tail error)
+    torch.float64: (1e-9, 1e-7),
+    torch.float32: (1e-3, 1e-2),
+    torch.float16: (5e-3, 5e-2),
+    torch.bfloat16: (4e-2, 4e-1),
+}
+ROUNDINGS = (4.0, 32.0)
+"""Roundings of the output's size that exact recipes may be off by, in the mean and at most: an output that is large but hardly
+varies cannot be right to a thousandth of what it varies by."""
+HUGE = 1e30
+"""A mask's -3.4e38 stands for minus infinity; figures that include it would say nothing about the rest."""
+RELATIVE_FLOOR = 1e-3
+"""Relative errors are taken where the reference is at least this share of its own root mean square."""
+
+Tensor = torch.Tensor
+WORDS: dict[Relative, str] = {
+    "examples": "what it varies by over the examples",
+    "output": "what its values vary by within an example, as it does not vary over the examples",
+    "size": "its size, as it is constant",
+    "one": "1, as it is zero throughout",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Figures:
+    """One output, over all batches. Errors are relative to ``scale``."""
+
+    name: str
+    dtype: torch.dtype
+    differing: float
+    max_abs: float
+    max_relative: float
+    cosine: float
+    sqnr_db: float
+    centred: float
+    tail: float
+    relative_to: Relative
+    noise: float
+    """One rounding of the output's size, on the same scale."""
+    peak_noise: float
+    """One rounding of its largest value, on the same scale."""
+
+    @property
+    def continuous(self) -> bool:
+        """Whether its values are floating-point numbers, real or complex."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+def compare_outputs(reference: Sequence[Any], outputs: Sequence[Any], *, exact: bool, max_error: float | None = None) -> Parity:
+    """Hold ``outputs`` against ``reference``: one nested value of tensors per batch, dimension 0 being the examples.
+
+    Structure, shapes, dtypes and the places of NaN and infinity must be the same. An ``exact`` recipe must also keep its errors
+    within floating-point noise for the dtype (:data:`TOLERANCE`), and integers equal; another one its centred error within
+    ``max_error``, if given. ``reason`` names the output and the figure. The figures are those of the worst output.
+
+    The scale of the errors is what the reference varies by over the examples, per element of the output, in the root mean
+    square. With one example only, or where it does not vary over the examples, it is what its values vary by within the
+    examples; then its size; then 1. ``relative_to`` says which.
+    """
+    if len(reference) != len(outputs):
+        return _refused(f"There are outputs for {len(outputs)} batches and references for {len(reference)}.", 0)
+    if not reference:
+        return _refused("There is nothing to compare: no batch was run.", 0)
+    left, right = [flatten(v, "reference") for v in reference], [flatten(v, "output") for v in outputs]
+    n = _examples([leaves for leaves, _ in left])
+    if len({structure.tensors for _, structure in left}) > 1:
+        return _refused(
+            "The reference has another number of tensors from batch to batch, so nothing can be held against it.", n
+        )
+    for number, ((ours, expected), (theirs, structure)) in enumerate(zip(left, right, strict=True)):
+        reason = _structure(expected, structure) or _gates(names(expected, "output"), ours, theirs)
+        if reason is not None:
+            return _refused(f"{reason[:-1]} (batch {number})." if len(reference) > 1 else reason, n)
+    found = [
+        _figures(name, [ours[i] for ours, _ in left], [theirs[i] for theirs, _ in right])
+        for i, name in enumerate(names(left[0][1], "output"))
+    ]
+    reason = next((r for each in found if (r := _judge(each, exact, max_error)) is not None), None)
+    return _worst(found, reason, n)
+
+
+def _refused(reason: str, n: int) -> Parity:
+    return Parity(ok=False, reason=reason, n=n)
+
+
+def _worst(found: Sequence[_Figures], reason: str | None, n: int) -> Parity:
+    if not found:
+        return Parity(ok=reason is None, reason=reason, n=n)
+    found = [f for f in found if f.continuous] or found  # the distance between two class numbers means nothing
+    return Parity(
+        ok=reason is None,
+        reason=reason,
+        n=n,
+        max_abs=max(f.max_abs for f in found),
+        max_relative=max(f.max_relative for f in found),
+        cosine=min(f.cosine for f in found),
+        sqnr_db=min(f.sqnr_db for f in found),
+        centred_error=max(f.centred for f in found),
+        tail_error=max(f.tail for f in found),
+        relative_to=max(found, key=lambda f: f.centred).relative_to,
+    )
+
+
+def _examples(batches: Sequence[Sequence[Tensor]]) -> int:
+    return sum(leaves[0].shape[0] if leaves and leaves[0].dim() else 1 for leaves in batches)
+
+
+def _structure(expected: Structure, found: Structure, where: str = "The output") -> str | None:
+    """What differs between two structures, constants included; the names of classes may differ."""
+    if expected.kind != found.kind or expected.keys != found.keys or len(expected.items) != len(found.items):
+        return f"{where} is {_shape_of(found)}, but the reference is {_shape_of(expected)}."
+    if expected.kind == "constant" and not _equal_constants(expected.value, found.value):
+        return f"{where} is {found.value!r}, but the reference is {expected.value!r}."
+    keys = expected.keys or tuple(map(str, range(len(expected.items))))
+    pairs = zip(keys, expected.items, found.items, strict=True)
+    return next((r for key, a, b in pairs if (r := _structure(a, b, f"{where}[{key}]")) is not None), None)
+
+
+def _shape_of(structure: Structure) -> str:
+    inside = ", ".join(structure.keys) or str(len(structure.items))
+    return f"a {structure.kind} of {inside}" if structure.items else f"a {structure.kind}"
+
+
+def _equal_constants(a: object, b: object) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
+    return a == b
+
+
+def _gates(where: Sequence[str], reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
+    """What no recipe may change: shapes, dtypes, and which values are NaN or infinite."""
+    for name, a, b in zip(where, reference, outputs, strict=True):
+        if a.shape != b.shape:
+            return f"{name!r} has the shape {list(b.shape)}, but the reference has {list(a.shape)}."
+        if a.dtype != b.dtype:
+            return f"{name!r} is {dtype_name(b.dtype)}, but the reference is {dtype_name(a.dtype)}."
+        for word, count in _strange(a, b).items():
+            if count:
+                return f"{name!r} has {count} of {a.numel()} values that are {word}."
+    return None
+
+
+def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
+    """How many values are NaN or infinite on one side only, in words."""
+    a, b = _signed_infinities(_real(a)), _signed_infinities(_real(b))
+    return {
+        "NaN where the reference has none": int((b.isnan() & ~a.isnan()).sum()),
+        "not NaN where the reference is": int((a.isnan() & ~b.isnan()).sum()),
+        "infinite where the reference is not": int((b.isinf() & (a != b) & ~a.isnan()).sum()),
+        "finite where the reference is infinite": int((a.isinf() & b.isfinite()).sum()),
+    }
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """``tensor`` on the CPU in double precision; a complex one with its parts in a last dimension of two."""
+    tensor = tensor.detach().cpu()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _signed_infinities(tensor: Tensor) -> Tensor:
+    return torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
+
+
+def _figures(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Figures:
+    """Two passes over the batches, so that only one at a time is held in double precision."""
+    spread, relative_to, size, peak = _scale(reference)
+    scale = {"examples": spread, "output": spread, "size": size, "one": 1.0}[relative_to]
+    floor = max(RELATIVE_FLOOR * size, 1e-30) if size else 1.0
+    count = differing = 0
+    max_abs = max_relative = 0.0
+    error = dot = own = other = 0.0
+    for a, b in zip(reference, outputs, strict=True):
+        x, y = _finite(a, b)
+        difference = (y - x).abs()
+        count += a.numel()
+        differing += int((difference > 0).sum())
+        error += float(difference.square().sum())
+        dot, own, other = dot + float((x * y).sum()), own + float(x.square().sum()), other + float(y.square().sum())
+        if difference.numel():
+            max_abs = max(max_abs, float(difference.max()))
+            relative = difference / x.abs().clamp(min=floor)
+            max_relative = max(max_relative, float(relative.max()))
+    dtype = reference[0].dtype
+    rounding = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+    return _Figures(
+        name=name,
+        dtype=dtype,
+        differing=differing / max(1, count),
+        max_abs=max_abs,
+        max_relative=max_relative,
+        cosine=_cosine(dot, own, other),
+        sqnr_db=math.inf if error == 0 else 10 * math.log10(own / error) if own else -math.inf,
+        centred=math.sqrt(error / max(1, count)) / scale,
+        tail=max_abs / scale,
+        relative_to=relative_to,
+        noise=rounding * size / scale,
+        peak_noise=rounding * peak / scale,
+    )
+
+
+def _finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The values that are finite in the reference, flat."""
+    x, y = _real(a), _real(b)
+    usable = _signed_infinities(x).isfinite()
+    return x[usable], y[usable]
+
+
+def _cosine(dot: float, own: float, other: float) -> float:
+    if own == 0 or other == 0:
+        return float(own == other)
+    return max(-1.0, min(1.0, dot / math.sqrt(own) / math.sqrt(other)))
+
+
+def _scale(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float]:
+    """What the reference varies by, over what, its root mean square, and its largest value."""
+    flat = [_finite(a, a)[0] for a in reference]
+    count = max(1, sum(len(x) for x in flat))
+    size = math.sqrt(sum(float(x.square().sum()) for x in flat) / count)
+    peak = max((float(x.abs().max()) for x in flat if len(x)), default=0.0)
+    dtype = reference[0].dtype
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 1e-12
+    least = 64 * eps * size  # less than that is rounding, and no variation
+    over_examples = _spread_over_examples(reference)
+    if over_examples > least:
+        return over_examples, "examples", size, peak
+    mean = sum(float(x.sum()) for x in flat) / count
+    within = math.sqrt(sum(float((x - mean).square().sum()) for x in flat) / count)
+    if within > least:
+        return within, "output", size, peak
+    return (size, "size", size, peak) if size else (1.0, "one", size, peak)
+
+
+def _spread_over_examples(reference: Sequence[Tensor]) -> float:
+    """Root mean square, over the elements of an example, of their standard deviation over the examples; 0 if unknown.
+
+    Examples of different shapes, such as sentences of different length, have no elements in common: 0 as well.
+    """
+    rows = [_real(a) if a.dim() else _real(a)[None] for a in reference]
+    if len({x.shape[1:] for x in rows}) > 1 or sum(len(x) for x in rows) < 2:
+        return 0.0
+    usable = [_signed_infinities(x).isfinite() for x in rows]
+    rows = [torch.where(ok, x, 0.0) for x, ok in zip(rows, usable, strict=True)]
+    counts = torch.stack([ok.sum(0) for ok in usable]).sum(0)
+    mean = torch.stack([x.sum(0) for x in rows]).sum(0) / counts.clamp(min=1)
+    squares = sum(float(torch.where(ok, x - mean, 0.0).square().sum()) for x, ok in zip(rows, usable, strict=True))
+    return math.sqrt(squares / max(1, int(counts.sum())))
+
+
+def _judge(found: _Figures, exact: bool, max_error: float | None) -> str | None:
+    """Why this output is not good enough."""
+    if not found.continuous:
+        allowed = 0.0 if exact else 1.0 if max_error is None else max_error
+        if found.differing > allowed:
+            return (
+                f"{found.name!r} differs from the reference in {found.differing:.3%} of its integers, where {allowed:.3%} may. "
+                "Ties in an argmax can flip; return the scores beside it to tell."
+            )
+        return None
+    limits: list[tuple[str, float, float]] = []
+    if exact:
+        centred, tail = TOLERANCE.get(found.dtype, TOLERANCE[torch.float32])
+        limits += [("centred error", found.centred, max(centred, ROUNDINGS[0] * found.noise))]
+        limits += [("largest error", found.tail, max(tail, ROUNDINGS[1] * found.peak_noise))]
+    elif max_error is not None:
+        limits += [("centred error", found.centred, max_error)]
+    for what, value, allowed in limits:
+        if value > allowed:
+            kind = f"an exact recipe in {dtype_name(found.dtype)}" if exact else "this workload"
+            return (
+                f"{found.name!r} has a {what} of {value:.3g}, relative to {WORDS[found.relative_to]}; {kind} may have "
+                f"{allowed:.2g}."
+            )
+    return None

@@ -1,0 +1,229 @@
+"""A runner in another process, over a UNIX socket.
+
+Messages are JSON in :mod:`multiprocessing.connection`'s frames, after its mutual authentication by a shared key. Nothing is
+ever pickled: ``send`` and ``recv`` of a connection, which would, are not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from types import TracebackType
+from typing import Any, Self
+
+from trimtab.errors import MeasurementError
+from trimtab.measure.timer import MAX_CALLS, Runner
+
+LONGEST_PATH = 107
+"""Bytes that the path of a UNIX socket may have on Linux."""
+LONGEST_REQUEST = 4096
+LONGEST_ANSWER = 64 * MAX_CALLS
+_GONE = (EOFError, OSError, AuthenticationError)
+
+
+def serve(runner: Runner, address: str | os.PathLike[str], authkey: bytes) -> None:
+    """Time blocks of ``runner`` for whoever connects to the socket ``address`` with ``authkey``, one peer after the other.
+
+    A peer that disconnects, dies or talks nonsense is forgotten and the next one taken, because a baseline outlives many
+    trials. Returns when a peer says stop. An exception of the runner is told to the peer, and the server goes on.
+
+    Raises:
+        MeasurementError: the address cannot be listened on.
+    """
+    path = os.fspath(address)
+    _check_address(path)
+    with _listening(path, authkey) as listener:
+        while True:
+            try:
+                peer = listener.accept()
+            except (EOFError, ConnectionError, AuthenticationError):
+                continue  # somebody without the key, or who left before the handshake was done
+            with peer, contextlib.suppress(*_GONE):
+                if _converse(peer, runner):
+                    return
+
+
+class RemoteRunner:
+    """The runner that :func:`serve` offers at ``address``, as if it were in this process.
+
+    Connecting is retried for ``connect_s`` seconds, while the server may still be starting or busy with another peer.
+    ``timeout_s`` is the longest that one block may take.
+
+    Raises:
+        MeasurementError: nobody listens or answers in time, the key is wrong, or the server died; says which.
+    """
+
+    def __init__(
+        self, address: str | os.PathLike[str], authkey: bytes, *, connect_s: float = 30.0, timeout_s: float = 300.0
+    ) -> None:
+        self._address = os.fspath(address)
+        self._timeout_s = timeout_s
+        _check_address(self._address)
+        self._connection: Connection | None = _connect(self._address, authkey, connect_s)
+        self.pid = int(self._ask({"do": "hello"}, connect_s)["pid"])
+
+    def block(self, calls: int) -> list[int]:
+        """Nanoseconds of each of ``calls`` calls in the other process."""
+        answer = self._ask({"do": "block", "calls": calls}, self._timeout_s)
+        return [int(ns) for ns in answer["ns"]]
+
+    def stop(self) -> None:
+        """Ask the server to end, and disconnect."""
+        with contextlib.suppress(MeasurementError):
+            self._ask({"do": "stop"}, self._timeout_s)
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect; the server waits for the next peer."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        if self._connection is None:
+            raise MeasurementError(f"The connection to the other process at {self._address} is closed; connect to it again.")
+        try:
+            self._connection.send_bytes(json.dumps(request).encode())
+            if not self._connection.poll(seconds):
+                self.close()  # a late answer must not be taken for that to the next question
+                raise MeasurementError(
+                    f"The other process of the comparison (at {self._address}) did not answer within {seconds:.0f} s. It "
+                    "hangs, or one block takes longer than that; see its log."
+                )
+            answer: dict[str, Any] = json.loads(self._connection.recv_bytes(LONGEST_ANSWER))
+        except (EOFError, OSError, ValueError) as error:
+            self.close()
+            raise MeasurementError(
+                f"The other process of the comparison (at {self._address}{self._words()}) is gone: {_describe(error)}. It "
+                "crashed or was killed; see its log, and measure again."
+            ) from error
+        if "error" in answer:
+            raise MeasurementError(f"The other process of the comparison could not run its side: {answer['error']}")
+        return answer
+
+    def _words(self) -> str:
+        return f", process {self.pid}" if hasattr(self, "pid") else ""
+
+
+def _converse(peer: Connection, runner: Runner) -> bool:
+    """Answer one peer until it leaves (raises) or says stop (gives ``True``); nonsense ends the conversation (``False``)."""
+    while True:
+        try:
+            request = json.loads(peer.recv_bytes(LONGEST_REQUEST))
+            verb = request["do"]
+            calls = int(request.get("calls", 1))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            return False
+        if verb == "stop":
+            peer.send_bytes(b"{}")
+            return True
+        peer.send_bytes(json.dumps(_answer(runner, verb, calls)).encode())
+
+
+def _answer(runner: Runner, verb: str, calls: int) -> dict[str, Any]:
+    if verb == "hello":
+        return {"pid": runner.pid}
+    if verb != "block" or not 1 <= calls <= MAX_CALLS:
+        return {
+            "error": f"There is no request {verb!r} for {calls} calls; ask for hello, stop, or a block of 1 to {MAX_CALLS}."
+        }
+    try:
+        return {"ns": runner.block(calls)}
+    except (RuntimeError, ValueError, TypeError, ArithmeticError, LookupError, OSError, MemoryError, AssertionError) as error:
+        return {"error": _describe(error)}
+
+
+@contextlib.contextmanager
+def _listening(path: str, authkey: bytes) -> Iterator[Listener]:
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)  # left behind by a server that was killed
+    # bound under another name first, so that nobody finds the socket before it listens and is ours alone
+    hidden = f"{path}~"
+    pathlib.Path(hidden).unlink(missing_ok=True)
+    try:
+        listener = Listener(hidden, family="AF_UNIX", backlog=8, authkey=authkey)
+    except OSError as error:
+        raise MeasurementError(
+            f"A socket cannot be made at {path}: {error}. Name one in a folder that can be written."
+        ) from error
+    try:
+        os.chmod(hidden, stat.S_IRUSR | stat.S_IWUSR)
+        os.rename(hidden, path)
+        yield listener
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):
+            listener.close()  # wants to remove the name that it was bound to
+
+
+def _connect(path: str, authkey: bytes, seconds: float) -> Connection:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return _handshake(path, authkey, deadline)
+        except AuthenticationError as error:
+            raise MeasurementError(
+                f"The process at {path} has another key; both sides of a comparison need the same."
+            ) from error
+        except (EOFError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise MeasurementError(
+                    f"No other process could be reached at {path} within {seconds:.0f} s: {_describe(error)}. It did not "
+                    "start, ended, or is busy with another comparison; see its log."
+                ) from error
+            time.sleep(0.05)
+
+
+def _handshake(path: str, authkey: bytes, deadline: float) -> Connection:
+    """Connect in a thread, because the authentication waits without limit for a server that is busy with somebody else."""
+    done: queue.SimpleQueue[Connection | BaseException] = queue.SimpleQueue()
+    given_up = threading.Event()
+
+    def work() -> None:
+        try:
+            connection = Client(path, family="AF_UNIX", authkey=authkey)
+        except _GONE as error:
+            done.put(error)
+            return
+        if given_up.is_set():
+            connection.close()
+        done.put(connection)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        found = done.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        given_up.set()
+        raise TimeoutError("it accepts no connection") from None
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _check_address(path: str) -> None:
+    if len(os.fsencode(path)) >= LONGEST_PATH:
+        raise MeasurementError(
+            f"The socket path {path!r} is {len(os.fsencode(path))} bytes long, and the system allows {LONGEST_PATH}; use a "
+            "shorter folder, such as one made by tempfile.mkdtemp()."
+        )
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,285 @@
+"""Intervals for latencies, for ratios of latencies and for drops of a score. Imports no torch.
+
+Everything random is seeded, so that the same samples give the same interval.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trimtab.errors import UsageError
+from trimtab.measure.quantiles import (
+    beta_quantile,
+    binomial_cdf,
+    clopper_pearson_upper,
+    normal_quantile,
+    quantile_of,
+    t_quantile,
+)
+from trimtab.measurement import Drop, Interval, Measurement, Scalar
+
+Array = np.ndarray[Any, np.dtype[Any]]
+MetricOf = Callable[[np.ndarray[Any, np.dtype[np.int64]], int], float]
+
+NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+TRIM = 0.2
+"""Share of the quads that is trimmed at either end before the ratio's centre and spread are taken."""
+LOOKS = 4.0
+"""Intervals of a ratio are widened by ``1 + LOOKS / n``: what looking after every quad, and stopping once it is narrow, costs.
+
+Found by simulation: without it, 95% intervals hold in 88% of all cases and say "faster" of the same thing in 6%, at the worst
+ratio of noise to the width asked for; with it in 94% and 3% from six quads on, 93% and 3% from four (normal or heavy tails).
+"""
+SEED = 20_260_801
+_UNUSABLE = (ValueError, ArithmeticError, RuntimeError, IndexError)
+"""What a metric raises on a resample that it cannot judge, such as one with a single class."""
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The median with an interval made of two order statistics, which holds for any distribution of independent samples.
+
+    With fewer than six samples no two of them reach 95%; the interval is then from the smallest to the largest.
+
+    Raises:
+        UsageError: there are no samples.
+    """
+    if not samples:
+        raise UsageError("A median needs at least one sample, but there are none.")
+    ordered, n = sorted(samples), len(samples)
+    rank = 0  # the largest rank whose interval, from that order statistic to its mirror image, is still wide enough
+    while rank + 1 < n / 2 and 2 * binomial_cdf(rank + 1, n, 0.5) <= 1 - confidence:
+        rank += 1
+    return Interval(quantile_of(ordered, 0.5), ordered[rank], ordered[n - 1 - rank])
+
+
+def percentile(samples: Sequence[float], q: float) -> float | None:
+    """The ``q``-quantile (0.99 for p99), or ``None`` where the samples are too few to know it.
+
+    The rule: it must be 95% sure that the largest (for q below one half, the smallest) sample lies beyond it, so that the
+    sample bounds it at all. That takes 29 samples for p90 and 299 for p99.
+    """
+    within = max(q, 1 - q)
+    return quantile_of(samples, q) if samples and within ** len(samples) <= 0.05 else None
+
+
+def summarize(
+    samples_ns: Sequence[float],
+    *,
+    unit: str = "ms",
+    conditions: Mapping[str, Scalar] | None = None,
+    blocks: Sequence[float] | None = None,
+) -> Measurement:
+    """Samples in nanoseconds as a measurement in ``unit`` (ns, us, ms or s).
+
+    Calls that follow each other are not independent. Where ``blocks``, the medians of separate blocks of calls in
+    nanoseconds, are given, the interval of the median rests on them instead of on the single calls.
+
+    Raises:
+        UsageError: no samples, or an unknown unit.
+    """
+    if unit not in NANOSECONDS:
+        raise UsageError(f"{unit!r} is not a unit of time; use {', '.join(NANOSECONDS)}.")
+    scaled = (np.sort(np.asarray(samples_ns, float)) / NANOSECONDS[unit]).tolist()
+    interval = median_interval(scaled)
+    if blocks:
+        between = median_interval([ns / NANOSECONDS[unit] for ns in blocks])
+        interval = Interval(interval.value, min(between.low, interval.value), max(between.high, interval.value))
+    return Measurement(
+        unit=unit,
+        n=len(scaled),
+        median=interval.value,
+        interval=interval,
+        p90=percentile(scaled, 0.9),
+        p99=percentile(scaled, 0.99),
+        conditions=dict(conditions or {}),
+    )
+
+
+def ratio_interval(rival_blocks: Sequence[float], candidate_blocks: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The speed-up of the candidate over the rival, from times of blocks that were measured in A B B A quads.
+
+    Both sequences hold two blocks per quad, in the order they were measured. Each quad gives one log ratio, in which linear
+    drift cancels. The centre is their 20% trimmed mean and the interval Tukey and McLaughlin's (1963): t on the winsorized
+    spread, widened for sequential stopping (:data:`LOOKS`).
+
+    Raises:
+        UsageError: fewer than two quads, or times that are not positive.
+    """
+    if len(rival_blocks) != len(candidate_blocks) or len(rival_blocks) % 2 or len(rival_blocks) < 4:
+        raise UsageError(
+            f"A ratio needs two blocks per side and quad, and at least two quads; there are {len(rival_blocks)} blocks of the "
+            f"rival and {len(candidate_blocks)} of the candidate."
+        )
+    if min(*rival_blocks, *candidate_blocks) <= 0:
+        raise UsageError("A ratio needs times above zero; a block took no time at all, so time more calls at once.")
+    rival, candidate = (np.log(np.asarray(b, float)).reshape(-1, 2).mean(1) for b in (rival_blocks, candidate_blocks))
+    centre, half = _trimmed_t(rival - candidate, confidence)
+    return Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half))
+
+
+def widened(ratio: Interval, sigma: float, confidence: float = 0.95) -> Interval:
+    """``ratio`` with a further, independent uncertainty: a relative standard deviation ``sigma`` that no quad lessens."""
+    extra = normal_quantile((1 + confidence) / 2) * sigma
+    down, up = (math.hypot(math.log(ratio.value / ratio.low), extra), math.hypot(math.log(ratio.high / ratio.value), extra))
+    return Interval(ratio.value, ratio.value * math.exp(-down), ratio.value * math.exp(up))
+
+
+def paired_drop(
+    baseline_scores: Sequence[float],
+    candidate_scores: Sequence[float],
+    limit: float | None = None,
+    higher_is_better: bool = True,
+    confidence: float = 0.95,
+) -> Drop:
+    """How much mean score was lost, from scores of the same examples in the same order; each bound holds with 95%.
+
+    The bound is Gaffke's (2005; studied by Phan et al., "Towards practical mean bounds for small samples", 2021): the mean
+    under Dirichlet weights of the differences seen, and of one more that was not seen and is as bad as can be, namely the
+    whole spread of the scores. On scores of 0 and 1 without gains it is Clopper and Pearson's exact bound, so that no
+    difference among n examples bounds the drop by about 3/n, and not by 0.
+
+    Raises:
+        UsageError: no scores, unequal counts, or scores that are not finite.
+    """
+    baseline, candidate = np.asarray(baseline_scores, float), np.asarray(candidate_scores, float)
+    _check_scores(baseline, candidate)
+    lost = baseline - candidate if higher_is_better else candidate - baseline
+    worst, n = _spread(np.concatenate([baseline, candidate])), len(lost)
+    value, upper = float(lost.mean()), mean_upper(lost, worst, confidence)
+    low = -mean_upper(-lost, worst, confidence)
+    sampling = normal_quantile(confidence) * float(lost.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    return _decide(value, low, upper, n, limit, sampling, method="paired")
+
+
+def mean_upper(values: Array, worst: float, confidence: float = 0.95) -> float:
+    """Gaffke's upper confidence bound for the mean of what ``values`` are samples of, when nothing exceeds ``worst``."""
+    distinct, counts = np.unique(np.append(values, worst), return_counts=True)
+    if len(distinct) == 1:
+        return float(worst)
+    if len(distinct) == 2:  # two values: the weight of the larger is a beta variable, and the bound is exact
+        share = beta_quantile(confidence, float(counts[1]), float(counts[0]))
+        return float(distinct[0] + share * (distinct[1] - distinct[0]))
+    rng = np.random.default_rng(SEED)
+    draws = int(np.clip(2e7 // len(distinct), 1000, 100_000))
+    means = np.empty(draws)
+    for start in range(0, draws, step := max(1, 2_000_000 // len(distinct))):
+        weights = rng.standard_gamma(counts, (min(step, draws - start), len(counts)))
+        means[start : start + step] = weights @ distinct / weights.sum(1)
+    return float(np.quantile(means, confidence))
+
+
+def bootstrap_drop(
+    metric_of: MetricOf,
+    n: int,
+    limit: float | None = None,
+    higher_is_better: bool = True,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seconds: float = 5.0,
+) -> Drop:
+    """How much of a whole-set metric was lost; each bound holds with 95%.
+
+    ``metric_of(indices, which)`` is the metric over the examples at ``indices`` (int64, repeats possible), of the baseline for
+    ``which`` 0 and of the candidate for 1. Both sides are resampled with the same indices. The interval is bias-corrected
+    (Efron 1987, without acceleration) and widened for small n (Hesterberg 2015, "expanded percentile"). It is never narrower
+    than what a failure that n examples would not have shown, about 3/n of all, could do to the metric.
+
+    Where 2000 resamples would take longer than ``seconds``, 1000, 500 or 200 are used; ``method`` says how many.
+
+    Raises:
+        UsageError: there are no examples, or the metric of the whole set is not finite.
+    """
+    if n < 1:
+        raise UsageError("A drop needs at least one example, but there are none.")
+    begun = time.perf_counter()
+    whole = np.arange(n)
+    sides = metric_of(whole, 0), metric_of(whole, 1)
+    if not all(map(math.isfinite, sides)):
+        raise UsageError(f"The metric is {sides[0]} for the baseline and {sides[1]} for the candidate; it must be finite.")
+    affordable = seconds / max(time.perf_counter() - begun, 1e-9)
+    resamples = next((r for r in (resamples, 1000, 500) if r <= min(affordable, resamples)), min(200, resamples))
+    found = _resampled(metric_of, n, resamples)
+    sign = 1 if higher_is_better else -1
+    value, lost = sign * (sides[0] - sides[1]), sign * (found[:, 0] - found[:, 1])
+    worst = max(abs(sides[0]), abs(sides[1]), 3 * math.sqrt(n) * float(found[:, 0].std()) if len(found) else 0.0)
+    rare = worst * clopper_pearson_upper(0, n, confidence)
+    low, upper, method = value - worst, value + worst, "bootstrap (the metric cannot be resampled)"
+    if len(found) > resamples / 2:
+        low, upper = (_bias_corrected(lost, value, n, p) for p in (1 - confidence, confidence))
+        method = f"bootstrap ({len(found)} resamples)"
+    sampling = max(0.0, upper - value)
+    return _decide(value, min(low, value - rare), max(upper, value + rare), n, limit, sampling, method=method)
+
+
+def _trimmed_t(values: Array, confidence: float) -> tuple[float, float]:
+    """The trimmed mean of ``values`` and half the width of its interval."""
+    ordered, n = np.sort(values), len(values)
+    cut = int(TRIM * n)
+    kept = n - 2 * cut
+    winsorized = np.clip(ordered, ordered[cut], ordered[n - 1 - cut])
+    error = float(winsorized.std(ddof=1)) * math.sqrt(n) / kept
+    return float(ordered[cut : n - cut].mean()), t_quantile((1 + confidence) / 2, kept - 1) * error * (1 + LOOKS / n)
+
+
+def _check_scores(baseline: Array, candidate: Array) -> None:
+    if baseline.ndim != 1 or baseline.shape != candidate.shape or not len(baseline):
+        raise UsageError(
+            f"A drop needs one score per example of both sides, but there are {baseline.size} of the baseline and "
+            f"{candidate.size} of the candidate."
+        )
+    if bad := int((~np.isfinite(baseline)).sum() + (~np.isfinite(candidate)).sum()):
+        raise UsageError(f"{bad} scores are not finite, so their mean means nothing; look for NaN in the outputs or the score.")
+
+
+def _spread(scores: Array) -> float:
+    """What one example can lose at most: the spread of all scores, or their size where all are equal."""
+    return float(np.ptp(scores)) or abs(float(scores[0])) or 1.0
+
+
+def _resampled(metric_of: MetricOf, n: int, resamples: int) -> Array:
+    """The metric of both sides on every resample that it could judge, of shape (resamples, 2)."""
+    rng = np.random.default_rng(SEED)
+    rows = []
+    for _ in range(resamples):
+        indices = rng.integers(0, n, n)
+        try:
+            row = metric_of(indices, 0), metric_of(indices, 1)
+        except _UNUSABLE:
+            continue
+        if all(map(math.isfinite, row)):
+            rows.append(row)
+    return np.asarray(rows, float).reshape(-1, 2)
+
+
+def _bias_corrected(found: Array, value: float, n: int, p: float) -> float:
+    """The ``p`` bound of the bias-corrected, expanded percentile interval."""
+    below = float(np.mean(found < value) + np.mean(found == value) / 2)
+    shift = normal_quantile(min(max(below, 0.5 / len(found)), 1 - 0.5 / len(found)))
+    reach = t_quantile(p, n - 1) * math.sqrt(n / (n - 1)) if n > 1 else normal_quantile(p)
+    share = 0.5 * math.erfc(-(2 * shift + reach) / math.sqrt(2))
+    return float(np.quantile(found, share))
+
+
+def _decide(value: float, low: float, upper: float, n: int, limit: float | None, sampling: float, *, method: str) -> Drop:
+    """The drop with its verdict. ``sampling`` is the part of the upper margin that shrinks with the root of n."""
+    decided, needed = None, None
+    if limit is not None:
+        decided = True if upper <= limit else False if low > limit else None
+        if decided is None and value < limit:
+            needed = _examples_needed(upper - value, min(sampling, upper - value), limit - value, n)
+    return Drop(value=value, low=low, upper=upper, n=n, limit=limit, decided=decided, n_needed=needed, method=method)
+
+
+def _examples_needed(margin: float, sampling: float, room: float, n: int) -> int:
+    """The n at which the margin fits the room: its sampling part shrinks with the root of n, the rest (rare events) with n."""
+    rare = margin - sampling
+    # with x = sqrt(n / needed): rare x^2 + sampling x = room
+    root = math.sqrt(sampling**2 + 4 * rare * room)
+    x = 2 * room / (sampling + root)
+    return max(n + 1, math.ceil(n / x**2))

@@ -1,0 +1,160 @@
+"""Time calls in blocks, and find out how long it takes until their times are steady."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+
+BLOCK_S = 0.075
+"""What a block of calls should take: long against a scheduler's time slice, short against the drift of a machine."""
+MAX_CALLS = 5_000
+"""Most calls in one block; keeps what a block sends and stores small where a call takes microseconds."""
+STEADY = 0.05
+"""Blocks are steady when the medians of the last three lie within this share of each other."""
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Something that can be timed, in this process or in another."""
+
+    pid: int
+    """The process that does the work."""
+
+    def block(self, calls: int) -> list[int]:
+        """Call it ``calls`` times in a row and give the nanoseconds of each."""
+
+
+class LocalRunner:
+    """Times ``call`` in this process, by the wall clock.
+
+    Every call is waited for with ``synchronize`` before the clock is read, so that a device that works in the background is not
+    timed by how fast it takes orders. The garbage collector is off within a block. Before the recorded calls come a few that
+    are not (an eighth of them, at least one from four on): they find the caches and the clock frequency as the other
+    process of a pair left them.
+    """
+
+    def __init__(self, call: Callable[[], object], synchronize: Callable[[], None] | None = None) -> None:
+        self.pid = os.getpid()
+        self._call = call
+        self._synchronize = synchronize
+
+    def block(self, calls: int) -> list[int]:
+        """Nanoseconds of each of ``calls`` calls."""
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._run(unrecorded(calls))
+            return self._run(calls)
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _run(self, calls: int) -> list[int]:
+        call, synchronize, clock = self._call, self._synchronize, time.perf_counter_ns
+        if synchronize is None:
+            return [_timed(call, clock) for _ in range(calls)]
+        synchronize()
+        times = []
+        for _ in range(calls):
+            begun = clock()
+            call()
+            synchronize()
+            times.append(clock() - begun)
+        return times
+
+
+class CudaEventRunner:
+    """Times ``call`` by the clock of a CUDA device: what the device was busy with, without the wait for the host between calls.
+
+    Use it to tell a slow kernel from a slow launch; what a caller waits for is timed by :class:`LocalRunner`.
+    """
+
+    def __init__(self, call: Callable[[], object], device: torch.device | str = "cuda") -> None:
+        self.pid = os.getpid()
+        self._call = call
+        self._device = torch.device(device)
+
+    def block(self, calls: int) -> list[int]:
+        """Nanoseconds of each call on the device's current stream, read once all of them are done."""
+        for _ in range(unrecorded(calls)):
+            self._call()
+        stream = torch.cuda.current_stream(self._device)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]  # type: ignore[no-untyped-call]
+        marks[0].record(stream)
+        for mark in marks[1:]:
+            self._call()
+            mark.record(stream)
+        torch.cuda.synchronize(self._device)
+        return [round(a.elapsed_time(b) * 1e6) for a, b in itertools.pairwise(marks)]
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmUp:
+    """How a warm-up ended."""
+
+    calls_per_block: int
+    """Calls that make a block of the length asked for; at least 1."""
+    steady: bool
+    """Whether block times had stopped changing, rather than the time being up."""
+    seconds: float
+    call_s: float
+    """Wall-clock time of one call, all overheads included."""
+
+
+def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S, steady: float = STEADY) -> WarmUp:
+    """Run blocks until the last three medians are within ``steady`` of each other, or ``seconds`` are up.
+
+    Block lengths come from the wall clock and not from what the runner reports, which may be scaled. At least
+    three calls are made, unless they take more than four times ``seconds``, because runtimes optimize during the first two.
+    """
+    begun = time.perf_counter()
+    calls, made = 1, 0
+    medians: list[float] = []
+    while True:
+        started = time.perf_counter()
+        times = runner.block(calls)
+        now = time.perf_counter()
+        call_s = (now - started) / (calls + unrecorded(calls))
+        made += calls
+        wanted = calls_for(block_s, call_s)
+        grown = wanted <= 2 * calls  # until then calls were too few to say how long one takes
+        medians = [*medians[-2:], statistics.median(times)] if grown else []
+        settled = len(medians) == 3 and max(medians) <= (1 + steady) * min(medians)
+        calls = wanted
+        late = now - begun + block_s > seconds and (made >= 3 or now - begun > 4 * seconds)
+        if settled or late:
+            return WarmUp(calls, settled, now - begun, call_s)
+
+
+def calls_for(block_s: float, call_s: float) -> int:
+    """How many recorded calls of ``call_s`` seconds make a block of about ``block_s`` seconds; at least 1."""
+    return max(1, min(MAX_CALLS, round(block_s / max(call_s, 1e-9))))
+
+
+def unrecorded(calls: int) -> int:
+    """How many calls run before the recorded ones of a block."""
+    return max(1, calls // 8) if calls >= 4 else 0
+
+
+def synchronizer(device: torch.device | str) -> Callable[[], None] | None:
+    """What waits for ``device``; ``None`` for the CPU, where a call that returns is done."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: torch.accelerator.synchronize(device)
+
+
+def _timed(call: Callable[[], object], clock: Callable[[], int]) -> int:
+    begun = clock()
+    call()
+    return clock() - begun

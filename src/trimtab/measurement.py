@@ -1,0 +1,103 @@
+"""Measured values. Never a bare float: every one says how many samples it rests on and how sure it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+Scalar = None | bool | int | float | str
+Relative = Literal["examples", "output", "size", "one"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A value with the bounds of its confidence interval (95% unless its conditions say otherwise)."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """Width relative to the value: 0.02 means that the value is known to about plus or minus one percent."""
+        return (self.high - self.low) / abs(self.value) if self.value else float("inf")
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Samples of one quantity, summarized. ``p90`` and ``p99`` are ``None`` where there are too few samples to know them."""
+
+    unit: str
+    n: int
+    median: float
+    interval: Interval
+    """Of the median."""
+    p90: float | None = None
+    p99: float | None = None
+    conditions: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two things timed in turns. ``ratio`` above 1 means that the candidate is faster than the rival."""
+
+    ratio: Interval
+    pairs: int
+    candidate: Measurement
+    rival: Measurement
+    discarded: int = 0
+    """Blocks thrown away because somebody else had the CPU."""
+    noise: float | None = None
+    """Spread of the rival against itself: half the width of the central 95% of its block ratios."""
+    foreign: float = 0.0
+    """Share of CPU time that other processes took during the blocks that were kept."""
+    stolen: float = 0.0
+    """Share of CPU time that the hypervisor took during the blocks that were kept."""
+    process_noise: float = 0.0
+    """Standard deviation of the ratio, relative to it, from one pair of processes to the next; the interval includes it."""
+    stopped_by: Literal["width", "time", "pairs"] = "width"
+    """What ended the sampling: the interval was narrow enough, the time was up, or the pairs asked for were done."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drop:
+    """How much score was lost, in the score's own units; negative if the candidate scored better.
+
+    ``decided`` is ``True`` when the upper bound is within the limit, ``False`` when even the lower bound is beyond it, ``None``
+    when the data cannot tell; ``n_needed`` then estimates the examples that would.
+    """
+
+    value: float
+    low: float
+    upper: float
+    n: int
+    limit: float | None = None
+    decided: bool | None = None
+    n_needed: int | None = None
+    method: str = "paired"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parity:
+    """How far outputs are from the reference, over all outputs and examples that were compared; the worst output counts.
+
+    ``centred_error`` is the root mean square error relative to what the reference *varies* by over the examples, so that a
+    constant predictor scores 1.0 and not 0.02. ``tail_error`` is the largest single error on the same scale.
+    """
+
+    ok: bool
+    reason: str | None
+    n: int
+    max_abs: float | None = None
+    max_relative: float | None = None
+    cosine: float | None = None
+    sqnr_db: float | None = None
+    centred_error: float | None = None
+    tail_error: float | None = None
+    relative_to: Relative = "examples"
+    """What these two are relative to: what the reference varies by over the examples or, where it does not vary over them (one
+    example only), within the output; else its size; else 1."""

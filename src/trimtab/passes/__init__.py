@@ -1,0 +1,1 @@
+"""Techniques, one file each: the file name registers it. See :class:`trimtab.contracts.Pass`."""

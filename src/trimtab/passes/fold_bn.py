@@ -1,0 +1,218 @@
+"""Batch norms folded into the layer before them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+
+from trimtab._tree import flatten
+from trimtab.candidate import Candidate, call_model
+from trimtab.contracts import Pass
+from trimtab.errors import CompileError
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+MODEL_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NameError, ArithmeticError)
+"""What a symbolic trace, or a model with a wrong fold in it, may raise."""
+
+DOUBLE_TOLERANCE, SINGLE_TOLERANCE = 1e-8, 1e-3
+"""Largest error relative to the largest output that a right fold may make in float64 and in float32."""
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldBn(Pass):
+    """Fold a batch norm, which is a scale and a shift at inference, into the convolution or linear layer before it.
+
+    Pays on convolutional networks whose runtime does not fold by itself (eager, and exports that are quantized afterwards); it
+    removes one read and one write of every activation. Which norm follows which layer is taken from a symbolic trace, where
+    the model allows one, and from the order of registration; both are guesses, so every fold is verified: a copy of the
+    model with random batch-norm statistics must give the same outputs, in double precision where it can, on the example and
+    on random inputs. Statistics of a freshly made model would hide a wrong fold, because they change next to nothing.
+    Source: Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 3.2; ``torch.nn.utils.fusion``.
+    """
+
+    name = "fold_bn"
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Needs a batch norm behind a convolution or a linear layer."""
+        if not any(isinstance(module, _BatchNorm) for module in candidate.model.modules()):
+            return "fold_bn needs a batch norm, and the model has no BatchNorm."
+        if not _pairs(candidate.model):
+            return "No BatchNorm of the model directly follows a convolution or linear layer in evaluation mode."
+        return None
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """A copy of the model with every fold that proved right; the rest of its batch norms stay."""
+        pairs = _safe(_Proof(candidate), _pairs(candidate.model))
+        if not pairs:
+            raise CompileError("No batch norm could be folded: every fold that was tried changed the model's outputs.")
+        model = candidate.own_model()
+        _fold(model, pairs)
+        return candidate.with_model(model)
+
+
+class _Proof:
+    """Tells whether folds keep the outputs, on a copy of the model whose batch norms do something."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self._structure = candidate.signature.input_structure
+        generator = torch.Generator().manual_seed(0)
+        self._inputs = [candidate.leaves, _resampled(candidate.leaves, generator)]
+        self._model, self._tolerance = candidate.own_model(), SINGLE_TOLERANCE
+        _stir(self._model, generator)
+        self._double()
+        self._reference = [self._outputs(self._model, leaves) for leaves in self._inputs]
+
+    def __call__(self, pairs: Sequence[Pair]) -> bool:
+        """Whether folding all of ``pairs`` keeps the outputs."""
+        folded = copy.deepcopy(self._model)
+        try:
+            _fold(folded, pairs)
+            found = [self._outputs(folded, leaves) for leaves in self._inputs]
+        except MODEL_ERRORS:
+            return False
+        return all(_close(a, b, self._tolerance) for a, b in zip(self._reference, found, strict=True))
+
+    def _double(self) -> None:
+        """Go to double precision if the model works in it; some cast to float32 by name."""
+        model = copy.deepcopy(self._model).double()
+        inputs = [[t.double() if t.dtype is torch.float32 else t for t in leaves] for leaves in self._inputs]
+        try:
+            outputs = [self._outputs(model, leaves) for leaves in inputs]
+        except MODEL_ERRORS:
+            return
+        if all(t.dtype is torch.float64 for found in outputs for t in found if t.dtype.is_floating_point):
+            self._model, self._inputs, self._tolerance = model, inputs, DOUBLE_TOLERANCE
+
+    def _outputs(self, model: nn.Module, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return flatten(call_model(model, self._structure, leaves), "output")[0]
+
+
+def _safe(proof: Callable[[Sequence[Pair]], bool], pairs: Sequence[Pair]) -> list[Pair]:
+    """As many of ``pairs`` as can be folded together, found by halving."""
+    if not pairs or proof(pairs):
+        return list(pairs)
+    if len(pairs) == 1:
+        return []
+    middle = len(pairs) // 2
+    kept = _safe(proof, pairs[:middle])
+    for pair in _safe(proof, pairs[middle:]):
+        if proof([*kept, pair]):
+            kept.append(pair)
+    return kept
+
+
+def _pairs(model: nn.Module) -> list[Pair]:
+    """Names of (layer, batch norm) that may be folded; each name occurs once, and what a trace says comes first."""
+    modules = dict(model.named_modules())
+    found: list[Pair] = []
+    taken: set[str] = set()
+    for layer, norm in (*_traced(model), *_registered(model)):
+        if taken.isdisjoint((layer, norm)) and _fits(modules[layer], modules[norm]):
+            found.append((layer, norm))
+            taken |= {layer, norm}
+    return found
+
+
+def _traced(model: nn.Module) -> list[Pair]:
+    """Pairs where one module's output goes to the other module and nowhere else; empty if the model cannot be traced."""
+    try:
+        graph = torch.fx.Tracer().trace(model)
+    except MODEL_ERRORS:
+        return []
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    return [
+        (str(node.args[0].target), str(node.target))
+        for node in calls
+        if node.args and node.args[0] in calls and len(node.args[0].users) == 1
+    ]
+
+
+def _registered(model: nn.Module) -> list[Pair]:
+    """Neighbours in the order in which modules register their children."""
+    found = []
+    for prefix, parent in model.named_modules():
+        names = [f"{prefix}.{name}" if prefix else name for name, child in parent.named_children() if _concerned(child)]
+        found += list(itertools.pairwise(names))
+    return found
+
+
+def _concerned(module: nn.Module) -> bool:
+    return isinstance(module, (*CONVOLUTIONS, nn.Linear, _BatchNorm))
+
+
+def _fits(layer: nn.Module, norm: nn.Module) -> bool:
+    """Whether the two are of kinds that fold: plain, in evaluation mode, without hooks, and of one width."""
+    if not isinstance(norm, _BatchNorm) or norm.training or norm.running_mean is None or layer.training:
+        return False
+    if any(
+        module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations") for module in (layer, norm)
+    ):
+        return False
+    if isinstance(layer, _ConvTransposeNd):
+        return layer.groups == 1 and layer.out_channels == norm.num_features
+    if isinstance(layer, CONVOLUTIONS):
+        return layer.out_channels == norm.num_features
+    return isinstance(layer, nn.Linear) and layer.out_features == norm.num_features and norm.affine
+
+
+def _fold(model: nn.Module, pairs: Sequence[Pair]) -> None:
+    for layer_name, norm_name in pairs:
+        layer, norm = model.get_submodule(layer_name), model.get_submodule(norm_name)
+        assert isinstance(norm, _BatchNorm)
+        if isinstance(layer, nn.Linear):
+            _replace(model, layer_name, fuse_linear_bn_eval(layer, norm))
+        else:
+            transpose = isinstance(layer, _ConvTransposeNd)
+            _replace(model, layer_name, fuse_conv_bn_eval(layer, norm, transpose=transpose))  # type: ignore[type-var]
+        _replace(model, norm_name, nn.Identity().eval())
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _stir(model: nn.Module, generator: torch.Generator) -> None:
+    """Give every batch norm statistics and weights that change what goes through it."""
+    with torch.no_grad():
+        for norm in model.modules():
+            if isinstance(norm, _BatchNorm) and norm.running_mean is not None and norm.running_var is not None:
+                spans = (
+                    (norm.running_mean, -0.2, 0.2),
+                    (norm.running_var, 0.7, 1.4),
+                    (norm.weight, 0.8, 1.2),
+                    (norm.bias, -0.2, 0.2),
+                )
+                for tensor, low, high in spans:
+                    if tensor is not None:
+                        tensor.copy_(torch.rand(tensor.shape, generator=generator) * (high - low) + low)
+
+
+def _resampled(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> list[torch.Tensor]:
+    """Inputs of the same kind: floats drawn with the example's mean and spread, other values in another order."""
+    return [
+        torch.randn(t.shape, generator=generator).to(t) * t.std(correction=0) + t.mean()
+        if t.dtype.is_floating_point
+        else t.flatten()[torch.randperm(t.numel(), generator=generator)].view(t.shape)
+        for t in leaves
+    ]
+
+
+def _close(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor], tolerance: float) -> bool:
+    for a, b in zip(want, got, strict=True):
+        if a.dtype.is_floating_point:
+            scale = torch.nan_to_num(a).abs().max().item() if a.numel() else 0.0
+            if not torch.allclose(a, b, rtol=0.0, atol=tolerance * scale + 1e-12, equal_nan=True):
+                return False
+    return True

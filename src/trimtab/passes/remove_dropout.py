@@ -1,0 +1,56 @@
+"""Dropout taken out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from trimtab.candidate import Candidate
+from trimtab.contracts import Pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveDropout(Pass):
+    """Replace dropout layers by the identity, which they are at inference.
+
+    Saves a module call each in eager mode and gives exporters a graph without them; some runtimes keep an export's dropout as
+    an operator, which stops the fusion of what stands around it. Calls of ``functional.dropout`` are left alone: in evaluation
+    mode they return their input, and nothing in the module says that they are there.
+    Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html (dropout is for training only).
+    """
+
+    name = "remove_dropout"
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Needs a dropout layer."""
+        if not any(map(_removable, candidate.model.modules())):
+            return "remove_dropout needs a dropout layer, and the model has none."
+        return None
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """A copy of the model with identities, and with the rates inside attention and recurrent layers set to zero."""
+        model = candidate.own_model()
+        if _removable(model):
+            return candidate.with_model(_identity())
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if _removable(child):
+                    setattr(module, name, _identity())
+            if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+                module.dropout = 0.0
+        return candidate.with_model(model)
+
+
+def _removable(module: nn.Module) -> bool:
+    """A dropout layer in evaluation mode that nothing is hooked to."""
+    return isinstance(module, _DropoutNd) and not (module.training or module._forward_hooks or module._forward_pre_hooks)
+
+
+def _identity() -> nn.Module:
+    """An identity that still answers to ``p``, which some models hand on to ``functional.dropout``."""
+    identity = nn.Identity().eval()
+    identity.p = 0.0  # type: ignore[assignment]
+    identity.inplace = False  # type: ignore[assignment]
+    return identity

@@ -1,0 +1,44 @@
+"""Number of threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from trimtab import _machine
+from trimtab.candidate import Candidate
+from trimtab.contracts import Choice, Pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threads(Pass):
+    """Share an operator between this many threads.
+
+    The default of most runtimes is every core. Fewer pay on small networks, where handing out the work costs more than doing
+    it, and wherever several copies of a model share a machine.
+    Source: https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html
+    """
+
+    name = "threads"
+    modes = frozenset({"infer", "train"})
+    sets = frozenset({"threads"})
+
+    count: Annotated[int, Choice(1, 2, 4, 8)] = 1
+    """Threads within one operator."""
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """More threads than cores only wait for each other."""
+        if self.count < 1:
+            return f"threads needs a count of at least 1, not {self.count}."
+        if self.count > (cores := usable_cores()):
+            return f"threads asks for {self.count} threads, and this process may use {cores} cores."
+        return None
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """The same model; whoever runs the settings sets the runtime's thread count."""
+        return candidate.with_settings(threads=self.count)
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: what it may run on, within its cgroup's quota."""
+    return max(1, min(_machine.affinity(), int(_machine.cpu_quota() or _machine.affinity())))

@@ -1,0 +1,62 @@
+"""A recipe: ordered passes and one backend, with all their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab._json import dumps
+from trimtab.candidate import Candidate
+from trimtab.contracts import BACKENDS, PASSES, Backend, Pass, technique_from_json
+from trimtab.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What to do to a candidate. Two recipes with the same steps are equal and have the same :attr:`hash`."""
+
+    passes: tuple[Pass, ...] = ()
+    backend: Backend
+
+    def __post_init__(self) -> None:
+        names = [step.name for step in self.passes]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(f"The recipe has the pass {twice!r} twice; a pass is applied once.")
+
+    @property
+    def exact(self) -> bool:
+        """Whether every step keeps the outputs within floating-point noise."""
+        return all(step.exact for step in (*self.passes, self.backend))
+
+    @property
+    def hash(self) -> str:
+        """Twelve hexadecimal digits that name this recipe."""
+        return hashlib.sha256(dumps(self, indent=None).encode()).hexdigest()[:12]
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """The first reason against this recipe on ``candidate`` as it comes in, in a sentence; ``None`` if there is none."""
+        for step in self.passes:
+            if ignored := sorted(step.sets - self.backend.honours):
+                return f"{self.backend.name} does not carry out {ignored[0]}, which {step.name} sets."
+        return next((reason for step in (*self.passes, self.backend) if (reason := step.blocked(candidate))), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"passes": [...], "backend": {...}}``."""
+        return {"passes": [step.to_json() for step in self.passes], "backend": self.backend.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Recipe:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            UsageError: an unknown name or field.
+        """
+        if not isinstance(data, Mapping) or set(data) != {"passes", "backend"}:
+            raise UsageError(f"A recipe is an object with 'passes' and 'backend', got {data!r}.")
+        passes = tuple(technique_from_json(PASSES, item) for item in data["passes"])
+        return cls(passes=passes, backend=technique_from_json(BACKENDS, data["backend"]))
+
+    def __str__(self) -> str:
+        return " + ".join([*map(str, self.passes), str(self.backend)])

@@ -1,0 +1,260 @@
+"""What the model as written says on the data: the outputs and scores that every recipe is held against."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from trimtab._json import from_json, write_json
+from trimtab._tree import Record, Structure, flatten, unflatten
+from trimtab.contracts import Executable
+from trimtab.errors import WorkloadError
+from trimtab.measure.stats import bootstrap_drop, paired_drop
+from trimtab.measurement import Drop
+from trimtab.signature import Signature
+from trimtab.splits import Batch, concatenate
+from trimtab.workload import Evaluation, user_code
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The judgement of one set of outputs. ``each`` holds per-example scores, empty for a whole-set metric."""
+
+    value: float
+    n: int
+    each: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Outputs of the model as written, a flat list of tensors per batch, their structure, and their scores."""
+
+    schema: ClassVar[int] = 1
+
+    outputs: list[list[torch.Tensor]]
+    structure: Structure
+    scores: Scores | None = None
+
+    def nested(self) -> list[Any]:
+        """The outputs in the model's own structure."""
+        return [unflatten(self.structure, leaves) for leaves in self.outputs]
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Write it into ``folder``, for the workers of the trials to read."""
+        folder.mkdir(parents=True, exist_ok=True)
+        flat = {f"{i}.{j}": t.contiguous() for i, leaves in enumerate(self.outputs) for j, t in enumerate(leaves)}
+        save_file(flat, folder / "outputs.safetensors")
+        counts = [len(leaves) for leaves in self.outputs]
+        write_json(folder / "reference.json", {"counts": counts, "structure": self.structure, "scores": self.scores})
+
+    @classmethod
+    def load(cls, folder: pathlib.Path) -> Reference:
+        """Read what :meth:`save` wrote."""
+        facts = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
+        flat = load_file(folder / "outputs.safetensors")
+        outputs = [[flat[f"{i}.{j}"] for j in range(count)] for i, count in enumerate(facts["counts"])]
+        scores = None if facts["scores"] is None else from_json(Scores, facts["scores"])
+        return cls(outputs=outputs, structure=from_json(Structure, facts["structure"]), scores=scores)
+
+
+def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> Reference:
+    """Run ``call`` over ``batches`` and score what it says.
+
+    Raises:
+        WorkloadError: the outputs hold NaN, are not the same twice, or the score is not usable; says what and where.
+    """
+    with user_code("The model failed on the data"):
+        nested = predict(call, batches, evaluation)
+        again = predict(call, batches[:1], evaluation)
+    flat = [flatten(output, "the output") for output in nested]
+    _check_outputs([leaves for leaves, _ in flat], flatten(again[0], "the output")[0])
+    scores = None if evaluation is None else score(evaluation, nested, batches)
+    return Reference(outputs=[leaves for leaves, _ in flat], structure=flat[0][1], scores=scores)
+
+
+def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
+    """The outputs of ``call`` for every batch, through the evaluation's own ``run`` where it has one."""
+    run = evaluation.run if evaluation is not None else None
+    outputs = []
+    for batch in batches:
+        args, kwargs = batch.call
+        outputs.append(call(*args, **kwargs) if run is None else run(call, batch.inputs))
+    return outputs
+
+
+def score(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batch]) -> Scores:
+    """Judge ``outputs`` against the batches' targets.
+
+    Raises:
+        WorkloadError: the score or metric raised, or returned something that is not numbers.
+    """
+    if evaluation.metric is not None:
+        joined, targets = concatenate(outputs), concatenate([batch.target for batch in batches])
+        with user_code("Evaluation metric raised"):
+            value = evaluation.metric(joined, targets)
+        return Scores(value=_number(value, "metric"), n=_rows(joined))
+    each: list[float] = []
+    assert evaluation.score is not None
+    for output, batch in zip(outputs, batches, strict=True):
+        with user_code("Evaluation score raised"):
+            found = evaluation.score(output, batch.target)
+        each += _numbers(found, batch.rows)
+    return Scores(value=float(np.mean(each)), n=len(each), each=tuple(each))
+
+
+def drop(
+    evaluation: Evaluation,
+    reference: Reference,
+    scores: Scores,
+    outputs: Sequence[Any],
+    batches: Sequence[Batch],
+    limit: float | None,
+) -> Drop:
+    """How much score was lost against ``reference``, with bounds: paired per example, or resampled for a whole-set metric."""
+    assert reference.scores is not None
+    better = evaluation.higher_is_better
+    if evaluation.metric is None:
+        return paired_drop(reference.scores.each, scores.each, limit=limit, higher_is_better=better)
+    metric = evaluation.metric
+    sides = (concatenate(reference.nested()), concatenate(outputs))
+    targets = concatenate([batch.target for batch in batches])
+
+    def metric_of(indices: np.ndarray[Any, np.dtype[np.int64]], which: int) -> float:
+        index = torch.as_tensor(indices)
+        return float(metric(_rows_at(sides[which], index), _rows_at(targets, index)))
+
+    return bootstrap_drop(metric_of, scores.n, limit=limit, higher_is_better=better)
+
+
+class Fitted:
+    """An executable that takes any batch, by cutting and padding it, even where its runtime froze the batch to one size.
+
+    ``full`` is the signature of the original model, which says which axis is the batch.
+    """
+
+    def __init__(self, executable: Executable, full: Signature) -> None:
+        self._executable = executable
+        self._full = full
+        self._frozen = full.batch is not None and executable.signature.batch is None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it; raises ``InputError`` where another dimension than the batch does not fit."""
+        if not self._frozen:
+            return self._executable(*args, **kwargs)
+        leaves = self._full.bind(args, kwargs)
+        rows = self._full.sizes(leaves)[str(self._full.batch)]
+        size = next(
+            int(own)
+            for full, own in zip(self._full.inputs[0].shape, self._executable.signature.inputs[0].shape, strict=True)
+            if full == self._full.batch
+        )
+        if rows == size:
+            return self._executable(*args, **kwargs)
+        parts = [self._part(leaves, start, size) for start in range(0, rows, size)]
+        joined = [
+            self._join(list(pieces), spec.shape, rows)
+            for pieces, spec in zip(zip(*parts, strict=True), self._full.outputs, strict=True)
+        ]
+        return unflatten(self._full.output_structure, joined)
+
+    def _part(self, leaves: Sequence[torch.Tensor], start: int, size: int) -> Sequence[torch.Tensor]:
+        cut = []
+        for leaf, spec in zip(leaves, self._full.inputs, strict=True):
+            if self._full.batch in spec.shape:
+                axis = spec.shape.index(self._full.batch)
+                index = torch.arange(start, start + size).clamp(max=leaf.shape[axis] - 1)
+                leaf = leaf.index_select(axis, index)
+            cut.append(leaf)
+        self._executable.signature.check(cut)
+        return self._executable.run(cut)
+
+    def _join(self, pieces: list[torch.Tensor], shape: Sequence[int | str], rows: int) -> torch.Tensor:
+        if self._full.batch not in shape:
+            return pieces[0]
+        axis = shape.index(self._full.batch)
+        return torch.cat(pieces, dim=axis).narrow(axis, 0, rows)
+
+
+def missing_dims(executable: Executable, full: Signature) -> list[str]:
+    """The dynamic dimensions of the model that the executable did not keep."""
+    kept = {dim.name for dim in executable.signature.dims}
+    return [dim.name for dim in full.dims if dim.name not in kept]
+
+
+def _check_outputs(outputs: list[list[torch.Tensor]], again: list[torch.Tensor]) -> None:
+    for number, leaves in enumerate(outputs):
+        for position, leaf in enumerate(leaves):
+            if leaf.is_floating_point() and torch.isnan(leaf).any():
+                count = int(torch.isnan(leaf).sum())
+                raise WorkloadError(
+                    f"The model as written gives NaN: {count} of {leaf.numel()} values of output {position} on batch {number}. "
+                    "Mend the model or the data first; nothing can be held against NaN."
+                )
+    if [t.shape for t in again] != [t.shape for t in outputs[0]]:
+        raise WorkloadError(
+            f"The model gives outputs of {_shapes(outputs[0])} and then of {_shapes(again)} for the same input. A model whose "
+            "shapes change from call to call cannot be compared with anything."
+        )
+    for first, second in zip(outputs[0], again, strict=True):
+        if not torch.allclose(first.double(), second.double(), rtol=1e-3, atol=1e-5, equal_nan=True):
+            worst = float((first.double() - second.double()).abs().max())
+            raise WorkloadError(
+                f"The model gives different values for the same input (by up to {worst:.3g}). Turn off what is random in it, "
+                "such as functional dropout without training=self.training."
+            )
+
+
+def _shapes(leaves: Sequence[torch.Tensor]) -> str:
+    return ", ".join(str(list(leaf.shape)) for leaf in leaves)
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, (str, bytes)) or not isinstance(value, (int, float, np.number)):
+        raise WorkloadError(f"Evaluation {what} returned {value!r}, a {type(value).__name__}; it must return one number.")
+    if not np.isfinite(float(value)):
+        raise WorkloadError(f"Evaluation {what} returned {value!r}; it must be a finite number.")
+    return float(value)
+
+
+def _numbers(found: Any, rows: int) -> list[float]:
+    values = found if isinstance(found, torch.Tensor) else None
+    if values is None and isinstance(found, (list, tuple, np.ndarray)) and not any(isinstance(v, str) for v in found):
+        values = torch.as_tensor(np.asarray(found, dtype=float))
+    if values is None or values.is_complex():
+        raise WorkloadError(
+            f"Evaluation score returned {found!r}, a {type(found).__name__}; it must return a tensor with one score per "
+            "example."
+        )
+    values = values.detach().double().flatten()
+    if rows and len(values) != rows:
+        raise WorkloadError(
+            f"Evaluation score returned {len(values)} scores for a batch of {rows}; it must return one per example. For "
+            "a number about the whole set use metric=... instead."
+        )
+    if not torch.isfinite(values).all():
+        raise WorkloadError(f"Evaluation score returned {int((~torch.isfinite(values)).sum())} scores that are not finite.")
+    return [float(value) for value in values]
+
+
+def _rows(joined: Any) -> int:
+    leaves = flatten(joined, "outputs")[0]
+    return int(leaves[0].shape[0])
+
+
+def _rows_at(value: Any, index: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[index]
+    if isinstance(value, Mapping):
+        return Record((key, _rows_at(item, index)) for key, item in value.items())
+    if isinstance(value, tuple):
+        return tuple(_rows_at(item, index) for item in value)
+    return [value[i] for i in index.tolist()]

@@ -1,0 +1,214 @@
+"""What a model takes and gives: names, dtypes, shapes with dynamic dimensions, and the structure around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from trimtab._tree import Structure, flatten, names
+from trimtab.errors import InputError, UsageError
+
+MOST_PASSED = 256
+"""Combinations of shapes that are remembered to fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """A dimension whose size may differ from call to call."""
+
+    name: str
+    min: int = 1
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise UsageError(f"A dynamic dimension needs a name like 'batch'; got {self.name!r}.")
+        if self.min < 1 or (self.max is not None and self.max < self.min):
+            raise UsageError(f"Dimension {self.name!r} has the bounds {self.min}..{self.max}; use 1 <= min <= max.")
+
+    def __contains__(self, size: int) -> bool:
+        return size >= self.min and (self.max is None or size <= self.max)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype (``"float32"``) and shape of one tensor.
+
+    A size is a number, the name of a :class:`Dim`, or ``"?"`` for an output size that depends on the input in some other way.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The contract between a caller and an executable.
+
+    ``inputs`` and ``outputs`` list the tensors in flat order. ``input_structure`` is a tuple of two structures: the positional
+    arguments (a tuple) and the keyword arguments (a dict). ``parameters`` names the positional ones, so that a caller may pass
+    them by keyword as the model itself allows.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    input_structure: Structure
+    output_structure: Structure
+    parameters: tuple[str, ...]
+    dims: tuple[Dim, ...] = ()
+
+    @cached_property
+    def _flat(self) -> bool:
+        """Whether a call is just tensors in a row, which is by far the most common and takes the short way."""
+        args, kwargs = self.input_structure.items
+        return not kwargs.items and all(item.kind == "tensor" for item in args.items)
+
+    @cached_property
+    def _expected(self) -> list[tuple[torch.dtype, torch.Size | None]]:
+        return [
+            (getattr(torch, spec.dtype), torch.Size(spec.shape) if all(isinstance(s, int) for s in spec.shape) else None)  # type: ignore[arg-type]
+            for spec in self.inputs
+        ]
+
+    @property
+    def batch(self) -> str | None:
+        """The dynamic dimension that leads the first input, if it has one."""
+        lead = self.inputs[0].shape[0] if self.inputs and self.inputs[0].shape else None
+        return lead if isinstance(lead, str) else None
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """The flat tensors of a call ``(*args, **kwargs)``.
+
+        Raises:
+            InputError: arguments are missing, unknown, or structured differently from the example they were built for.
+        """
+        if self._flat and not kwargs and len(args) == len(self.inputs):
+            return args
+        args, kwargs = self._reorder(args, kwargs)
+        leaves, structure = flatten((tuple(args), dict(kwargs)), "inputs")
+        if structure != self.input_structure:
+            raise InputError(f"The inputs are structured as {_words(structure)}, but this was built for {self.describe()}.")
+        return leaves
+
+    @cached_property
+    def _passed(self) -> set[Any]:
+        """Dtypes and shapes that passed the check before; small networks take less time than checking them anew."""
+        return set()
+
+    def check(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raise :class:`InputError` unless every tensor has the dtype and shape that this was built for."""
+        try:
+            key = tuple([(t.dtype, t.shape) for t in leaves])
+        except AttributeError:
+            self._refuse(leaves)
+        if key in self._passed:
+            return
+        for tensor, (dtype, shape) in zip(leaves, self._expected, strict=True):
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or shape not in (None, tensor.shape):
+                self._refuse(leaves)
+        if self.dims:
+            self.sizes(leaves)
+        if len(self._passed) < MOST_PASSED:
+            self._passed.add(key)
+
+    def sizes(self, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
+        """The size of every dynamic dimension in this call.
+
+        Raises:
+            InputError: two tensors disagree about a dimension, or a size is out of its bounds.
+        """
+        known: dict[str, int] = {}
+        dims = {dim.name: dim for dim in self.dims}
+        for spec, tensor in zip(self.inputs, leaves, strict=True):
+            if len(spec.shape) != tensor.dim():
+                self._refuse(leaves)
+            for want, size in zip(spec.shape, tensor.shape, strict=True):
+                if isinstance(want, int):
+                    if want != size:
+                        self._refuse(leaves)
+                elif known.setdefault(want, size) != size:
+                    raise InputError(f"Dimension {want!r} is {known[want]} in one input and {size} in {spec.name!r}.")
+                elif size not in dims[want]:
+                    bounds = f"{dims[want].min} to {dims[want].max or 'any'}"
+                    raise InputError(f"Dimension {want!r} of {spec.name!r} is {size}; this was built for {bounds}.")
+        return known
+
+    def without_dims(self, example: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Signature:
+        """The same signature with every dynamic size frozen to that of ``example`` and its ``outputs``."""
+        return dataclasses.replace(
+            self,
+            inputs=tuple(dataclasses.replace(s, shape=tuple(t.shape)) for s, t in zip(self.inputs, example, strict=True)),
+            outputs=tuple(dataclasses.replace(s, shape=tuple(t.shape)) for s, t in zip(self.outputs, outputs, strict=True)),
+            dims=(),
+        )
+
+    def describe(self) -> str:
+        """The inputs in words: ``images: float32[batch, 1, 8, 8]``."""
+        return ", ".join(map(str, self.inputs)) or "no tensors"
+
+    def _reorder(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Move positional arguments that came by keyword, and the keyword ones into the order of the example."""
+        positional, keyword = self.input_structure.items
+        args, rest = list(args), dict(kwargs)
+        for name in self.parameters[len(args) : len(positional.items)]:
+            if name not in rest:
+                raise InputError(f"The input {name!r} is missing. This was built for {self.describe()}.")
+            args.append(rest.pop(name))
+        for name in self.parameters[len(positional.items) : len(args)]:
+            if name in keyword.keys and name not in rest:
+                rest[name] = args.pop(len(positional.items))
+        if unknown := sorted(set(rest) - set(keyword.keys)):
+            raise InputError(f"There is no input {unknown[0]!r}. This was built for {self.describe()}.")
+        if missing := [name for name in keyword.keys if name not in rest]:
+            raise InputError(f"The input {missing[0]!r} is missing. This was built for {self.describe()}.")
+        return args, {name: rest[name] for name in keyword.keys}
+
+    def _refuse(self, leaves: Sequence[Any]) -> None:
+        for spec, tensor in zip(self.inputs, leaves, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise InputError(f"Input {spec.name!r} is a {type(tensor).__name__}; this was built for a tensor, {spec}.")
+            got = TensorSpec(spec.name, dtype_name(tensor.dtype), tuple(tensor.shape))
+            same_rank = len(got.shape) == len(spec.shape)
+            fits = same_rank and all(isinstance(w, str) or w == g for w, g in zip(spec.shape, got.shape, strict=True))
+            if got.dtype != spec.dtype or not fits:
+                raise InputError(f"Input {got} was given, but this was built for {spec}.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def specs(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str]) -> tuple[TensorSpec, ...]:
+    """The static specs of ``leaves``."""
+    return tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in zip(leaf_names, leaves, strict=True))
+
+
+def parameter_names(forward: Any, count: int) -> tuple[str, ...]:
+    """Names of the first ``count`` positional parameters of ``forward``; ``input_0`` and so on where it takes ``*args``."""
+    found = [
+        p.name for p in inspect.signature(forward).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return tuple(found) + tuple(f"input_{i}" for i in range(len(found), count))
+
+
+def input_names(parameters: Sequence[str], structure: Structure) -> list[str]:
+    """A unique name for every input tensor, taken from the model's own parameter names."""
+    args, kwargs = structure.items
+    found = [leaf for name, item in zip(parameters, args.items, strict=False) for leaf in names(item, name)]
+    return found + names(kwargs, "")
+
+
+def _words(structure: Structure) -> str:
+    args, kwargs = structure.items
+    parts = [item.kind for item in args.items] + [f"{k}={item.kind}" for k, item in zip(kwargs.keys, kwargs.items, strict=True)]
+    return f"({', '.join(parts)})"

@@ -1,0 +1,1 @@
+"""Searching: what to try, in which order, in which process, and where it is kept."""

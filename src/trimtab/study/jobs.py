@@ -1,0 +1,202 @@
+"""What a worker process can be asked to do. A job takes its description and folder, and gives a JSON result."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from safetensors.torch import load_file, save_file
+
+from trimtab._json import dumps, from_json, to_json, write_json
+from trimtab._tree import unflatten
+from trimtab.artifact import Golden, open_artifact, write_artifact
+from trimtab.confirm import Confirmation, confirm
+from trimtab.contracts import BACKENDS, Executable, technique_from_json
+from trimtab.environment import Environment
+from trimtab.evaluate import BUILT, MODEL, Plan, apply_passes, evaluate, load_saved, runner_for, save, stage, start
+from trimtab.measure.memory import PeakMemory
+from trimtab.measure.remote import RemoteRunner, serve
+from trimtab.measure.timer import LocalRunner
+from trimtab.recipe import Recipe
+from trimtab.reference import Reference, refer
+from trimtab.study import space
+from trimtab.subject import Subject, fresh, prepare
+from trimtab.trial import Trial
+from trimtab.workload import Workload, load_workload
+
+AUTHKEY = "TRIMTAB_AUTHKEY"
+"""Environment variable that carries the key of the study's sockets to its workers, and to nobody else."""
+READY, EXAMPLE = "ready.json", "example.safetensors"
+
+Job = Mapping[str, Any]
+
+
+def read_workload(source: Mapping[str, str]) -> Workload:
+    """The workload that ``source`` names: a reference to a file or module, or a pickle of our own making."""
+    if "pickle" in source:
+        with open(source["pickle"], "rb") as file:
+            found: Workload = cloudpickle.load(file)
+        return found
+    return load_workload(source["reference"])
+
+
+def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
+    """Check the workload with a dry run, compute its reference, and find what cannot be tried on it."""
+    subject = prepare(read_workload(job["workload"]))
+    call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
+    reference = refer(call, subject.splits.selection, subject.workload.evaluation)
+    reference.save(pathlib.Path(job["reference"]))
+    example = {str(i): leaf.contiguous() for i, leaf in enumerate(subject.candidate.leaves)}
+    save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
+    blocked = {dumps(t, indent=None): reason for t in space.techniques() if (reason := t.blocked(subject.candidate))}
+    return {
+        "name": subject.workload.name,
+        "fingerprint": _fingerprint(subject, reference),
+        "score": None if reference.scores is None else reference.scores.value,
+        "n": None if reference.scores is None else reference.scores.n,
+        "blocked": blocked,
+        "notes": list(subject.notes),
+        "inputs": subject.candidate.signature.describe(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
+    """Build a recipe and let other processes time it, until killed."""
+    if "artifact" in job:
+        return serve_artifact(job, folder)
+    with PeakMemory() as peak:
+        subject = prepare(read_workload(job["workload"]))
+        candidate = fresh(subject) if job["fresh"] else subject.candidate
+        recipe = Recipe.from_json(job["recipe"])
+        begun = time.perf_counter()
+        candidate = apply_passes(recipe, candidate)
+        executable, _ = start(recipe, candidate)
+        cold = time.perf_counter() - begun
+    runner = runner_for(executable, candidate, subject, job["objective"])
+    write_json(folder / READY, {"cold_s": cold, "peak_mb": peak.result.host_mb})
+    serve(runner, job["address"], authkey())
+    return {}
+
+
+def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
+    """Let other processes time an artifact on its first test vector, until killed."""
+    artifact = open_artifact(job["artifact"])
+    original = artifact.load_baseline() if job["baseline"] else None
+    executable = artifact.load(trust=job["trust"]) if original is None else original
+    leaves = artifact.golden().cases[0].inputs
+    structure = executable.signature.input_structure
+    args, kwargs = unflatten(structure, leaves)
+    runner = LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize)
+    runner.block(1)
+    write_json(folder / READY, {})
+    serve(runner, job["address"], authkey())
+    return {}
+
+
+def trial_job(job: Job, folder: pathlib.Path) -> Any:
+    """Evaluate one recipe."""
+    with stage("the workload"):
+        subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+    reference = Reference.load(pathlib.Path(job["reference"]))
+    rival = RemoteRunner(job["address"], authkey())
+    plan = from_json(Plan, job["plan"])
+    return to_json(evaluate(Recipe.from_json(job["recipe"]), subject, reference, rival, plan=plan, folder=folder))
+
+
+def probe_job(job: Job, folder: pathlib.Path) -> dict[str, float]:
+    """Load saved files as a deployment would: seconds to the first answer, and peak memory above the idle interpreter."""
+    recipe = Recipe.from_json(job["recipe"])
+    tensors = load_file(job["inputs"])
+    inputs = [tensors[str(i)] for i in range(len(tensors))]
+    begun = time.perf_counter()
+    with PeakMemory() as peak:
+        executable = load_saved(recipe, pathlib.Path(job["files"]))
+        for _ in range(3):
+            executable.run(inputs)
+            executable.synchronize()
+    return {"cold_s": time.perf_counter() - begun, "peak_mb": peak.result.host_mb}
+
+
+def confirm_job(job: Job, folder: pathlib.Path) -> Any:
+    """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it holds."""
+    subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+    recipe = Recipe.from_json(job["recipe"])
+    rivals = {name: RemoteRunner(address, authkey()) for name, address in job["rivals"].items()}
+    source = pathlib.Path(job["files"])
+    if job["ships"] and not (source / BUILT).exists():  # swept away, or the study's storage is elsewhere
+        save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
+    found, executable = confirm(recipe, source, subject, rivals, plan=from_json(Plan, job["plan"]), must_win=job["must_win"])
+    if found.ok and (source / BUILT).exists():
+        ship(job, source, subject, executable, found)
+    return to_json(found)
+
+
+class Shipped(Executable):
+    """A loaded executable whose files are those it was loaded from."""
+
+    def __init__(self, executable: Executable, files: pathlib.Path, notes: Sequence[str]) -> None:
+        super().__init__(executable.signature, executable.settings)
+        self.notes = list(dict.fromkeys((*notes, *executable.notes)))
+        self._executable = executable
+        self._files = files
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the loaded executable says."""
+        return self._executable.run(leaves)
+
+    def save(self, folder: pathlib.Path) -> list[str]:
+        """Copy the very files that were measured."""
+        shutil.copytree(self._files, folder, dirs_exist_ok=True)
+        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executable, found: Confirmation) -> None:
+    """Write the artifact from the files that were confirmed."""
+    trial = from_json(Trial, job["trial"])
+    original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
+    write_artifact(
+        job["artifact"],
+        executable=Shipped(executable, source / MODEL, trial.notes),
+        recipe=found.recipe,
+        workload_name=subject.workload.name,
+        golden=Golden.of(subject.candidate, executable.signature, [fresh(subject).leaves]),
+        evidence=to_json(found) | {"size_mb": trial.size_mb, "trial": job["trial"]},
+        environment=Environment.from_json(job["environment"]),
+        limits=from_json(Plan, job["plan"]).limits,
+        baseline=original.compile(subject.candidate),
+        baseline_backend=original,
+    )
+
+
+def authkey() -> bytes:
+    """The key of this study's sockets."""
+    return bytes.fromhex(os.environ[AUTHKEY])
+
+
+def _fingerprint(subject: Subject, reference: Reference) -> str:
+    """Sixteen hexadecimal digits of what the study is about: weights, example inputs, data as the model sees it."""
+    digest = hashlib.blake2b(digest_size=8)
+    state = subject.model.state_dict()
+    for name, tensor in (*state.items(), *enumerate(subject.candidate.leaves), *enumerate(reference.outputs[0])):
+        digest.update(str(name).encode())
+        if isinstance(tensor, torch.Tensor):
+            digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(repr(reference.scores).encode())  # data, labels and the score itself
+    return digest.hexdigest()
+
+
+JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
+    "prepare": prepare_job,
+    "serve": serve_job,
+    "trial": trial_job,
+    "probe": probe_job,
+    "confirm": confirm_job,
+}

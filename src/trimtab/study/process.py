@@ -1,0 +1,174 @@
+"""Run one job in a fresh interpreter, under a time and a memory limit, with its log kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+
+from trimtab._json import write_json
+
+JOB, RESULT, LOG = "job.json", "result.json", "log.txt"
+POLL_S, MEMORY_POLL_S = 0.05, 0.5
+"""Looking at the memory of a process tree costs milliseconds, which must not disturb what is being timed."""
+DISK_FULL = 28
+"""Exit code of a worker that could not write; the number of the system's own error."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a worker process ended. ``reason`` is ``None`` if it ended by itself with a result."""
+
+    reason: str | None
+    seconds: float
+    result: Any = None
+    """What the job gave; ``None`` where it ended otherwise."""
+    error: str | None = None
+    """Name of the :mod:`trimtab.errors` class, where the job raised one; ``reason`` is then its message."""
+    traceback: str | None = None
+    disk_full: bool = False
+    cut_off: bool = False
+    """Whether it was we who ended it, because the study has to end; its recipe deserves another try."""
+
+
+class WorkerProcess:
+    """A worker that runs the job in ``folder`` (:mod:`trimtab.study.worker`), and dies with us however we die.
+
+    It has a session of its own, so that Ctrl-C in the terminal reaches only us, and everything that it started can be killed
+    with it. It watches its standard input, which closes when we die, and on Linux asks the kernel to be killed when we are.
+    """
+
+    def __init__(self, job: Mapping[str, Any], folder: pathlib.Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT).unlink(missing_ok=True)
+        write_json(folder / JOB, job)
+        self.folder = folder
+        self.started = time.monotonic()
+        with (folder / LOG).open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "trimtab.study.worker", str(folder), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=_environment(),
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is its process group's too."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def wait(
+        self, *, seconds: float | None, memory_mb: float | None, interrupted: Callable[[], bool] = lambda: False
+    ) -> Outcome:
+        """Wait for the end of the job, or bring it about.
+
+        ``interrupted`` is asked often; when it says yes the worker is killed and the outcome is ``cut_off``.
+        """
+        looked = 0.0
+        while self.alive:
+            time.sleep(POLL_S)
+            elapsed = time.monotonic() - self.started
+            if interrupted():
+                return self._ended("It was cut off because the study had to end.", cut_off=True)
+            if seconds is not None and elapsed > seconds:
+                return self._ended(
+                    f"It still ran after its time limit of {seconds:.0f} s and was killed; see its log for where it hung."
+                )
+            if memory_mb is None or elapsed - looked < MEMORY_POLL_S:
+                continue
+            looked = elapsed
+            if (used := _tree_mb(self.pid)) > memory_mb:
+                return self._ended(
+                    f"It used {used:.0f} MB, more than its memory limit of {memory_mb:.0f} MB, and was killed; "
+                    "give it more with --worker-memory or make the model or batch smaller."
+                )
+        return self._by_itself()
+
+    def kill(self) -> None:
+        """End it and everything that it started, at once."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines of its log."""
+        text = (self.folder / LOG).read_bytes()[-20_000:].decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _by_itself(self) -> Outcome:
+        path = self.folder / RESULT
+        code = self._process.returncode
+        outcome = dataclasses.replace(self._ended(_reason(code, path.exists())), disk_full=code == DISK_FULL)
+        if outcome.reason is not None:
+            return outcome
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(result, dict) and "error" in result:
+            failure = {"reason": result["message"], "error": result["error"], "traceback": result["traceback"]}
+            return dataclasses.replace(outcome, **failure)
+        return dataclasses.replace(outcome, result=result)
+
+    def _ended(self, reason: str | None, *, cut_off: bool = False) -> Outcome:
+        self.kill()
+        return Outcome(reason=reason, seconds=time.monotonic() - self.started, cut_off=cut_off)
+
+
+def _environment() -> dict[str, str]:
+    """The environment of a worker; compilers must not leave helpers behind, and packages must check what they are asked."""
+    return {
+        **os.environ,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a pool of compile processes would outlive the worker that started it
+        "AOTI_RUNTIME_CHECK_INPUTS": "1",  # without it an AOTInductor package answers questions it was not built for
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _tree_mb(pid: int) -> float:
+    total = 0
+    try:
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            total += process.memory_info().rss
+    except psutil.Error:
+        return total / 1e6  # it has just ended; its return code tells the rest
+    return total / 1e6
+
+
+def _reason(code: int, has_result: bool) -> str | None:
+    if code == 0 and has_result:
+        return None
+    if code < 0:
+        name = signal.Signals(-code).name
+        words = {
+            "SIGSEGV": "It crashed with a segmentation fault (SIGSEGV)",
+            "SIGABRT": "It aborted (SIGABRT)",
+            "SIGKILL": "It was killed (SIGKILL), most likely by the system for want of memory",
+            "SIGILL": "It met an instruction that this CPU does not have (SIGILL)",
+            "SIGBUS": "It crashed on a bad memory access (SIGBUS), perhaps for want of disk or shared memory",
+            "SIGFPE": "It crashed on an arithmetic error (SIGFPE)",
+        }.get(name, f"It was ended by {name}")
+        return f"{words}; its log has the stack."
+    if code == DISK_FULL:
+        return "The disk is full: free some space, and the same command goes on from what is finished."
+    if code == 0:
+        return "It left without a result, as if the code called os._exit(0); remove that call."
+    return f"It exited with code {code} without a result, as if the code called os._exit or sys.exit; see its log."

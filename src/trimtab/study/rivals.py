@@ -1,0 +1,87 @@
+"""Processes that hold a recipe ready, for the process of a trial to take turns with."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from trimtab import errors
+from trimtab.errors import MeasurementError
+from trimtab.recipe import Recipe
+from trimtab.study.jobs import AUTHKEY, READY
+from trimtab.study.process import POLL_S, RESULT, WorkerProcess
+
+
+class Rivals:
+    """Named server processes. A context: leaving it ends them all."""
+
+    def __init__(self, job: Mapping[str, Any], folder: pathlib.Path) -> None:
+        self._job = dict(job)
+        self._folder = folder
+        self._processes: dict[str, WorkerProcess] = {}
+        # the path of a UNIX socket may have 107 bytes, fewer than many a run folder's
+        self._sockets = pathlib.Path(tempfile.mkdtemp(prefix="trimtab-"))
+        os.environ.setdefault(AUTHKEY, secrets.token_hex(32))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for name in list(self._processes):
+            self.stop(name)
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where each rival listens."""
+        return {name: str(self._sockets / name) for name in self._processes}
+
+    def start(self, name: str, recipe: Recipe, *, fresh: bool) -> None:
+        """Begin to build ``recipe`` in a process of its own; :meth:`ready` waits for it."""
+        self.begin(name, {"recipe": recipe.to_json(), "fresh": fresh})
+
+    def begin(self, name: str, what: Mapping[str, Any]) -> None:
+        """Begin to serve ``what`` (see :func:`trimtab.study.jobs.serve_job`) in a process of its own."""
+        address = self._sockets / name
+        address.unlink(missing_ok=True)
+        folder = self._folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / READY).unlink(missing_ok=True)
+        self._processes[name] = WorkerProcess({**self._job, **what, "kind": "serve", "address": str(address)}, folder)
+
+    def ready(self, name: str, *, seconds: float, interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Wait until the rival answers; gives what it measured about itself (``cold_s``, ``peak_mb``).
+
+        Raises:
+            MeasurementError: it ended, was interrupted, or took longer than ``seconds``.
+        """
+        process, folder = self._processes[name], self._folder / name
+        deadline = time.monotonic() + seconds
+        while process.alive and time.monotonic() < deadline and not interrupted():
+            if (folder / READY).exists() and (self._sockets / name).exists():
+                facts: dict[str, Any] = json.loads((folder / READY).read_text(encoding="utf-8"))
+                return facts
+            time.sleep(POLL_S)
+        if (folder / RESULT).exists():
+            result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+            raise getattr(errors, result.get("error", ""), MeasurementError)(
+                f"The process that holds {name} ended: {result.get('message', 'no message')}"
+            )
+        state = "did not get ready in time" if process.alive else "ended"
+        raise MeasurementError(f"The process that holds {name} {state}; its last words were:\n{process.log_tail(8)}")
+
+    def alive(self, name: str) -> bool:
+        """Whether the rival still runs."""
+        return name in self._processes and self._processes[name].alive
+
+    def stop(self, name: str) -> None:
+        """End one rival."""
+        self._processes.pop(name).kill()

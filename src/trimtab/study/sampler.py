@@ -1,0 +1,250 @@
+"""What to try next. A sampler looks at the finished trials and asks for one more recipe, or for none."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import optuna
+from optuna.trial import TrialState
+
+from trimtab.contracts import BACKENDS, PASSES, Backend, Pass, technique_from_json
+from trimtab.errors import UsageError
+from trimtab.recipe import Recipe
+from trimtab.study import space
+from trimtab.trial import State, Trial
+
+PROMISING = 0.5
+"""A backend whose lossless form reaches this share of the best lossless speed is worth the price of trying less precision."""
+
+
+@functools.cache
+def as_written() -> Recipe:
+    """The model as people write it: eager, gradients off, every default."""
+    return Recipe(backend=technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """A recipe to try, and the stage of the search that wants it."""
+
+    stage: str
+    recipe: Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a sampler may know about the study."""
+
+    throughput: bool
+    """Whether the objective is examples per second, so that batch and overlapping requests matter."""
+    feasible: Callable[[Trial], bool]
+    """Whether a finished trial keeps every limit."""
+    value: Callable[[Trial], float | None]
+    """The objective of a finished trial, more is better; ``None`` if it was not measured."""
+
+
+class Sampler(abc.ABC):
+    """Asks for recipes. It must never ask for one that is among the finished trials."""
+
+    name: str
+
+    @abc.abstractmethod
+    def ask(self, trials: Sequence[Trial], facts: Facts) -> Ask | None:
+        """The next recipe to try, given all finished trials; ``None`` when the search is done."""
+
+
+class Ladder(Sampler):
+    """Climb rung by rung: as written, tuned eager, every backend lossless, less precision where it promises to pay, then knobs.
+
+    Its walk is a straight line that reads the outcome of what it asked for before, so a study that was killed goes on where it
+    stopped: walking again over the finished trials leads to the same place.
+    """
+
+    name = "ladder"
+
+    def ask(self, trials: Sequence[Trial], facts: Facts) -> Ask | None:
+        """The first step of the walk that has no finished trial yet."""
+        done = {trial.recipe.hash: trial for trial in trials}
+        return next((ask for ask in self._walk(done, facts) if ask.recipe.hash not in done), None)
+
+    def _walk(self, done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:
+        plain = Recipe(backend=BACKENDS["eager"]())
+        cheap = [backend for backend in space.backends() if backend.cost == "seconds" and backend.name != "eager"]
+        slow = [backend for backend in space.backends() if backend.cost != "seconds"]
+        runtimes, relatives = [b for b in cheap if b.own_graph], [b for b in cheap if not b.own_graph]
+        yield Ask("as_written", as_written())
+        yield Ask("tuned", plain)
+        # runtimes with a graph of their own owe nothing to the tuning of eager, and bring most of what there is to gain
+        yield from _lossless(runtimes, plain)
+        yield from _precision(runtimes, plain, done)
+        yield from _tuned(plain, done)
+        tuned = _best_eager(done)
+        yield from _lossless(relatives, tuned)
+        yield from _precision(relatives, tuned, done)
+        yield from _knobs(done, facts)
+        yield from _precision([tuned.backend], tuned, done, everyone=True)
+        yield from _lossless(slow, tuned)
+        yield from _precision(slow, tuned, done)
+        yield from _knobs(done, facts)
+
+
+class Tpe(Sampler):
+    """Optuna's tree-structured Parzen estimator over the whole space, for long budgets, after the model as written and tuned.
+
+    Source: Bergstra et al., Algorithms for Hyper-Parameter Optimization, NeurIPS 2011.
+    """
+
+    name = "tpe"
+    attempts = 200
+    """Suggestions in a row that may repeat finished trials before the space counts as exhausted."""
+
+    def __init__(self, study: optuna.Study, seed: int = 0) -> None:
+        study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=False)
+        self._study = study
+        self.pending: optuna.Trial | None = None
+        """The optuna trial behind the last ask; the storage finishes it."""
+
+    def ask(self, trials: Sequence[Trial], facts: Facts) -> Ask | None:
+        """A recipe that optuna suggests and that is not finished yet."""
+        done = {trial.recipe.hash: trial for trial in trials}
+        self.pending = None
+        first = [Ask("as_written", as_written()), Ask("tuned", Recipe(backend=BACKENDS["eager"]()))]
+        for ask in first:
+            if ask.recipe.hash not in done:
+                return ask
+        for _ in range(self.attempts):
+            asked = self._study.ask()
+            try:
+                recipe = _suggest(asked, facts)
+            except UsageError:  # a combination that the technique refuses
+                self._study.tell(asked, state=TrialState.FAIL)
+                continue
+            known = done.get(recipe.hash)
+            if known is None:
+                self.pending = asked
+                return Ask("tpe", recipe)
+            if facts.feasible(known):
+                self._study.tell(asked, facts.value(known))
+            else:
+                self._study.tell(asked, state=TrialState.PRUNED)
+        return None
+
+
+def _tuned(eager: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
+    """Rewrites one by one, those that help together, then threads."""
+    everything = dataclasses.replace(eager, passes=_honoured(space.rewrites(), eager.backend))
+    for step in everything.passes:
+        yield Ask("tuned", dataclasses.replace(eager, passes=(step,)))
+    working = tuple(
+        step
+        for step in everything.passes
+        if _speed(done.get(dataclasses.replace(eager, passes=(step,)).hash)) > _speed(done.get(eager.hash))
+    )
+    if len(working) > 1:
+        yield Ask("tuned", dataclasses.replace(eager, passes=working))
+    best = _best_eager(done)
+    for knob in (knob for knob in space.knobs() if "batch" not in knob.sets):
+        yield Ask("tuned", dataclasses.replace(best, passes=(*best.passes, knob)))
+
+
+def _lossless(backends: Sequence[Backend], tuned: Recipe) -> Iterator[Ask]:
+    for backend in backends:
+        yield Ask("lossless", Recipe(passes=_inherited(tuned, backend), backend=backend))
+
+
+def _precision(
+    backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], *, everyone: bool = False
+) -> Iterator[Ask]:
+    """Inexact variants of each backend and inexact passes in front of it, most promising backend first."""
+    lossless = [Recipe(passes=_inherited(tuned, backend), backend=backend) for backend in backends]
+    top = max((_speed(trial) for trial in done.values() if trial.recipe.exact), default=0.0)
+    lossless.sort(key=lambda recipe: -_speed(done.get(recipe.hash)))
+    for recipe in lossless:
+        if not everyone and _speed(done.get(recipe.hash)) < PROMISING * top:
+            continue
+        for backend in space.variants(recipe.backend):
+            if not backend.exact:
+                yield Ask("precision", dataclasses.replace(recipe, backend=backend))
+        for step in () if recipe.backend.own_graph else _honoured(space.passes(exact=False), recipe.backend):
+            for variant in (step, *space.variants(step)):
+                yield Ask("precision", dataclasses.replace(recipe, passes=(*recipe.passes, variant)))
+
+
+def _knobs(done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:
+    """Fields of the backend that keep its precision, then threads and, where it counts, batch: on the best, exact or not."""
+    for exact_only in (False, True):
+        best = _best(done, facts, exact_only=exact_only)
+        if best is None:
+            continue
+        ignored = frozenset() if facts.throughput else best.recipe.backend.overlap
+        for backend in space.variants(best.recipe.backend, without=ignored):
+            if backend.exact == best.recipe.backend.exact and _same_precision(backend, best.recipe.backend):
+                yield Ask("knobs", dataclasses.replace(best.recipe, backend=backend))
+        best = _best(done, facts, exact_only=exact_only) or best
+        taken = {step.name for step in best.recipe.passes}
+        for knob in space.knobs():
+            if knob.name in taken or not knob.sets <= best.recipe.backend.honours:
+                continue
+            if facts.throughput or "batch" not in knob.sets:
+                yield Ask("knobs", dataclasses.replace(best.recipe, passes=(*best.recipe.passes, knob)))
+
+
+def _same_precision(one: Backend, other: Backend) -> bool:
+    return getattr(one, "precision", None) == getattr(other, "precision", None)
+
+
+def _inherited(tuned: Recipe, backend: Backend) -> tuple[Pass, ...]:
+    """The tuned passes that matter to ``backend``: a runtime with a graph of its own folds and lays out by itself."""
+    return () if backend.own_graph else _honoured(tuned.passes, backend)
+
+
+def _honoured(steps: Sequence[Pass], backend: Backend) -> tuple[Pass, ...]:
+    return tuple(step for step in steps if step.sets <= backend.honours)
+
+
+def _best_eager(done: Mapping[str, Trial]) -> Recipe:
+    """The fastest exact eager recipe so far whose passes leave nothing to choose."""
+    found = [
+        trial
+        for trial in done.values()
+        if trial.recipe.backend.name == "eager" and trial.recipe.exact and trial.state is State.COMPLETE
+        if not any(step.choices() for step in trial.recipe.passes)
+    ]
+    return max(found, key=_speed).recipe if found else Recipe(backend=BACKENDS["eager"]())
+
+
+def _best(done: Mapping[str, Trial], facts: Facts, *, exact_only: bool) -> Trial | None:
+    found = [
+        trial
+        for trial in done.values()
+        if trial.state is State.COMPLETE and facts.value(trial) is not None and facts.feasible(trial)
+        if trial.recipe.exact or not exact_only
+    ]
+    return max(found, key=lambda trial: facts.value(trial) or 0.0, default=None)
+
+
+def _speed(trial: Trial | None) -> float:
+    usable = trial is not None and trial.state in (State.COMPLETE, State.STOPPED) and trial.speedup is not None
+    return trial.speedup.value if usable and trial is not None and trial.speedup is not None else 0.0
+
+
+def _suggest(asked: optuna.Trial, facts: Facts) -> Recipe:
+    """Turn optuna's suggestions into a recipe; only what the chosen backend carries out is asked about."""
+    backend_class = BACKENDS[asked.suggest_categorical("backend", sorted(BACKENDS))]
+    backend = backend_class(
+        **{
+            field: asked.suggest_categorical(f"{backend_class.name}.{field}", space.options(backend_class, field))
+            for field in backend_class.choices()
+        }
+    )
+    steps: list[Pass] = []
+    for name in PASSES:
+        cls = PASSES[name]
+        usable = "infer" in cls.modes and cls.sets <= backend.honours and (facts.throughput or "batch" not in cls.sets)
+        if usable and asked.suggest_categorical(f"pass.{name}", [False, True]):
+            fields = {f: asked.suggest_categorical(f"{name}.{f}", space.options(cls, f)) for f in cls.choices()}
+            steps.append(cls(**fields))
+    return Recipe(passes=tuple(steps), backend=backend)

@@ -1,0 +1,133 @@
+"""Where trials are kept: optuna's storage, so that its dashboard opens our studies and PostgreSQL works by URL."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import optuna
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from sqlalchemy.exc import SQLAlchemyError
+
+from trimtab._json import from_json, to_json
+from trimtab.errors import StorageError, UsageError
+from trimtab.study.space import parameters
+from trimtab.trial import State, Trial
+
+STATES = {State.COMPLETE: TrialState.COMPLETE, State.STOPPED: TrialState.PRUNED}
+TRIAL = "trial"
+
+
+class Storage:
+    """The finished trials of one study. Each is written in one transaction: it is there whole, or not at all.
+
+    Raises:
+        StorageError: the database cannot be opened, read or written; finished trials in it stay.
+        UsageError: it holds a study of something else, as told by ``identity``.
+    """
+
+    def __init__(self, url: str, name: str, *, direction: Literal["minimize", "maximize"], identity: Mapping[str, Any]) -> None:
+        self.url = url
+        with self._guard("opened"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            verbosity = optuna.logging.get_verbosity()
+            optuna.logging.set_verbosity(optuna.logging.ERROR)
+            try:
+                storage = RDBStorage(url)
+                self.study = optuna.create_study(
+                    storage=storage,
+                    study_name=name,
+                    direction=direction,
+                    load_if_exists=True,
+                    sampler=optuna.samplers.RandomSampler(),
+                )
+            finally:
+                optuna.logging.set_verbosity(verbosity)
+            self._identify(name, to_json(identity))
+
+    def add(self, trial: Trial, value: float | None) -> Trial:
+        """Keep a finished trial; gives it back with its number."""
+        values, spaces = parameters(trial.recipe)
+        with self._guard("written"):
+            number = len(self.study.get_trials(deepcopy=False))
+            trial = _numbered(trial, number)
+            state = STATES.get(trial.state, TrialState.FAIL)
+            if state == TrialState.COMPLETE and value is None:
+                state = TrialState.FAIL
+            self.study.add_trial(
+                create_trial(
+                    state=state,
+                    value=value if state == TrialState.COMPLETE else None,
+                    params=values,
+                    distributions=dict(spaces),
+                    user_attrs={TRIAL: json.dumps(to_json(trial)), "recipe": str(trial.recipe), "state": trial.state.value},
+                )
+            )
+        return trial
+
+    def finish(self, asked: optuna.Trial, trial: Trial, value: float | None) -> Trial:
+        """Keep a finished trial that optuna's own sampler asked for."""
+        trial = _numbered(trial, asked.number)
+        with self._guard("written"):
+            asked.set_user_attr("recipe", str(trial.recipe))
+            asked.set_user_attr("state", trial.state.value)
+            asked.set_user_attr(TRIAL, json.dumps(to_json(trial)))
+            if value is not None and trial.state is State.COMPLETE:
+                self.study.tell(asked, value)
+            else:  # optuna's sampler takes a pruned trial for a bad one, and a failed one for none at all
+                bad = trial.state in (State.COMPLETE, State.STOPPED, State.MISMATCH)
+                self.study.tell(asked, state=TrialState.PRUNED if bad else TrialState.FAIL)
+        return trial
+
+    def trials(self) -> list[Trial]:
+        """All finished trials, in the order of their numbers. A trial that was running when its study was killed is not one."""
+        with self._guard("read"):
+            kept = [item for item in self.study.get_trials(deepcopy=False) if _is_finished(item)]
+        return [from_json(Trial, json.loads(item.user_attrs[TRIAL])) for item in kept]
+
+    def note(self, key: str, value: Any) -> None:
+        """Keep a fact about the whole study."""
+        with self._guard("written"):
+            self.study.set_user_attr(key, json.dumps(to_json(value)))
+
+    def noted(self, key: str) -> Any:
+        """A fact that :meth:`note` kept, or ``None``."""
+        with self._guard("read"):
+            text = self.study.user_attrs.get(key)
+        return None if text is None else json.loads(text)
+
+    def _identify(self, name: str, identity: Mapping[str, Any]) -> None:
+        known = json.loads(self.study.user_attrs.get("identity", "null"))
+        if known is None:
+            self.study.set_user_attr("identity", json.dumps(identity))
+            return
+        for key, value in identity.items():
+            if known.get(key) != value:
+                raise UsageError(
+                    f"The study {name!r} in {self.url} was made for another {key}: {known.get(key)!r} there, {value!r} now. "
+                    "Continue it as it was, or start another with --out FOLDER or --fresh."
+                )
+
+    @contextlib.contextmanager
+    def _guard(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, ImportError) as error:
+            reason = str(error.__cause__ or error).splitlines()[0]
+            raise StorageError(
+                f"The study's storage {self.url} cannot be {verb}: {reason}. If the disk is full, free space; finished trials "
+                "are kept, and the same command goes on from them."
+            ) from error
+
+
+def _numbered(trial: Trial, number: int) -> Trial:
+    return dataclasses.replace(trial, number=number)
+
+
+def _is_finished(item: FrozenTrial) -> bool:
+    return item.state.is_finished() and TRIAL in item.user_attrs

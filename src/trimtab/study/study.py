@@ -1,0 +1,371 @@
+"""A study: the trials of one workload under one objective and its limits. Verbs: ask, tell, optimize."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import cloudpickle
+import psutil
+
+from trimtab import errors
+from trimtab._json import dumps, from_json, to_json, write_json
+from trimtab.contracts import Technique
+from trimtab.environment import Environment
+from trimtab.errors import MeasurementError, StorageError, UsageError, WorkloadError
+from trimtab.evaluate import BUILT, MODEL, UNSAVED, Objective, Plan
+from trimtab.measurement import Interval
+from trimtab.recipe import Recipe
+from trimtab.study import verdict
+from trimtab.study.process import LOG, Outcome, WorkerProcess
+from trimtab.study.progress import Progress
+from trimtab.study.rivals import Rivals
+from trimtab.study.sampler import Ask, Facts, Ladder, Sampler, Tpe, as_written
+from trimtab.study.storage import Storage
+from trimtab.trial import State, Trial
+from trimtab.workload import Limits, Workload
+
+TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "scratch", "prepare"
+OWNER = "workload.json"
+KEEP = 3
+"""Trials whose files are kept on disk: the best few, so that the next one can ship if the first does not hold."""
+HOPELESS = 0.5
+"""A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a study goes about its work, apart from what it is about."""
+
+    objective: Objective = "latency"
+    limits: Limits = Limits()
+    sampler: Literal["ladder", "tpe"] = "ladder"
+    storage: str | None = None
+    """URL of a database; ``None`` is an SQLite file in the run folder."""
+    trial_s: float = 600.0
+    """Time limit of one trial."""
+    timing_s: float = 5.0
+    """Most time for the paired timing of one trial."""
+    worker_mb: float | None = None
+    """Memory limit of one worker; ``None`` is 80% of what is available when the study starts."""
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the dry run of the workload found."""
+
+    name: str
+    fingerprint: str
+    score: float | None
+    n: int | None
+    blocked: Mapping[str, str]
+    """Technique as canonical JSON -> why it cannot be used on this workload, here."""
+    notes: tuple[str, ...]
+    inputs: str
+    threads: int
+
+    def why_not(self, recipe: Recipe) -> str | None:
+        """The first reason against a recipe that was known before it was tried."""
+        steps: Sequence[Technique] = (*recipe.passes, recipe.backend)
+        return next((why for step in steps if (why := self.blocked.get(dumps(step, indent=None)))), None)
+
+
+class Study:
+    """One search. It lives in a run folder, and goes on from there when it is made again with the same workload.
+
+    ``workload`` is a :class:`Workload`, or a reference such as ``"model.py:workload"`` that every worker loads for itself.
+
+    Raises:
+        UsageError: the workload or an option is wrong, or the folder holds a study of something else.
+        WorkloadError: the workload itself fails in a dry run.
+        StorageError: the storage cannot be opened.
+    """
+
+    def __init__(
+        self,
+        workload: Workload | str,
+        folder: pathlib.Path,
+        options: Options,
+        *,
+        progress: Progress | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.folder = folder
+        self.options = options
+        self.progress = progress or Progress()
+        self.interrupted = interrupted
+        self.notes: list[str] = []
+        self._began = time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.memory_mb = options.worker_mb or 0.8 * psutil.virtual_memory().available / 1e6
+        self._source = self._describe(workload)
+        self.environment = Environment.capture()
+        self.progress.stage("checking the workload with a dry run")
+        self.prepared = self._prepare()
+        self.startup_s = time.monotonic() - self._began
+        self._claim()
+        self.storage = Storage(
+            options.storage or f"sqlite:///{folder / 'study.db'}",
+            self.prepared.name,
+            direction="maximize",
+            identity=self._identity(),
+        )
+        # what was missing then may be there now
+        self._trials = [t for t in self.storage.trials() if t.state is not State.SKIPPED or self.prepared.why_not(t.recipe)]
+        self.sampler: Sampler = Ladder() if options.sampler == "ladder" else Tpe(self.storage.study, options.seed)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The finished trials."""
+        return list(self._trials)
+
+    def ask(self) -> Ask | None:
+        """The next recipe to try; ``None`` when there is nothing left."""
+        return self.sampler.ask(self._trials, self._facts())
+
+    def tell(self, trial: Trial) -> Trial:
+        """Keep a finished trial. It is on disk when this returns."""
+        value = verdict.value(trial, self.options.objective)
+        usable = value if verdict.feasible(trial, self.options.limits) else None
+        if isinstance(self.sampler, Tpe) and self.sampler.pending is not None:
+            trial = self.storage.finish(self.sampler.pending, trial, usable)
+        else:
+            trial = self.storage.add(trial, value)
+        self._trials.append(trial)
+        self._sweep()
+        return trial
+
+    def search(self, *, deadline: float | None = None, most: int | None = None) -> None:
+        """Ask, evaluate and tell until nothing is left, ``deadline`` (of ``time.monotonic``) or ``most`` new trials."""
+        new = 0
+        with Rivals(self.job(), self.folder / RIVALS) as rivals:
+            while (most is None or new < most) and not self._over(deadline):
+                self.progress.stage("searching")
+                ask = self.ask()
+                if ask is None:
+                    return
+                if not self._worth_starting(ask, deadline):
+                    self.notes.append(f"The budget ended before {ask.recipe} could be tried.")
+                    return
+                trial = self._try(ask, rivals, deadline)
+                if trial is None:
+                    self.notes.append(f"{ask.recipe} was cut off when the study ended; the same command tries it again.")
+                    return
+                self.progress.ended(self.tell(trial), self)
+                new += trial.state is not State.SKIPPED
+
+    def job(self) -> dict[str, Any]:
+        """What every job of this study has in common."""
+        return {
+            "workload": self._source,
+            "reference": str(self.folder / REFERENCE),
+            "scratch": str(self.folder / SCRATCH),
+            "objective": self.options.objective,
+        }
+
+    def files(self, trial: Trial) -> pathlib.Path:
+        """The folder that holds what ``trial`` built."""
+        return self.folder / TRIALS / trial.recipe.hash
+
+    def run_job(
+        self, job: Mapping[str, Any], folder: pathlib.Path, *, deadline: float | None = None, final: bool = False
+    ) -> Outcome:
+        """Run a job in a worker; gives how it ended.
+
+        A ``final`` job is not cut off by the first Ctrl-C, which asks for a clean end and not for none.
+        """
+        (self.folder / SCRATCH).mkdir(exist_ok=True)
+        worker = WorkerProcess(job, folder)
+        try:
+            return worker.wait(
+                seconds=self.options.trial_s,
+                memory_mb=self.memory_mb,
+                interrupted=lambda: not final and self._over(deadline),
+            )
+        finally:
+            worker.kill()
+
+    def start_rival(self, rivals: Rivals, name: str, recipe: Recipe, *, fresh: bool, final: bool = False) -> dict[str, Any]:
+        """Start a rival and wait for it; one more try if it dies. ``final`` as in :meth:`run_job`.
+
+        Raises:
+            MeasurementError: it died twice, or the study has to end.
+        """
+        for attempt in (1, 2):
+            rivals.start(name, recipe, fresh=fresh)
+            try:
+                return rivals.ready(name, seconds=self.options.trial_s, interrupted=lambda: not final and self.interrupted())
+            except MeasurementError:
+                if attempt == 2 or (self.interrupted() and not final):
+                    raise
+        raise AssertionError("unreachable")
+
+    def _try(self, ask: Ask, rivals: Rivals, deadline: float | None, *, again: bool = False) -> Trial | None:
+        if reason := self.prepared.why_not(ask.recipe):
+            return Trial(recipe=ask.recipe, state=State.SKIPPED, reason=reason, stage=ask.stage)
+        self.progress.began(ask, len(self._trials))
+        try:
+            if not rivals.alive("as_written"):
+                self.start_rival(rivals, "as_written", as_written(), fresh=False)
+        except MeasurementError:
+            if self.interrupted():
+                return None
+            raise
+        folder = self.folder / TRIALS / ask.recipe.hash
+        shutil.rmtree(folder, ignore_errors=True)
+        job = self.job() | {
+            "kind": "trial",
+            "recipe": ask.recipe.to_json(),
+            "plan": to_json(self.plan(floor=self._floor(ask))),
+            "address": rivals.addresses["as_written"],
+        }
+        outcome = self.run_job(job, folder, deadline=deadline)
+        if outcome.cut_off:
+            return None
+        if outcome.disk_full:
+            raise StorageError(f"Trial {ask.recipe} could not be written. {outcome.reason}")
+        if not rivals.alive("as_written") and not again:
+            return self._try(ask, rivals, deadline, again=True)  # it was the rival that broke, not this recipe
+        log = str((folder / LOG).relative_to(self.folder))
+        unsaved = folder / UNSAVED
+        if outcome.result is None and unsaved.exists():
+            trial = from_json(Trial, json.loads(unsaved.read_text(encoding="utf-8")))
+            trial = dataclasses.replace(trial, reason=f"It cannot ship, because writing it failed. {outcome.reason}")
+            trial = self._probed(trial, folder, rivals) or trial
+        elif outcome.result is None:
+            trial = Trial(recipe=ask.recipe, state=State.FAILED, reason=outcome.reason, traceback=outcome.traceback)
+        else:
+            probed = self._probed(from_json(Trial, outcome.result), folder, rivals)
+            if probed is None:
+                return None
+            trial = probed
+        return dataclasses.replace(trial, stage=ask.stage, log=log, seconds=outcome.seconds)
+
+    def _probed(self, trial: Trial, folder: pathlib.Path, rivals: Rivals) -> Trial | None:
+        """``trial`` with cold start and peak memory as a deployment sees them: loaded from its files by a fresh process.
+
+        ``None`` if the study had to end meanwhile.
+        """
+        if trial.recipe == as_written():
+            one = Interval(1.0, 1.0, 1.0)  # by definition; what it measured of itself is noise, and stays in the comparison
+            facts = rivals.ready("as_written", seconds=60)
+            trial = dataclasses.replace(trial, speedup=one, cold_s=facts["cold_s"], peak_mb=facts["peak_mb"])
+        if trial.state is not State.COMPLETE or trial.size_mb is None:
+            return trial
+        job = {
+            "kind": "probe",
+            "recipe": trial.recipe.to_json(),
+            "files": str(folder),
+            "inputs": str(self.folder / REFERENCE / "example.safetensors"),
+        }
+        outcome = self.run_job(job, folder / "probe")
+        if outcome.cut_off:
+            return None
+        if outcome.result is None:
+            reason = f"What it saved cannot be used in a fresh process: {outcome.reason}"
+            return dataclasses.replace(trial, state=State.FAILED, reason=reason, traceback=outcome.traceback)
+        cold = trial.cold_s if trial.recipe == as_written() else outcome.result["cold_s"]
+        return dataclasses.replace(trial, cold_s=cold, peak_mb=outcome.result["peak_mb"])
+
+    def plan(self, *, floor: float = 0.0, seconds: float | None = None, width: float = 0.03) -> Plan:
+        """How trials are judged and measured."""
+        timing = seconds or self.options.timing_s
+        return Plan(
+            objective=self.options.objective,
+            limits=self.options.limits,
+            floor=floor,
+            quick_s=timing / 4,
+            seconds=timing,
+            width=width,
+        )
+
+    def _floor(self, ask: Ask) -> float:
+        if ask.stage in ("as_written", "tuned") or self.options.objective not in ("latency", "throughput"):
+            return 0.0
+        best = verdict.ranked(self._trials, self.options.limits, self.options.objective)
+        return HOPELESS * best[0].speedup.low if best and best[0].speedup else 0.0
+
+    def _facts(self) -> Facts:
+        return Facts(
+            throughput=self.options.objective == "throughput",
+            feasible=lambda trial: verdict.feasible(trial, self.options.limits),
+            value=lambda trial: verdict.value(trial, self.options.objective),
+        )
+
+    def _worth_starting(self, ask: Ask, deadline: float | None) -> bool:
+        if deadline is None or self.prepared.why_not(ask.recipe):
+            return True
+        same = [t.seconds for t in self._trials if t.recipe.backend.name == ask.recipe.backend.name and t.seconds > 1]
+        expected = max(
+            same, default=self.startup_s + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[ask.recipe.backend.cost]
+        )
+        return time.monotonic() + expected <= deadline
+
+    def _over(self, deadline: float | None) -> bool:
+        return self.interrupted() or (deadline is not None and time.monotonic() > deadline)
+
+    def _sweep(self) -> None:
+        """Delete the built files of every trial that cannot become the artifact any more."""
+        ranked = verdict.ranked(self._trials, self.options.limits, self.options.objective)
+        exact = [trial for trial in ranked if trial.recipe.exact]
+        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1])}
+        if (eager := verdict.best_eager(self._trials)) is not None:
+            keep.add(eager.recipe.hash)
+        for trial in self._trials:
+            if trial.recipe.hash not in keep:
+                (self.files(trial) / BUILT).unlink(missing_ok=True)
+                shutil.rmtree(self.files(trial) / MODEL, ignore_errors=True)
+
+    def _describe(self, workload: Workload | str) -> dict[str, str]:
+        if isinstance(workload, str):
+            return {"reference": workload}
+        if not isinstance(workload, Workload):
+            raise UsageError(f"A study needs a trimtab.Workload or a reference to one, not a {type(workload).__name__}.")
+        path = self.folder / "workload.pkl"
+        try:
+            path.write_bytes(cloudpickle.dumps(workload))
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise UsageError(
+                f"The workload cannot be handed to worker processes: {error}. Put it into a file and give its reference, "
+                "such as 'model.py:workload'."
+            ) from error
+        return {"pickle": str(path.resolve())}
+
+    def _claim(self) -> None:
+        """Make the run folder this workload's own, so that no two share trials and artifact."""
+        owner = {"name": self.prepared.name, "fingerprint": self.prepared.fingerprint}
+        path = self.folder / OWNER
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else owner
+        if known != owner:
+            raise UsageError(
+                f"The run folder {self.folder} was made for another workload ({known['name']}, {known['fingerprint']}; this is "
+                f"{owner['name']}, {owner['fingerprint']}). Use --out FOLDER for this one, or --fresh to forget the other."
+            )
+        write_json(path, owner)
+
+    def _prepare(self) -> Prepared:
+        job = self.job() | {"kind": "prepare", "recipe": as_written().to_json()}
+        outcome = self.run_job(job, self.folder / PREPARE)
+        if outcome.cut_off:
+            raise KeyboardInterrupt
+        if outcome.error is not None:
+            raise getattr(errors, outcome.error)(outcome.reason)
+        if outcome.result is None:
+            log = self.folder / PREPARE / LOG
+            raise WorkloadError(f"The workload failed in its dry run, before the first trial. {outcome.reason} Log: {log}")
+        return from_json(Prepared, outcome.result)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "workload": self.prepared.fingerprint,
+            "objective": self.options.objective,
+            "machine or version of a runtime": self.environment.fingerprint,
+            "limits": to_json(self.options.limits),  # early stops were decided by them
+        }

@@ -1,0 +1,163 @@
+"""From finished trials to an answer: who keeps the limits, who stands on which rung, and what binds where nobody does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from trimtab.confirm import Confirmation
+from trimtab.evaluate import Objective
+from trimtab.measurement import Drop, Interval, Measurement
+from trimtab.trial import State, Trial
+from trimtab.workload import Limits
+
+Status = Literal["improved", "kept_original", "limits_not_met"]
+Rung = Literal["as_written", "tuned", "lossless", "best"]
+RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
+
+
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """One limit that a trial misses: its name, by which factor, and a sentence about it."""
+
+    limit: str
+    excess: float
+    words: str
+
+
+def misses(trial: Trial, limits: Limits) -> list[Miss]:
+    """The limits that a measured trial misses."""
+    found = [miss for miss in (_accuracy(trial),) if miss is not None]
+    for name, unit, limit, value in (
+        ("latency", "ms", limits.latency_ms, trial.latency_ms.median if trial.latency_ms else None),
+        ("memory", "MB", limits.memory_mb, trial.peak_mb),
+        ("size", "MB", limits.size_mb, trial.size_mb),
+    ):
+        if limit is None:
+            continue
+        if value is None:
+            found.append(
+                Miss(name, float("inf"), f"Its {name} was not measured, so it cannot be said to keep {limit:g} {unit}.")
+            )
+        elif value > limit:
+            found.append(Miss(name, value / limit, f"Its {name} of {value:.4g} {unit} is above the limit of {limit:g} {unit}."))
+    return found
+
+
+def _accuracy(trial: Trial) -> Miss | None:
+    drop = trial.drop
+    if drop is None or drop.limit is None or drop.decided or (drop.decided is None and trial.recipe.exact):
+        return None  # an exact recipe was held to floating-point noise already, which proves more than a score can
+    excess = drop.upper / drop.limit if drop.limit else float("inf")
+    if drop.decided is False:
+        return Miss("accuracy", excess, f"Its drop of {drop.value:.3%} is beyond the limit of {drop.limit:.3%}.")
+    more = (
+        f"about {drop.n_needed} would" if drop.n_needed else "more of them would hardly help, for the drop itself is too close"
+    )
+    return Miss(
+        "accuracy",
+        excess,
+        f"Undecidable with {drop.n} examples: its drop is {drop.value:.3%}, but up to {drop.upper:.3%} cannot be excluded and "
+        f"the limit is {drop.limit:.3%}; {more}.",
+    )
+
+
+def feasible(trial: Trial, limits: Limits) -> bool:
+    """Whether ``trial`` was measured to the end, has a form that ships, and keeps every limit."""
+    ships = trial.size_mb is not None or trial.recipe.backend.name == "eager"  # the original may stay where it is
+    return trial.state is State.COMPLETE and ships and not misses(trial, limits)
+
+
+def value(trial: Trial, objective: Objective) -> float | None:
+    """The objective of ``trial``, more is better; ``None`` where it was not measured."""
+    if objective == "memory":
+        return None if trial.peak_mb is None else -trial.peak_mb
+    if objective == "size":
+        return None if trial.size_mb is None else -trial.size_mb
+    return None if trial.speedup is None else trial.speedup.low  # what is sure; a noisy one must not win by luck
+
+
+def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> list[Trial]:
+    """The trials that keep the limits, best first."""
+    kept = [trial for trial in trials if feasible(trial, limits) and value(trial, objective) is not None]
+    return sorted(kept, key=lambda trial: -(value(trial, objective) or 0.0))
+
+
+def best_eager(trials: Iterable[Trial]) -> Trial | None:
+    """The fastest exact eager trial: the original, tuned."""
+    found = [t for t in trials if t.recipe.backend.name == "eager" and t.recipe.exact and t.state is State.COMPLETE]
+    return max(found, key=lambda trial: trial.speedup.low if trial.speedup else 0.0, default=None)
+
+
+def unmet(trials: Sequence[Trial], limits: Limits) -> str:
+    """The answer to an impossible wish: the nearest recipe, and which limit binds."""
+    measured = [t for t in trials if t.state in (State.COMPLETE, State.STOPPED) and t.latency_ms is not None]
+    accurate = [t for t in measured if t.state is State.COMPLETE and not any(m.limit == "accuracy" for m in misses(t, limits))]
+    wishes = ", ".join(
+        f"{name} {limit:g} {unit}"
+        for name, limit, unit in (
+            ("latency", limits.latency_ms, "ms"),
+            ("memory", limits.memory_mb, "MB"),
+            ("size", limits.size_mb, "MB"),
+        )
+        if limit is not None
+    )
+    if not accurate:
+        return f"Nothing meets the limits ({wishes or 'accuracy'}), and no recipe kept the accuracy limit."
+    nearest = min(accurate, key=lambda trial: max((miss.excess for miss in misses(trial, limits)), default=0.0))
+    worst = max(misses(nearest, limits), key=lambda miss: miss.excess, default=None)
+    if worst is None:
+        return f"Nothing was confirmed within the limits; {nearest.recipe} kept them in the search only."
+    binding = _binding(measured, limits)
+    return f"Nothing meets {wishes}. The nearest is {nearest.recipe}: {worst.words[0].lower()}{worst.words[1:]} {binding}"
+
+
+def _binding(trials: Sequence[Trial], limits: Limits) -> str:
+    """Which single limit, if it were lifted, would let somebody through."""
+    alone: dict[str, Trial] = {}
+    for trial in trials:
+        missed = {miss.limit for miss in misses(trial, limits)}
+        if len(missed) == 1:
+            alone.setdefault(missed.pop(), trial)
+    if "accuracy" in alone:
+        return f"The accuracy limit is what binds: without it, {alone['accuracy'].recipe} would do."
+    if len(alone) == 1:
+        name = next(iter(alone))
+        return f"The {name} limit is what binds: without it, {alone[name].recipe} would do."
+    if alone:
+        return f"Any of these limits binds alone: {', '.join(sorted(alone))}."
+    return "No single limit binds: lifting any one of them would not be enough."
+
+
+def entry(trial: Trial, limits: Limits, *, rung: Rung | None = None, confirmed: Confirmation | None = None) -> dict[str, Any]:
+    """A trial as the command line's JSON shows it; with ``confirmed``, its figures are those of the confirmation."""
+    source = confirmed if confirmed is not None else trial
+    reason = trial.reason or (" ".join(miss.words for miss in misses(trial, limits)) or None)
+    head = {"rung": rung} if rung else {}
+    return head | {
+        "recipe": str(trial.recipe),
+        "state": trial.state.value,
+        "reason": reason,
+        "speedup": _interval(source.speedup),
+        "latency_ms": _latency(source.latency_ms),
+        "score": {"value": source.score},
+        "drop": _drop(source.drop),
+        "size_mb": trial.size_mb,
+        "peak_mb": source.peak_mb,
+        "cold_s": source.cold_s,
+    }
+
+
+def _interval(interval: Interval | None) -> Mapping[str, float | None]:
+    if interval is None:
+        return {"value": None, "low": None, "high": None}
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def _latency(measured: Measurement | None) -> Mapping[str, float | None]:
+    return {"median": None, "p90": None} if measured is None else {"median": measured.median, "p90": measured.p90}
+
+
+def _drop(drop: Drop | None) -> Mapping[str, float | None]:
+    return {"value": None, "upper": None} if drop is None else {"value": drop.value, "upper": drop.upper}

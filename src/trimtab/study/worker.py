@@ -1,0 +1,62 @@
+"""The inside of a worker process: ``python -m trimtab.study.worker FOLDER PARENT`` runs the job that lies in the folder."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+from trimtab._json import write_json
+from trimtab.errors import TrimtabError
+from trimtab.study.jobs import JOBS
+from trimtab.study.process import DISK_FULL, JOB, RESULT
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Make sure that this process ends when ``parent`` does, even by SIGKILL and even while it hangs in native code."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=_watch, daemon=True).start()
+
+
+def _watch() -> None:
+    while os.read(0, 1024):
+        pass
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def main(folder: pathlib.Path) -> int:
+    """Run the job in ``folder`` and write its result there; an error of ours is a result too."""
+    job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+    try:
+        write_json(folder / RESULT, _result(job, folder))
+    except OSError as error:
+        traceback.print_exc()
+        os._exit(DISK_FULL if error.errno == errno.ENOSPC else 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # runtimes that crash while they are torn down must not spoil a result that is complete
+
+
+def _result(job: dict[str, Any], folder: pathlib.Path) -> Any:
+    try:
+        return JOBS[job["kind"]](job, folder)
+    except TrimtabError as error:
+        traceback.print_exc()
+        return {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[2]))
+    main(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,242 @@
+"""The contract of a backend, as tests."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trimtab._json import dumps
+from trimtab._tree import flatten, unflatten
+from trimtab.candidate import Candidate, resized
+from trimtab.contracts import BACKENDS, Backend, Executable
+from trimtab.errors import InputError
+from trimtab.recipe import Recipe
+from trimtab.testing.checks import (
+    assert_close,
+    assert_documented,
+    assert_round_trip,
+    assert_sentence,
+    global_state,
+    identical,
+    model_state,
+    outputs_of,
+    refusal,
+)
+from trimtab.testing.exchange import OUTPUTS, prepare
+from trimtab.testing.models import CASES, deciding
+
+QUICK, SLOW = tuple(CASES), ("convnet", "branches")
+"""Cases for backends that compile in seconds, and for those that take a minute."""
+
+SCRIPT_LINES = 16
+
+Built = dict[str, tuple[Candidate, Executable]]
+
+_known: dict[tuple[str, type[Any]], Built] = {}
+
+
+class BackendSuite:
+    """Subclass it and give the fixture ``backend``. :attr:`cases` may be replaced or extended."""
+
+    cases: ClassVar[dict[str, Callable[[], Candidate]]] = CASES
+    refuses: ClassVar[frozenset[str]] = frozenset()
+    """Names of the cases that this backend may fail to compile; it has to take all others."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The backend under test."""
+        raise NotImplementedError("Override the fixture `backend` to return the backend under test.")
+
+    @pytest.fixture
+    def built(self, backend: Backend) -> Built:
+        """Every case that the backend takes, compiled once per backend; purity is checked on the way."""
+        found = _compiled(dumps(backend, indent=None), type(self), backend)
+        if not found:
+            pytest.skip(f"{backend} cannot run here: {backend.blocked(next(iter(self.cases.values()))())}")
+        return found
+
+    def test_round_trip(self, backend: Backend) -> None:
+        """JSON, hash, text and search space."""
+        assert_round_trip(BACKENDS, backend)
+        assert_documented(backend)
+        assert Recipe(backend=backend).hash == Recipe(backend=type(backend)(**vars(backend))).hash
+
+    def test_reasons(self, backend: Backend) -> None:
+        """A reason is a sentence, and is the same when asked again."""
+        for make in self.cases.values():
+            candidate = make()
+            reason = backend.blocked(candidate)
+            assert_sentence(reason)
+            assert backend.blocked(candidate) == reason
+
+    def test_matches_the_model(self, backend: Backend, built: Built) -> None:
+        """Outputs have the model's structure, shapes, dtypes and values, on the example and on calibration data."""
+        for name, (candidate, executable) in built.items():
+            for args, kwargs in ((candidate.args, candidate.kwargs), *candidate.calibration[:2]):
+                want = candidate.model(*args, **dict(kwargs))
+                assert_close(want, executable(*args, **dict(kwargs)), exact=backend.exact, where=f"{backend} on {name}")
+
+    def test_dynamic_sizes(self, backend: Backend, built: Built) -> None:
+        """Every size that the signature promises is right; a size that it does not promise is refused."""
+        for name, (candidate, executable) in built.items():
+            for dim in candidate.signature.dims:
+                kept = next((kept for kept in executable.signature.dims if kept.name == dim.name), None)
+                for size in (1, 2, 5):
+                    args, kwargs = _at(candidate, dim.name, size)
+                    if kept is not None and size in kept:
+                        want = candidate.model(*args, **kwargs)
+                        where = f"{backend} on {name} with {dim.name}={size}"
+                        assert_close(want, executable(*args, **kwargs), exact=backend.exact, where=where)
+                    elif size != candidate.signature.sizes(candidate.leaves)[dim.name]:
+                        _refuses_or_agrees(candidate, executable, args, kwargs)
+
+    def test_calls_like_the_model(self, backend: Backend, built: Built) -> None:
+        """Positional arguments may come by name, in any order."""
+        for name, (candidate, executable) in built.items():
+            named = dict(zip(candidate.signature.parameters, candidate.args, strict=False)) | dict(candidate.kwargs)
+            backwards = dict(reversed(named.items()))
+            want = candidate.model(*candidate.args, **dict(candidate.kwargs))
+            assert_close(want, executable(**backwards), exact=backend.exact, where=f"{backend} on {name}, by name")
+
+    def test_refuses_wrong_inputs(self, backend: Backend, built: Built) -> None:
+        """Another dtype, rank or size, a missing input or a number raise ``InputError``, or do what the model does."""
+        for candidate, executable in built.values():
+            leaves = candidate.leaves
+            other = leaves[0].double() if leaves[0].dtype is not torch.float64 else leaves[0].float()
+            wrongs: list[Any] = [other, leaves[0].unsqueeze(0), torch.cat([leaves[0], leaves[0]], dim=-1), 3.0, None]
+            for wrong in wrongs:
+                args, kwargs = unflatten(candidate.signature.input_structure, [wrong, *leaves[1:]])
+                _refuses_or_agrees(candidate, executable, args, kwargs)
+            _refuses_or_agrees(candidate, executable, candidate.args[:-1], dict(candidate.kwargs))
+            _refuses_or_agrees(candidate, executable, candidate.args, dict(candidate.kwargs) | {"nonsense": leaves[0]})
+
+    def test_strides_do_not_matter(self, backend: Backend, built: Built) -> None:
+        """Inputs may lie in memory in any way, even with odd strides on dimensions of size one."""
+        for name, (candidate, executable) in built.items():
+            for spread in (_every_second, _channels_last, _odd_ones):
+                args, kwargs = unflatten(candidate.signature.input_structure, [spread(leaf) for leaf in candidate.leaves])
+                want = candidate.model(*args, **kwargs)
+                assert_close(want, executable(*args, **kwargs), exact=backend.exact, where=f"{backend} on {name}")
+
+    def test_outputs_belong_to_the_caller(self, backend: Backend, built: Built) -> None:
+        """A later call, of any kind, leaves earlier outputs as they were."""
+        for name, (candidate, executable) in built.items():
+            first = flatten(executable(*candidate.args, **dict(candidate.kwargs)))[0]
+            copies = [tensor.clone() for tensor in first]
+            args, kwargs = candidate.calibration[0]
+            executable(*args, **dict(kwargs))
+            executable.run_many([list(executable.signature.bind(a, k)) for a, k in candidate.calibration[:2]])
+            assert identical(first, copies), f"{backend} overwrote an output of {name}."
+
+    def test_many_requests(self, backend: Backend, built: Built) -> None:
+        """Requests that may overlap give what they give one by one, in order."""
+        for candidate, executable in built.values():
+            requests = [list(executable.signature.bind(args, kwargs)) for args, kwargs in candidate.calibration]
+            for leaves, outputs in zip(requests, executable.run_many(requests), strict=True):
+                for a, b in zip(executable.run(leaves), outputs, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_saved_and_loaded_elsewhere(self, backend: Backend, built: Built, tmp_path: pathlib.Path) -> None:
+        """A fresh process, without the model's class, gives the same outputs from the saved files."""
+        for name, (candidate, executable) in built.items():
+            prepare(tmp_path / name, backend, executable, candidate.leaves)
+        command = [sys.executable, "-m", "trimtab.testing.reload", *(str(tmp_path / name) for name in built)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        for name, (candidate, executable) in built.items():
+            found = load_file(str(tmp_path / name / OUTPUTS))
+            for i, want in enumerate(executable.run(candidate.leaves)):
+                assert_close(want, found[str(i)], exact=backend.exact, where=f"{backend} on {name}, loaded")
+
+    def test_control_flow_on_data(self, backend: Backend) -> None:
+        """Both ways through a branch are right, or the model is refused in a sentence."""
+        candidate = deciding()
+        made: list[Executable] = []
+        error = refusal(lambda: made.append(backend.compile(candidate)))
+        assert error is None or len(str(error).split()) > 4
+        for sign, executable in itertools.product((1.0, -1.0), made):
+            rows = sign * candidate.args[0].abs()
+            assert_close(candidate.model(rows), executable(rows), exact=backend.exact, where=f"{backend} on a branch")
+        for executable in made:
+            executable.close()
+
+    def test_script(self, backend: Backend) -> None:
+        """The source for ``run.py`` is short, is Python, defines ``load`` and does without trimtab."""
+        source = backend.script()
+        lines = [line for line in source.splitlines() if line.strip()]
+        assert len(lines) <= SCRIPT_LINES, f"{len(lines)} lines"
+        assert "import trimtab" not in source
+        scope: dict[str, Any] = {}
+        exec(compile(source, "run.py", "exec"), scope)  # noqa: S102 - the backend's own source is what is tested
+        assert callable(scope["load"])
+
+
+def _compiled(key: str, suite: type[BackendSuite], backend: Backend) -> Built:
+    """What :attr:`BackendSuite.built` gives, made once and kept: compiling for every test anew would take minutes."""
+    if (key, suite) in _known:
+        return _known[key, suite]
+    found = _known[key, suite] = {}
+    for name, make in suite.cases.items():
+        if name in CASES and name not in (QUICK if backend.cost == "seconds" else SLOW):
+            continue
+        candidate = make()
+        if reason := backend.blocked(candidate):
+            assert_sentence(reason)
+            continue
+        before, shared, outputs = model_state(candidate.model), global_state(), outputs_of(candidate)
+        made: list[Executable] = []
+        error = refusal(lambda c=candidate, m=made: m.append(backend.compile(c)))  # type: ignore[misc]
+        assert error is None or name in suite.refuses, f"{backend} saw no reason against {name}, but: {error}"
+        assert model_state(candidate.model) == before, f"{backend} changed the model of {name}."
+        assert global_state() == shared, f"{backend} left torch changed after {name}."
+        assert identical(outputs_of(candidate), outputs), f"{backend} changed what the model of {name} does."
+        if made:
+            found[name] = candidate, made[0]
+    return found
+
+
+def _at(candidate: Candidate, name: str, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    pairs = zip(candidate.leaves, candidate.signature.inputs, strict=True)
+    args, kwargs = unflatten(candidate.signature.input_structure, [resized(t, s.shape, name, size) for t, s in pairs])
+    return tuple(args), dict(kwargs)
+
+
+def _refuses_or_agrees(candidate: Candidate, executable: Executable, args: Any, kwargs: Any) -> None:
+    """``InputError``; or, where an executable passes everything on to the model itself, what the model does."""
+    made: list[Any] = []
+    try:
+        error = refusal(lambda: made.append(executable(*args, **kwargs)))
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        with pytest.raises(type(error)):
+            candidate.model(*args, **kwargs)
+        return
+    if error is not None:
+        assert isinstance(error, InputError)
+        assert str(error).rstrip().endswith("."), f"Not a sentence: {error}"
+    for got in made:
+        assert_close(candidate.model(*args, **kwargs), got, exact=True, where="an input that was not in the contract")
+
+
+def _every_second(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.stack([leaf, leaf], dim=-1)[..., 0]
+
+
+def _channels_last(leaf: torch.Tensor) -> torch.Tensor:
+    return (
+        leaf.contiguous(memory_format=torch.channels_last)
+        if leaf.dim() == 4
+        else leaf.transpose(0, -1).contiguous().transpose(0, -1)
+    )
+
+
+def _odd_ones(leaf: torch.Tensor) -> torch.Tensor:
+    strides = [7 if size == 1 else stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)]
+    return leaf.contiguous().as_strided(leaf.shape, strides)

@@ -1,0 +1,130 @@
+"""The contract of a pass, as tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from trimtab.backends.eager import Eager
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import PASSES, Pass
+from trimtab.errors import CompileError, MissingPackageError
+from trimtab.recipe import Recipe
+from trimtab.testing.checks import (
+    assert_close,
+    assert_documented,
+    assert_round_trip,
+    assert_sentence,
+    global_state,
+    identical,
+    model_state,
+    outputs_of,
+    refusal,
+)
+from trimtab.testing.models import CASES
+
+
+class PassSuite:
+    """Subclass it and give the fixture ``technique``. :attr:`cases` may be replaced or extended."""
+
+    cases: ClassVar[dict[str, Callable[[], Candidate]]] = CASES
+
+    @pytest.fixture
+    def technique(self) -> Pass:
+        """The pass under test."""
+        raise NotImplementedError("Override the fixture `technique` to return the pass under test.")
+
+    def candidates(self) -> list[tuple[str, Candidate]]:
+        """A fresh candidate for every case."""
+        return [(name, make()) for name, make in self.cases.items()]
+
+    def willing(self, technique: Pass) -> list[tuple[str, Candidate]]:
+        """The cases that the pass does not refuse."""
+        return [(name, candidate) for name, candidate in self.candidates() if technique.blocked(candidate) is None]
+
+    def test_round_trip(self, technique: Pass) -> None:
+        """JSON, hash, text and search space."""
+        assert_round_trip(PASSES, technique)
+        assert_documented(technique)
+        one, other = (Recipe(passes=(technique,), backend=Eager()) for _ in range(2))
+        assert one.hash == other.hash
+
+    def test_settings_exist(self, technique: Pass) -> None:
+        """What it says to change are settings."""
+        assert technique.sets <= {field.name for field in dataclasses.fields(Settings)}
+        assert technique.modes
+
+    def test_reasons(self, technique: Pass) -> None:
+        """A reason is a sentence, says the same when asked again, and asking changes nothing."""
+        for name, candidate in self.candidates():
+            before, shared = model_state(candidate.model), global_state()
+            reason = technique.blocked(candidate)
+            assert_sentence(reason)
+            assert technique.blocked(candidate) == reason, name
+            assert model_state(candidate.model) == before, name
+            assert global_state() == shared, name
+
+    def test_runs_somewhere(self, technique: Pass) -> None:
+        """It takes at least one case, unless something is missing on this machine; then it says so each time."""
+        if not self.willing(technique):
+            reasons = {technique.blocked(candidate) for _, candidate in self.candidates()}
+            assert len(reasons) == 1, f"{technique} takes none of the cases: {reasons}"
+
+    def test_pure(self, technique: Pass) -> None:
+        """The candidate that came in is as it was, to the bit, and so is torch."""
+        for name, candidate in self.willing(technique):
+            before, shared, outputs = model_state(candidate.model), global_state(), outputs_of(candidate)
+            settings, signature = candidate.settings, candidate.signature
+            technique.apply(candidate)
+            assert model_state(candidate.model) == before, name
+            assert global_state() == shared, name
+            assert identical(outputs_of(candidate), outputs), name
+            assert (candidate.settings, candidate.signature) == (settings, signature), name
+
+    def test_same_function(self, technique: Pass) -> None:
+        """The rewritten candidate still does what the original does, on the example that it has now."""
+        for name, candidate in self.willing(technique):
+            rewritten = technique.apply(candidate)
+            want = candidate.model(*rewritten.args, **dict(rewritten.kwargs))
+            got = Eager().compile(rewritten)(*rewritten.args, **dict(rewritten.kwargs))
+            assert_close(want, got, exact=technique.exact, where=f"{technique} on {name}")
+
+    def test_changes_what_it_says(self, technique: Pass) -> None:
+        """Only the settings in ``sets`` change, and the signature stays."""
+        for name, candidate in self.willing(technique):
+            rewritten = technique.apply(candidate)
+            changed = {f.name for f in dataclasses.fields(Settings)
+                       if getattr(candidate.settings, f.name) != getattr(rewritten.settings, f.name)}  # fmt: skip
+            assert changed <= technique.sets, name
+            assert rewritten.signature == candidate.signature, name
+
+    def test_result_works_on(self, technique: Pass, tmp_path: pathlib.Path) -> None:
+        """The rewritten model is in evaluation mode, can be copied, and can be saved without its class."""
+        name, candidate = next(iter(self.willing(technique)), (None, None))
+        if candidate is None:
+            pytest.skip(str(technique.blocked(self.candidates()[0][1])))
+        rewritten = technique.apply(candidate)
+        assert not any(module.training for module in rewritten.model.modules()), name
+        executable = Eager().compile(rewritten)
+        want = executable(*rewritten.args, **dict(rewritten.kwargs))
+        executable.save(tmp_path)
+        loaded = Eager().load(tmp_path, executable.signature, executable.settings)
+        assert_close(want, loaded(*rewritten.args, **dict(rewritten.kwargs)), exact=True, where=f"{technique}, saved")
+
+    def test_refused_ones_do_no_harm(self, technique: Pass) -> None:
+        """Applied in spite of its own reason it raises an error of trimtab's, or gives the same function."""
+        for name, candidate in self.candidates():
+            if technique.blocked(candidate) is None:
+                continue
+            made: list[Any] = []
+            error = refusal(lambda c=candidate, m=made: m.append(technique.apply(c)))  # type: ignore[misc]
+            if error is not None:
+                assert isinstance(error, (CompileError, MissingPackageError)), name
+            else:
+                want = candidate.model(*made[0].args, **dict(made[0].kwargs))
+                got = made[0].model(*made[0].args, **dict(made[0].kwargs))
+                assert_close(want, got, exact=technique.exact, where=f"{technique} on {name}")

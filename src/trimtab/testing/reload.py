@@ -1,0 +1,42 @@
+"""Load what a backend saved, in a process that has never seen the model, and run it.
+
+``python -m trimtab.testing.reload FOLDER...``: each folder holds ``reload.json`` (backend, its class, signature, settings),
+``inputs.safetensors`` and the saved files in ``model/``; the outputs are written to ``outputs.safetensors``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from trimtab._json import from_json
+from trimtab.candidate import Settings
+from trimtab.contracts import technique_from_json
+from trimtab.signature import Signature
+from trimtab.testing.exchange import FACTS, FILES, INPUTS, OUTPUTS
+
+
+def main(folders: Sequence[str]) -> None:
+    """Load and run every folder."""
+    for folder in map(pathlib.Path, folders):
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        module, name = facts["class"]
+        cls = getattr(importlib.import_module(module), name)
+        backend = technique_from_json({cls.name: cls}, facts["backend"])
+        settings = from_json(Settings, facts["settings"])
+        torch.set_num_threads(settings.threads or 1)
+        executable = backend.load(folder / FILES, from_json(Signature, facts["signature"]), settings)
+        inputs = load_file(str(folder / INPUTS))
+        outputs = executable.run([inputs[str(i)] for i in range(len(inputs))])
+        save_file({str(i): tensor.contiguous().clone() for i, tensor in enumerate(outputs)}, str(folder / OUTPUTS))
+        executable.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

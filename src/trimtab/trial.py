@@ -1,0 +1,58 @@
+"""One recipe, evaluated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import ClassVar
+
+from trimtab.measurement import Comparison, Drop, Interval, Measurement, Parity
+from trimtab.recipe import Recipe
+
+
+class State(enum.StrEnum):
+    """How a trial ended."""
+
+    COMPLETE = "COMPLETE"
+    """Measured to the end. Whether it keeps the limits is another question."""
+    SKIPPED = "SKIPPED"
+    """Cannot run here, for a reason that was known before it was tried."""
+    FAILED = "FAILED"
+    """Broke: an exception, a crash, a hang or too much memory. The log is kept."""
+    MISMATCH = "MISMATCH"
+    """Its outputs are not the model's: NaN, another shape or dtype, or beyond the tolerance of an exact recipe."""
+    STOPPED = "STOPPED"
+    """Ended early by a rule, because more measuring could not have made it win."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Frozen when it ends. Figures that were not measured are ``None``."""
+
+    schema: ClassVar[int] = 1
+
+    recipe: Recipe
+    state: State
+    reason: str | None = None
+    """For a state other than COMPLETE, and for a complete trial that misses a limit: a sentence that a person can act on."""
+    number: int = 0
+    stage: str = ""
+    """The stage of the search that asked for it, such as ``lossless`` or ``precision``."""
+    speedup: Interval | None = None
+    """Against the model as written, in the study's objective; above 1 is better."""
+    comparison: Comparison | None = None
+    latency_ms: Measurement | None = None
+    throughput: Measurement | None = None
+    score: float | None = None
+    drop: Drop | None = None
+    parity: Parity | None = None
+    size_mb: float | None = None
+    peak_mb: float | None = None
+    cold_s: float | None = None
+    seconds: float = 0.0
+    dims: tuple[str, ...] = ()
+    """The dynamic dimensions that it kept."""
+    notes: tuple[str, ...] = ()
+    log: str | None = None
+    """Path of the kept log, relative to the run folder."""
+    traceback: str | None = None

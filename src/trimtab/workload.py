@@ -1,0 +1,264 @@
+"""What must run and what counts as right, as its owner states it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from trimtab import _units
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.signature import Dim
+
+PRESETS = {"mlperf-99": 0.01, "mlperf-99.9": 0.001}
+"""Accuracy limits by name: the share of the model's own score that may be lost, as MLPerf Inference's targets state it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Labelled data and how to judge outputs on it. Give either ``score`` or ``metric``."""
+
+    data: Any
+    """A :class:`torch.utils.data.Dataset` of single examples, or an iterable of batches; each item is ``(inputs, target)``.
+    ``inputs`` is a tensor, a tuple of positional arguments or a dict of keyword arguments. A ``(inputs, target)`` tuple of
+    tensors that hold all examples works too."""
+    score: Callable[[Any, Any], Any] | None = None
+    """``score(output, target)`` -> n per-example scores (numbers or booleans, shape ``(n,)``) for a batch of n."""
+    metric: Callable[[Any, Any], float] | None = None
+    """``metric(outputs, targets)`` -> one number for the whole set, such as F1 or a correlation. Outputs and targets are
+    concatenated over the batches along their first axis; intervals come from resampling that axis."""
+    run: Callable[[Callable[..., Any], Any], Any] | None = None
+    """``run(model, inputs)`` -> output for one item, for a model that is called more than once for it (a recurrent model
+    over frames, a Siamese pair). Items are then never taken apart."""
+    test: Any = None
+    """Data kept for the winner alone; without it a part of ``data`` is set aside."""
+    higher_is_better: bool = True
+    batch_size: int = 64
+    """Examples per batch where ``data`` is a Dataset or a tuple of tensors."""
+    max_examples: int = 4096
+    """At most so many examples are read from ``data``; more would make every trial slow and seldom change a verdict."""
+
+    def __post_init__(self) -> None:
+        if (self.score is None) == (self.metric is None):
+            given = "neither" if self.score is None else "both"
+            raise UsageError(f"An Evaluation takes score=... (per example) or metric=... (whole set); {given} was given.")
+        for name in ("score", "metric", "run"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise UsageError(f"Evaluation {name} is {value!r}, which cannot be called. Give a function.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a recipe must keep. ``None`` leaves a quantity free.
+
+    ``max_drop`` is in the score's own units (0.005 is half a point of accuracy), or a key of :data:`PRESETS`, and is compared
+    with the *upper* bound of the drop. Without labels, ``max_error`` is what lossy recipes are judged by.
+    """
+
+    max_drop: float | str | None = None
+    max_error: float = 0.05
+    """Largest root mean square error of the outputs, relative to what they vary by; used where there are no labels."""
+    latency_ms: float | None = None
+    memory_mb: float | None = None
+    size_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_drop, str) and self.max_drop not in PRESETS:
+            raise UsageError(f"max_drop is {self.max_drop!r}; use a number like 0.005 or one of {', '.join(PRESETS)}.")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not (value >= 0 if field.name == "max_drop" else value > 0):
+                raise UsageError(f"{field.name} is {value}; a limit is a positive number.")
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        max_drop: str | None = None,
+        max_error: str | None = None,
+        latency: str | None = None,
+        memory: str | None = None,
+        size: str | None = None,
+    ) -> Limits:
+        """Limits from text with units: ``0.5%``, ``4ms``, ``500MB``.
+
+        Raises:
+            UsageError: a number without its unit, a wrong unit, or not a number.
+        """
+        drop = max_drop if max_drop is None or max_drop in PRESETS else _units.fraction(max_drop, "--max-drop")
+        return cls(
+            max_drop=drop,
+            max_error=cls.max_error if max_error is None else _units.fraction(max_error, "--max-error"),
+            latency_ms=None if latency is None else 1e3 * _units.seconds(latency, "--latency"),
+            memory_mb=None if memory is None else _units.megabytes(memory, "--memory"),
+            size_mb=None if size is None else _units.megabytes(size, "--size"),
+        )
+
+    def drop_limit(self, baseline_score: float) -> float:
+        """The largest drop in score units; a preset is a share of the baseline's score; nothing stated means ``mlperf-99``."""
+        if isinstance(self.max_drop, (int, float)):
+            return float(self.max_drop)
+        return PRESETS[self.max_drop or "mlperf-99"] * abs(baseline_score)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model, the inputs it is called with, and what counts as right. Immutable; its model is never modified."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    """The model, or a function that builds it with its weights."""
+    inputs: Any
+    """Example inputs of the shape that must be fast: a tensor, a tuple of positional or a dict of keyword arguments."""
+    name: str = "workload"
+    evaluation: Evaluation | None = None
+    calibration: Any = None
+    """Unlabelled batches of real inputs that quantizers may look at; without it some of the evaluation's data is set aside."""
+    dynamic: Mapping[str, Mapping[int, str | Dim]] | None = None
+    """Sizes that may differ from call to call: ``{"input_ids": {0: "batch", 1: "length"}}``. ``None``: what the data shows."""
+    mode: Literal["infer", "train"] = "infer"
+    seed: int = 0
+    """Of the split of the data."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise UsageError(f"Workload name {self.name!r} names a folder; use letters, digits, '.', '_' and '-'.")
+        if not isinstance(self.model, nn.Module) and not callable(self.model):
+            raise UsageError(
+                f"Workload model is a {type(self.model).__name__}; give an nn.Module or a function that makes one."
+            )
+        if self.mode not in ("infer", "train"):
+            raise UsageError(f"Workload mode is {self.mode!r}; it can be 'infer' or 'train'.")
+
+    def build_model(self) -> nn.Module:
+        """The model itself; calls the building function if there is one.
+
+        Raises:
+            WorkloadError: the function gave something that is no module.
+        """
+        model = self.model if isinstance(self.model, nn.Module) else self.model()
+        if not isinstance(model, nn.Module):
+            raise WorkloadError(f"The workload's model function returned a {type(model).__name__}, not an nn.Module.")
+        return model
+
+    @property
+    def stated_dims(self) -> dict[str, dict[int, Dim]] | None:
+        """:attr:`dynamic` with plain names turned into dimensions of any size."""
+        if self.dynamic is None:
+            return None
+        return {
+            name: {axis: dim if isinstance(dim, Dim) else Dim(dim) for axis, dim in axes.items()}
+            for name, axes in self.dynamic.items()
+        }
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` of inputs in any of the forms that a workload takes."""
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def load_workload(reference: str | os.PathLike[str]) -> Workload:
+    """The workload that ``file.py``, ``file.py:name`` or ``package.module:name`` refers to.
+
+    The name may be a :class:`Workload` or a function that returns one; without a name it is ``workload``, or the only workload
+    in the file. The file's folder is put on ``sys.path``, as ``python file.py`` does.
+
+    Raises:
+        UsageError: no such file, module or name, or it is not a workload.
+        WorkloadError: the file raised while it was run; the user's exception is the cause.
+    """
+    text = os.fspath(reference)
+    place, _, name = text.rpartition(":") if re.search(r":[A-Za-z_]\w*$", text) else (text, "", "")
+    if place.endswith(".py"):
+        module = _run_file(pathlib.Path(place))
+    elif name:
+        module = _import(place)
+    else:
+        raise UsageError(f"{text!r} is not a workload. Write file.py, file.py:name or package.module:name.")
+    found = _pick(module, name, text)
+    return _made(found, text)
+
+
+def _run_file(path: pathlib.Path) -> types.ModuleType:
+    if not path.is_file():
+        raise UsageError(f"There is no file {str(path)!r} (looked in {pathlib.Path.cwd()}).")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    with user_code(f"{path} could not be run"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _import(name: str) -> types.ModuleType:
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise UsageError(f"There is no module {name!r} on the path. For a file, write its path with .py.")
+    with user_code(f"The module {name} could not be imported"):
+        return importlib.import_module(name)
+
+
+def _pick(module: types.ModuleType, name: str, text: str) -> Any:
+    if name:
+        if not hasattr(module, name):
+            raise UsageError(f"{text!r}: the file has no {name!r}. It has: {', '.join(_public(module)) or 'nothing'}.")
+        return getattr(module, name)
+    if hasattr(module, "workload"):
+        return module.workload
+    found = [value for value in vars(module).values() if isinstance(value, Workload)]
+    if len(found) == 1:
+        return found[0]
+    raise UsageError(
+        f"{text!r} defines {len(found)} workloads. Name one of them `workload`, or say which: {text}:NAME "
+        f"(it has: {', '.join(_public(module)) or 'nothing'})."
+    )
+
+
+def _made(found: Any, text: str) -> Workload:
+    if not isinstance(found, Workload) and callable(found) and not isinstance(found, type):
+        with user_code(f"{text!r} raised while it made the workload"):
+            found = found()
+    if not isinstance(found, Workload):
+        raise UsageError(f"{text!r} is a {type(found).__name__}; it must be a trimtab.Workload or a function that returns one.")
+    return found
+
+
+def _public(module: types.ModuleType) -> Sequence[str]:
+    return [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)][:12]
+
+
+class user_code:
+    """Turns whatever the user's code raises into a :class:`WorkloadError` that carries it as its cause."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (UsageError, WorkloadError)):
+            raise WorkloadError(f"{self.what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,23 @@
+"""What holds for every test: few threads, no network, and a cache of its own instead of the user's."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+# Set before torch is imported, and seen by every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_CACHE = tempfile.mkdtemp(prefix="trimtab-tests-")
+_OWNER = os.getpid()
+os.environ["XDG_CACHE_HOME"] = _CACHE
+
+
+@atexit.register
+def _remove_cache() -> None:
+    if os.getpid() == _OWNER:  # a forked child must not take it away from the others
+        shutil.rmtree(_CACHE, ignore_errors=True)

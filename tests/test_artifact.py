@@ -1,0 +1,502 @@
+"""Artifacts: written whole or not at all, loaded only if they are what was written, proven where they arrive."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab import _manifest
+from trimtab._json import dumps, to_json
+from trimtab.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
+from trimtab.backends.eager import Eager
+from trimtab.candidate import Candidate
+from trimtab.contracts import BACKENDS, missing_package
+from trimtab.environment import Environment
+from trimtab.errors import ArtifactError, CompileError, IntegrityError, TrimtabError, UntrustedError
+from trimtab.measurement import Comparison, Interval, Measurement
+from trimtab.recipe import Recipe
+from trimtab.signature import Dim
+from trimtab.workload import Limits
+
+INTERVAL = Interval(2.0, 1.9, 2.1)
+
+
+class Digits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4 * 64, 10)
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = torch.relu(self.norm(self.conv(images))).flatten(1)
+        return {"logits": self.head(x), "class": self.head(x).argmax(1)}
+
+
+def candidate(seed: int = 0) -> Candidate:
+    torch.manual_seed(seed)
+    return Candidate.of(Digits().eval(), (torch.randn(1, 1, 8, 8),), dynamic={"images": {0: Dim("batch", 1, 64)}})
+
+
+def write(folder: pathlib.Path, backend: Any = None, seed: int = 0, baseline: bool = True) -> Artifact:
+    subject, backend = candidate(seed), backend or Eager()
+    executable = backend.compile(subject)
+    return write_artifact(
+        folder,
+        executable=executable,
+        recipe=Recipe(backend=backend),
+        workload_name="digits",
+        golden=Golden.of(subject, executable.signature, rows=[[torch.randn(3, 1, 8, 8)]]),
+        evidence={"speedup": INTERVAL, "size_mb": 0.012, "trials": [{"a": 1}]},
+        environment=Environment.capture(),
+        limits=Limits(max_drop=0.01),
+        baseline=Eager(grad_mode="no_grad").compile(subject) if baseline else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return write(tmp_path_factory.mktemp("pristine") / "artifact")
+
+
+@pytest.fixture
+def folder(pristine: Artifact, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A copy that a test may spoil."""
+    return pathlib.Path(shutil.copytree(pristine.path, tmp_path / "artifact"))
+
+
+def reseal(folder: pathlib.Path, change: Callable[[Any], None] = lambda data: None) -> None:
+    """What an attacker does: change the manifest, and make all hashes right again."""
+    data = json.loads((folder / "manifest.json").read_text())
+    data.pop("digest")
+    data["files"] = to_json(_manifest.file_facts(folder))
+    change(data)
+    data["digest"] = _manifest._digest(data)
+    (folder / "manifest.json").write_text(dumps(data) + "\n")
+
+
+HIDING = """
+import runpy, sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {hidden!r}:
+            raise ModuleNotFoundError(f"{{name}} is hidden")
+sys.meta_path.insert(0, Hidden())
+sys.argv = [{script!r}]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def run_alone(artifact: Artifact, hidden: set[str]) -> subprocess.CompletedProcess[str]:
+    source = HIDING.format(hidden=hidden, script=str(artifact.path / "run.py"))
+    return subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", source], capture_output=True, text=True, cwd="/")
+
+
+# it ships
+
+
+@pytest.mark.parametrize("name", ["eager", "torchscript", "onnxruntime", "openvino"])
+def test_an_artifact_loads_verifies_and_runs_without_trimtab(name: str, tmp_path: pathlib.Path) -> None:
+    if name not in BACKENDS or missing_package(BACKENDS[name].requires):
+        pytest.skip(f"{name} cannot run here")
+    artifact = write(tmp_path / "artifact", BACKENDS[name]())
+    model, original = artifact.load(), candidate().model
+    for size in (1, 5):
+        x = torch.randn(size, 1, 8, 8)
+        with torch.no_grad():
+            expected = original(x)
+        got = model(x)
+        assert list(got) == ["logits", "class"]
+        torch.testing.assert_close(got["logits"], expected["logits"], rtol=1e-3, atol=1e-4)
+    assert verify(artifact.path).ok
+    hidden = {"trimtab"} if "torch" in BACKENDS[name]().packages else {"trimtab", "torch"}
+    ran = run_alone(artifact, hidden)
+    assert ran.returncode == 0, ran.stderr
+    assert "largest error" in ran.stdout
+    assert len((artifact.path / "run.py").read_text().splitlines()) < 30
+
+
+def test_run_py_fails_on_wrong_weights(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    other = write(tmp_path / "other", seed=1)
+    shutil.copy(other.path / "model" / "program.pt2", folder / "model" / "program.pt2")
+    ran = run_alone(Artifact(folder, open_artifact(folder).manifest), {"trimtab"})
+    assert ran.returncode == 1
+    assert "allowed" in ran.stdout
+
+
+def test_the_manifest_states_the_facts(pristine: Artifact) -> None:
+    manifest = pristine.manifest
+    assert manifest.workload == "digits"
+    assert manifest.full_recipe == Recipe(backend=Eager())
+    assert manifest.native_code is False
+    assert manifest.limits == Limits(max_drop=0.01)
+    assert manifest.evidence == {"speedup": {"value": 2.0, "low": 1.9, "high": 2.1}, "size_mb": 0.012}
+    assert manifest.golden.cases == 3
+    assert [case.inputs[0].shape[0] for case in pristine.golden().cases] == [1, 3, 3]
+    assert set(manifest.files) >= {"run.py", "README.md", "golden.safetensors", "evidence.json", "model/program.pt2"}
+    readme = (pristine.path / "README.md").read_text()
+    assert "speedup: 2 (95% interval 1.9 to 2.1)" in readme
+    assert "`images: float32[batch, 1, 8, 8]`" in readme
+
+
+def test_no_file_holds_a_pickle_or_a_path_of_this_machine(pristine: Artifact) -> None:
+    for path in pristine.path.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert str(pathlib.Path(__file__).parent).encode() not in data
+            assert b"data.pkl" not in data
+
+
+def test_the_public_names_lead_here(pristine: Artifact) -> None:
+    model = trimtab.load(pristine.path)
+    assert model(torch.randn(2, 1, 8, 8))["logits"].shape == (2, 10)
+    assert trimtab.open_artifact(pristine.path).manifest.workload == "digits"
+
+
+def test_a_copy_is_the_same_artifact(pristine: Artifact, tmp_path: pathlib.Path) -> None:
+    copy = pristine.save(tmp_path / "deep" / "copy")
+    assert copy.manifest == pristine.manifest
+    assert verify(copy.path).ok
+    copy.save(tmp_path / "deep" / "copy2").save(tmp_path / "deep" / "copy")  # replacing an artifact is fine
+    assert sorted(os.listdir(tmp_path / "deep")) == ["copy", "copy2"]
+
+
+def test_a_folder_with_something_else_is_left_alone(pristine: Artifact, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    with pytest.raises(ArtifactError, match="is no artifact. Choose another folder"):
+        pristine.save(tmp_path / "thesis")
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+
+
+def test_threads_are_taken_over(pristine: Artifact) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert load(pristine.path, threads=1).settings.threads == 1
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_test_vectors_follow_a_dimension_that_the_runtime_froze() -> None:
+    subject = candidate()
+    wide = [torch.randn(16, 1, 8, 8)]
+    with torch.no_grad():
+        frozen = subject.signature.without_dims(wide, subject.flat()(*wide))
+    golden = Golden.of(subject, frozen, rows=[[torch.randn(40, 1, 8, 8)]])
+    assert [case.inputs[0].shape[0] for case in golden.cases] == [16, 16]
+
+
+def test_tolerance_is_twice_the_measured_error_and_never_below_rounding() -> None:
+    golden = Golden.of(candidate(), candidate().signature)
+    largest = max(case.outputs[0].abs().max().item() for case in golden.cases)
+    assert golden.tolerances([5.0, 0.0]) == (10.0, 0.0)
+    assert golden.tolerances([0.0, 3.0]) == (pytest.approx(1e-3 * largest), 6.0)
+
+
+def test_a_model_whose_outputs_went_wrong_does_not_ship(tmp_path: pathlib.Path) -> None:
+    subject = candidate()
+    executable = Eager().compile(subject)
+    golden = Golden.of(subject, executable.signature)
+    executable.run = lambda leaves: [torch.full((1, 10), float("nan")), torch.zeros(1, dtype=torch.int64)]  # type: ignore[method-assign]
+    with pytest.raises(CompileError, match="holds NaN; it is not shipped"):
+        write_artifact(
+            tmp_path / "a",
+            executable=executable,
+            recipe=Recipe(backend=Eager()),
+            workload_name="digits",
+            golden=golden,
+            evidence={},
+            environment=Environment.capture(),
+        )
+    assert os.listdir(tmp_path) == []
+
+
+# it refuses
+
+
+def change_a_byte(folder: pathlib.Path) -> None:
+    path = folder / "model" / "program.pt2"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def replace_by_folder(folder: pathlib.Path) -> None:
+    (folder / "golden.safetensors").unlink()
+    (folder / "golden.safetensors").mkdir()
+
+
+def replace_by_link(folder: pathlib.Path) -> None:
+    shutil.move(folder / "model" / "program.pt2", folder.parent / "elsewhere.pt2")
+    (folder / "model" / "program.pt2").symlink_to(folder.parent / "elsewhere.pt2")
+
+
+def link_the_folder(folder: pathlib.Path) -> None:
+    shutil.move(folder / "model", folder.parent / "elsewhere")
+    (folder / "model").symlink_to(folder.parent / "elsewhere")
+
+
+SPOILED: list[tuple[Callable[[pathlib.Path], Any], str]] = [
+    (change_a_byte, "model/program.pt2 was changed: its contents do not have the hash"),
+    (lambda f: (f / "run.py").write_text("shorter"), "run.py was changed: it has 7 bytes"),
+    (lambda f: (f / "README.md").unlink(), "README.md is missing"),
+    (lambda f: (f / "model" / "evil.so").write_bytes(b"\x7fELF"), "model/evil.so does not belong to the artifact"),
+    (replace_by_folder, "golden.safetensors is a folder"),
+    (replace_by_link, "model/program.pt2 is a link"),
+    (link_the_folder, "model is a link"),
+    (lambda f: os.mkfifo(f / "pipe"), "pipe is neither a file nor a folder"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), SPOILED)
+def test_a_spoiled_folder_is_refused_in_words(spoil: Callable[[pathlib.Path], Any], words: str, folder: pathlib.Path) -> None:
+    spoil(folder)
+    with pytest.raises(IntegrityError, match=words):
+        load(folder)
+    found = verify(folder)
+    assert not found.ok
+    assert any(words in sentence for sentence in found.integrity)
+    assert found.parity is None
+
+
+def set_path(*keys: Any, value: Any) -> Callable[[Any], None]:
+    def change(data: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        data[keys[-1]] = value
+
+    return change
+
+
+FACTS = {"size": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_path("files", "../../etc/passwd", value=FACTS), "no name inside the artifact"),
+        (set_path("files", "/etc/passwd", value=FACTS), "no name inside the artifact"),
+        (set_path("files", "model/../run.py", value=FACTS), "no name inside the artifact"),
+        (set_path("files", "a\\b", value=FACTS), "no name inside the artifact"),
+        (set_path("files", "run.py", "size", value=2**50), "at most 67108864 are read"),
+        (set_path("files", "run.py", "sha256", value="00"), "impossible size or hash"),
+        (set_path("schema", value=2), "schema 2 cannot be read"),
+        (set_path("surprise", value=1), "unknown field 'surprise'"),
+        (set_path("workload", value=7), "expected str"),
+        (lambda data: data.pop("signature"), "'signature' is missing"),
+        (set_path("signature", "inputs", 0, "shape", value=[2**40, 2**40]), "impossible shape"),
+        (set_path("signature", "inputs", 0, "shape", value=[1000, 1000, 8, 8]), "does not fit the signature"),
+        (set_path("signature", "inputs", 0, "dtype", value="load"), "torch does not know"),
+        (set_path("signature", "inputs", 0, "shape", 0, value="other"), "used but not declared"),
+        (set_path("signature", "input_structure", "kind", value="list"), "structure of the inputs"),
+        (set_path("signature", "output_structure", "items", value=[]), "structure of the outputs"),
+        (set_path("golden", "cases", value=10**9), "test vectors"),
+        (set_path("golden", "cases", value=2), "does not hold the 2 cases"),
+        (set_path("golden", "tolerance", value=[-1.0, 0.0]), "tolerances are positive"),
+        (set_path("recipe", "backend", "name", value="os"), "cannot be loaded by this installation"),
+        (set_path("recipe", "backend", value="eager"), "cannot be loaded by this installation"),
+        (set_path("recipe", value={}), "a recipe without backend"),
+        (set_path("native_code", value=True), "wrong about whether"),
+    ],
+)
+def test_a_crafted_manifest_is_refused_in_words(change: Callable[[Any], None], words: str, folder: pathlib.Path) -> None:
+    reseal(folder, change)
+    with pytest.raises(ArtifactError, match=words):
+        verify(folder)
+
+
+def test_the_manifest_itself_is_guarded(folder: pathlib.Path) -> None:
+    path = folder / "manifest.json"
+    whole = path.read_text()
+    for text, words in (
+        (whole.replace('"max_drop": 0.01', '"max_drop": 0.02'), "changed after it was written"),
+        (whole + " ", "changed after it was written"),
+        (whole[:-100], "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[]", "cannot be read"),
+        (" " * (_manifest.MAX_MANIFEST + 1), "at most 4194304 are read"),
+    ):
+        path.write_text(text)
+        with pytest.raises(IntegrityError, match=words):
+            open_artifact(folder)
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+    with pytest.raises(IntegrityError, match="not a plain file"):
+        open_artifact(folder)
+    path.unlink()
+    with pytest.raises(ArtifactError, match=r"it has no manifest.json"):
+        open_artifact(folder)
+    with pytest.raises(ArtifactError, match="There is no artifact folder"):
+        load(folder / "absent")
+
+
+class Touch:
+    def __init__(self, marker: pathlib.Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_right_hashes_do_not_make_a_pickle_run(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(Touch(tmp_path / "touched"), buffer)
+    for name in ("model/program.pt2", "golden.safetensors"):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(buffer.getvalue())
+        reseal(folder)
+        with pytest.raises(IntegrityError):
+            verify(folder)
+        (folder / name).write_bytes(before)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_machine_code_needs_trust(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Eager, "native_code", True)
+    artifact = write(tmp_path / "artifact")
+    assert artifact.manifest.native_code
+    assert "machine code" in (artifact.path / "README.md").read_text()
+    for call in (load, verify):
+        with pytest.raises(UntrustedError, match=r"trust=True \(--trust"):
+            call(artifact.path)
+    assert load(artifact.path, trust=True)(torch.randn(1, 1, 8, 8))["class"].shape == (1,)
+    assert verify(artifact.path, trust=True).ok
+    reseal(artifact.path, set_path("native_code", value=False))
+    with pytest.raises(IntegrityError, match="wrong about whether eager files are machine code"):
+        load(artifact.path)
+
+
+# it proves itself
+
+
+def test_wrong_outputs_are_found_where_it_arrives(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    other = write(tmp_path / "other", seed=1)
+    shutil.copy(other.path / "model" / "program.pt2", folder / "model" / "program.pt2")
+    reseal(folder)
+    found = verify(folder)
+    assert not found.ok
+    assert found.parity is not None
+    assert "'output.logits' is off by" in (found.parity.reason or "")
+    assert (found.parity.max_error or 0) > max(found.parity.tolerance)
+
+
+def test_another_machine_is_told_in_sentences(folder: pathlib.Path) -> None:
+    def change(data: Any) -> None:
+        data["environment"]["cpu"] = "Imaginary CPU"
+        data["environment"]["versions"]["torch"] = "1.0"
+
+    reseal(folder, change)
+    found = verify(folder)
+    assert found.ok
+    assert any("the artifact was proven on Imaginary CPU" in sentence for sentence in found.differences)
+    assert any(sentence.startswith("torch is ") for sentence in found.differences)
+    assert json.loads(dumps(found))["promised"]["value"] == 2.0
+
+
+def test_speed_is_replayed_against_the_original_that_travels_along(pristine: Artifact, tmp_path: pathlib.Path) -> None:
+    calls: list[Any] = []
+
+    def compare(model: Callable[[], object], original: Callable[[], object]) -> Comparison:
+        calls.extend([model(), original()])
+        figure = Measurement(unit="ms", n=1, median=1.0, interval=INTERVAL)
+        return Comparison(ratio=INTERVAL, pairs=1, candidate=figure, rival=figure)
+
+    found = verify(pristine.path, compare=compare)
+    assert found.speed is not None
+    assert torch.allclose(calls[0][0], calls[1][0], atol=1e-5)
+    bare = write(tmp_path / "bare", baseline=False)
+    found = verify(bare.path, compare=compare)
+    assert found.speed is None
+    assert "was not given" in (found.speed_reason or "")
+    assert "not asked for" in (verify(bare.path).speed_reason or "")
+
+
+# it is written whole or not at all
+
+FULL_DISK = """
+import resource, signal, sys
+sys.path[:0] = {path!r}
+import test_artifact as t
+from trimtab.errors import ArtifactError
+import pathlib
+folder = pathlib.Path({folder!r})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+try:
+    t.write(folder)
+except ArtifactError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("limit", [1000, 12_000])
+def test_a_full_disk_leaves_the_old_artifact_and_nothing_half_written(limit: int, folder: pathlib.Path) -> None:
+    source = FULL_DISK.format(path=[str(pathlib.Path(__file__).parent)], folder=str(folder), limit=limit)
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True)
+    assert "cannot be written" in ran.stdout, ran.stderr
+    assert "Nothing was left half-written" in ran.stdout
+    assert os.listdir(folder.parent) == ["artifact"]
+    assert verify(folder).ok
+
+
+# damage
+
+
+def test_random_damage_always_ends_in_an_artifact_error(folder: pathlib.Path) -> None:
+    generator = random.Random(0)
+    names = [*open_artifact(folder).manifest.files, "manifest.json"]
+    for trial in range(60):
+        path = folder / names[trial % len(names)]
+        before = path.read_bytes()
+        damaged = bytearray(before)
+        if trial % 2:
+            damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
+        else:
+            damaged = damaged[: generator.randrange(len(damaged))]
+        path.write_bytes(damaged)
+        with pytest.raises(ArtifactError):
+            load(folder)
+        path.write_bytes(before)
+    load(folder)
+
+
+def test_scrambled_manifests_with_right_hashes_never_crash_the_loader(folder: pathlib.Path) -> None:
+    generator = random.Random(2)
+    odd = [None, True, -1, 2**70, 1e308, "", "x", "../x", [], {}, [[]], {"a": 1}]
+    whole = (folder / "manifest.json").read_text()
+
+    def scramble(node: Any) -> Any:
+        if generator.random() < 0.01:
+            return generator.choice(odd)
+        if isinstance(node, dict):
+            return {key: scramble(item) for key, item in node.items()}
+        return [scramble(item) for item in node] if isinstance(node, list) else node
+
+    refused = 0
+    for _ in range(150):
+        changed = scramble(json.loads(whole))
+        if not isinstance(changed, dict):
+            continue
+        changed.pop("digest", None)
+        changed["digest"] = _manifest._digest(changed)
+        (folder / "manifest.json").write_text(dumps(changed) + "\n")
+        try:
+            verify(folder)
+        except TrimtabError as error:
+            refused += 1
+            assert textwrap.shorten(str(error), 10000)  # noqa: PT017 - either outcome is right, a crash is not
+    assert refused > 50

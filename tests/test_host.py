@@ -1,0 +1,108 @@
+"""Who had the CPU: ours, others, the hypervisor."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trimtab.measure.host import TICK_NS, Host, Snapshot, descendants, foreign, stolen, usage
+
+linux = pytest.mark.skipif(not pathlib.Path("/proc/stat").exists(), reason="needs /proc")
+BURN = "import time\nend=time.time()+{}\nwhile time.time()<end: pass"
+
+
+def burn(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_shares_are_computed_from_snapshots() -> None:
+    before = Snapshot(0, 0, 0, 4, {1: 100, 2: 50})
+    after = Snapshot(1_000_000_000, 2_000_000_000, 400_000_000, 4, {1: 800_000_100, 2: 200_000_050, 3: 999})
+    share = usage(before, after)
+    assert share is not None
+    assert share.foreign == pytest.approx(0.25)
+    assert share.stolen == pytest.approx(0.1)
+    assert share.disturbed == pytest.approx(0.35)
+    assert share.resolution == pytest.approx(TICK_NS / 4e9)
+    assert (foreign(before, after), stolen(before, after)) == (share.foreign, share.stolen)
+
+
+def test_ticks_that_round_the_wrong_way_are_not_negative() -> None:
+    share = usage(Snapshot(0, 100, 10, 1, {1: 0}), Snapshot(10, 100, 10, 1, {1: 50}))
+    assert share is not None
+    assert (share.foreign, share.stolen) == (0, 0)
+
+
+def test_without_proc_nothing_is_known(tmp_path: pathlib.Path) -> None:
+    assert Host([os.getpid()], proc=tmp_path / "none").snapshot() is None
+    (tmp_path / "stat").write_text("cpu  0 0 0 0 0 0 0 0 0 0\n")
+    assert Host([os.getpid()], proc=tmp_path).snapshot() is None, "a sandbox that shows zeros"
+    assert usage(None, None) is None
+    assert foreign(None, None) is None
+    assert stolen(None, None) is None
+
+
+def test_columns_of_proc_stat(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "stat").write_text("cpu  1 2 4 1000 500 8 16 32 1 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n")
+    found = Host([], proc=tmp_path).snapshot()
+    assert found is not None
+    assert found.busy_ns == 31 * TICK_NS, "user, nice, system, irq, softirq; guest time is in user time already"
+    assert found.stolen_ns == 32 * TICK_NS
+
+
+@linux
+def test_our_children_and_threads_are_ours_and_others_are_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", BURN.format(30)]) as child:
+        try:
+            ours, without = Host([os.getpid()]), Host([])
+            pairs = [(host.snapshot(), host) for host in (ours, without)]
+            burn(0.6)
+            mine, nobody = (usage(before, host.snapshot()) for before, host in pairs)
+            assert child.pid in descendants({os.getpid()})
+        finally:
+            child.kill()
+    assert mine is not None
+    assert nobody is not None
+    assert nobody.foreign > mine.foreign + 0.6 / (os.cpu_count() or 1) * 0.5, "ours must be missing from the foreign share"
+
+
+@linux
+def test_the_share_of_a_stranger_is_seen() -> None:
+    host = Host([os.getpid()])
+    host.snapshot()
+    with subprocess.Popen([sys.executable, "-c", BURN.format(30)]) as child:
+        try:
+            stranger = Host([child.pid])  # to it, we are the foreign process
+            before = stranger.snapshot()
+            used = time.process_time()
+            burn(0.6)
+            used = time.process_time() - used
+            share = usage(before, stranger.snapshot())
+        finally:
+            child.kill()
+    assert share is not None
+    assert share.foreign >= used / share.seconds / (os.cpu_count() or 1) - 4 * share.resolution
+
+
+@linux
+def test_a_snapshot_is_cheap_and_outlives_its_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        host = Host([os.getpid(), child.pid])
+        before = host.snapshot()
+    costs = []
+    for _ in range(50):
+        begun = time.perf_counter()
+        after = host.snapshot()
+        costs.append(time.perf_counter() - begun)
+    assert after is not None
+    assert os.getpid() in after.own_ns
+    assert child.pid not in after.own_ns
+    assert usage(before, after) is not None
+    assert min(costs) < 0.001

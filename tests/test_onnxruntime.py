@@ -1,0 +1,348 @@
+"""The ONNX Runtime backend, and what it shares with OpenVINO's: scratch folders, names, proof of a converted graph."""
+
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trimtab.backends import _foreign, _onnx, _onnx_int8, _scratch
+from trimtab.backends._foreign import calibration_rows, no_numpy_form, plain_names, quiet, wrong_graph
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import BACKENDS
+from trimtab.errors import CompileError, IntegrityError
+from trimtab.signature import Dim
+from trimtab.testing.models import CASES
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+OnnxRuntime = BACKENDS["onnxruntime"]
+
+
+class Small(nn.Module):
+    """Two products, the input given back, a number, truth values and a kept weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.slope = 0.5
+
+    def forward(self, x, unused):
+        y = self.second(torch.tanh(self.first(x) * self.slope))
+        return y, x, y.sum(), y > 0
+
+
+class Attention(nn.Module):
+    """Attention whose mask is as large as it gets, which a quantizer must not take for a value."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x, mask):
+        scores = self.query(x) @ self.key(x).transpose(1, 2) / 4 + (1 - mask)[:, None, :] * torch.finfo(x.dtype).min
+        return self.out(torch.softmax(scores, -1) @ self.value(x))
+
+
+class SizeInside(nn.Module):
+    """Tracing turns the batch into a constant."""
+
+    def forward(self, x):
+        return x * float(x.shape[0])
+
+
+def small(scratch=None, **more):
+    batch = {0: Dim("batch", max=32)}
+    calibration = [((torch.randn(3, 4), torch.randn(2)), {}) for _ in range(4)]
+    args = (torch.randn(1, 4), torch.randn(2))
+    return Candidate.of(Small().eval(), args, dynamic={"x": batch}, calibration=calibration, scratch=scratch, **more)
+
+
+def attention():
+    def inputs():
+        mask = torch.ones(2, 6)
+        mask[1, 4:] = 0
+        return (torch.randn(2, 6, 16), mask), {}
+
+    torch.manual_seed(1)
+    return Candidate.of(Attention().eval(), inputs()[0], calibration=[inputs() for _ in range(6)])
+
+
+def cosine(candidate, executable):
+    want, got = candidate.model(*candidate.args).flatten(), executable(*candidate.args).flatten()
+    return torch.cosine_similarity(want, got, dim=0).item()
+
+
+@pytest.fixture(scope="module")
+def built():
+    candidate = small()
+    executable = OnnxRuntime().compile(candidate)
+    yield candidate, executable
+    executable.close()
+
+
+def test_other_sizes_and_kinds_of_outputs(built):
+    candidate, executable = built
+    assert [dim.name for dim in executable.signature.dims] == ["batch"]
+    for batch in (1, 2, 7):
+        x, unused = torch.randn(batch, 4), torch.randn(2)
+        for want, got in zip(candidate.model(x, unused), executable(x, unused), strict=True):
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_belong_to_the_caller(built):
+    _, executable = built
+    x, unused = torch.randn(2, 4), torch.randn(2)
+    first = executable(x, unused)
+    kept = [t.clone() for t in first]
+    executable(torch.randn(2, 4), unused)
+    x.zero_()
+    for before, now in zip(kept, first, strict=True):
+        assert torch.equal(before, now)
+    first[0].add_(1)  # writable
+
+
+def test_strided_and_tracked_inputs(built):
+    candidate, executable = built
+    x = torch.randn(4, 3, requires_grad=True).t()
+    torch.testing.assert_close(executable(x, torch.ones(4)[::2])[0], candidate.model(x, torch.ones(2))[0], rtol=1e-4, atol=1e-5)
+
+
+def test_default_operators_ruin_attention_and_auto_does_not():
+    candidate = attention()
+    safe = OnnxRuntime(precision="int8_static").compile(candidate)
+    ruined = OnnxRuntime(precision="int8_static", operators="all").compile(candidate)
+    assert cosine(candidate, safe) > 0.99
+    assert 1 - cosine(candidate, ruined) > 5 * (1 - cosine(candidate, safe))
+    assert "float: 2 MatMul" in " ".join(safe.notes)
+
+
+@pytest.mark.parametrize(("case", "answer"), [("encoder", True), ("convnet", False), ("recurrent", False)])
+def test_transformers_are_told_by_their_graph(case, answer, tmp_path):
+    OnnxRuntime().compile(CASES[case]()).save(tmp_path)
+    assert _onnx_int8.is_transformer(tmp_path / "model.onnx") is answer
+    nodes = _onnx_int8.linear_nodes(tmp_path / "model.onnx")
+    assert len(nodes) == {"encoder": 5, "convnet": 1, "recurrent": 1}[case]
+
+
+def test_dynamic_int8_of_lstm_and_shared_weights():
+    lstm = OnnxRuntime(precision="int8_dynamic").compile(CASES["recurrent"]())
+    assert any("LSTM" in note.split("float")[0] for note in lstm.notes)
+    candidate = CASES["branches"]()  # ONNX Runtime's own quantizer gets the shared weight of this one wrong
+    executable = OnnxRuntime(precision="int8_dynamic").compile(candidate)
+    for want, got in zip(candidate.flat()(*candidate.leaves)[:2], executable.run(candidate.leaves)[:2], strict=True):
+        assert torch.cosine_similarity(want.flatten(), got.flatten(), dim=0) > 0.99
+
+
+def test_an_output_before_a_relu_keeps_its_negative_values():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            y = self.first(x)
+            return y, self.second(torch.relu(y))
+
+    calibration = [((torch.randn(8, 6),), {}) for _ in range(4)]
+    candidate = Candidate.of(Two().eval(), (torch.randn(8, 6),), calibration=calibration)
+    got = OnnxRuntime(precision="int8_static").compile(candidate).run(candidate.leaves)
+    assert got[0].min() < -0.1
+    assert torch.cosine_similarity(candidate.model(*candidate.args)[0].flatten(), got[0].flatten(), dim=0) > 0.99
+
+
+@pytest.mark.parametrize("precision", ["f32", "int8_dynamic", "int8_static"])
+def test_weights_beside_the_file(precision, monkeypatch, tmp_path):
+    monkeypatch.setattr(_onnx, "ONE_FILE_BYTES", 0)
+    candidate = CASES["convnet"]()
+    backend = OnnxRuntime(precision=precision)
+    executable = backend.compile(candidate)
+    files = executable.save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(files)
+    if precision == "f32":
+        assert files == ["model.onnx", "model.onnx.data"]
+    loaded = backend.load(tmp_path, executable.signature, Settings(threads=1))
+    torch.testing.assert_close(loaded.run(candidate.leaves)[0], executable.run(candidate.leaves)[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "garbage"])
+def test_damaged_files_are_refused(built, tmp_path, damage):
+    _, executable = built
+    executable.save(tmp_path)
+    path = tmp_path / "model.onnx"
+    content = path.read_bytes()
+    path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "garbage": os.urandom(500)}[damage])
+    with pytest.raises(IntegrityError, match="Save the artifact again"):
+        OnnxRuntime().load(tmp_path, executable.signature, Settings())
+    path.unlink()
+    with pytest.raises(IntegrityError, match="Save the artifact again"):
+        OnnxRuntime().load(tmp_path, executable.signature, Settings())
+
+
+@pytest.mark.parametrize("place", ["../secret.bin", "/etc/hostname", "other.bin", ""])
+def test_weights_outside_of_the_folder_are_refused(built, tmp_path, place):
+    _, executable = built
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    executable.save(folder)
+    (tmp_path / "secret.bin").write_bytes(bytes(4096))
+    model = onnx.load(folder / "model.onnx")
+    inner = onnx.helper.make_node(
+        "Constant", [], ["spied"], value=onnx.numpy_helper.from_array(np.zeros(4, np.float32), "spied")
+    )
+    tensor = inner.attribute[0].t  # hidden in an attribute, where a check of the initializers would not find it
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=place)
+    model.graph.node.append(inner)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(IntegrityError, match="Do not use it"):
+        OnnxRuntime().load(folder, executable.signature, Settings())
+
+
+def test_linked_weights_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(_onnx, "ONE_FILE_BYTES", 0)
+    executable = OnnxRuntime().compile(CASES["convnet"]())
+    executable.save(tmp_path / "artifact")
+    os.rename(tmp_path / "artifact" / "model.onnx.data", tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "artifact" / "model.onnx.data")
+    with pytest.raises(IntegrityError, match=r"model\.onnx\.data"):
+        OnnxRuntime().load(tmp_path / "artifact", executable.signature, Settings())
+
+
+def test_another_signature_is_refused(built, tmp_path):
+    _, executable = built
+    executable.save(tmp_path)
+    other = Candidate.of(nn.Linear(4, 4).eval(), (torch.randn(1, 4),)).signature
+    with pytest.raises(IntegrityError, match="signature"):
+        OnnxRuntime().load(tmp_path, other, Settings())
+
+
+def test_script_runs_without_torch(built, tmp_path):
+    candidate, executable = built
+    executable.save(tmp_path)
+    source = OnnxRuntime().script()
+    assert len(source.strip().splitlines()) <= 16
+    np.savez(tmp_path / "in.npz", *(leaf.numpy() for leaf in candidate.leaves))
+    program = f"""{source}
+import sys, numpy
+data = numpy.load("in.npz")
+outputs = load(".", 1)([data[name] for name in data.files])
+assert "torch" not in sys.modules
+numpy.savez("out.npz", *outputs)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
+    found = np.load(tmp_path / "out.npz")
+    for want, name in zip(executable.run(candidate.leaves), found.files, strict=True):
+        np.testing.assert_allclose(found[name], want.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"operators": "all"}, "Leave it at auto"), ({"precision": "int8_dynamic"}, "Try int8_static")],
+)
+def test_reasons_against_it(fields, words):
+    candidate = Candidate.of(nn.Conv1d(2, 2, 1, bias=False).eval(), (torch.randn(1, 2, 4),))
+    assert words in OnnxRuntime(**fields).why_not(candidate)
+
+
+def test_tensors_without_numpy_form():
+    candidate = Candidate.of(nn.Identity(), (torch.randn(2, 2).bfloat16(),))
+    assert "bfloat16" in no_numpy_form(candidate.signature, "ONNX Runtime")
+    assert "takes none" in no_numpy_form(Candidate.of(Nothing(), ()).signature, "ONNX Runtime")
+
+
+class Nothing(nn.Module):
+    def forward(self):
+        return torch.ones(1)
+
+
+def test_a_traced_size_is_noticed():
+    candidate = Candidate.of(SizeInside(), (torch.randn(2, 3),), dynamic={"x": {0: Dim("batch")}})
+    assert "batch=3" in wrong_graph(lambda leaves: [leaves[0] * 2.0], candidate, candidate.signature)
+    assert wrong_graph(lambda leaves: [leaves[0] * float(len(leaves[0]))], candidate, candidate.signature) is None
+    assert "other values" in wrong_graph(lambda leaves: [candidate.args[0] * 2.0], candidate, candidate.signature)
+    fails = wrong_graph(lambda leaves: [leaves[0].reshape(2, 3) * 2.0], candidate, candidate.signature)
+    assert fails.startswith("it fails at batch=3")
+
+
+def test_what_cannot_be_exported_says_why():
+    with pytest.raises(CompileError, match=r"dynamo exporter: .*torchscript exporter"):
+        OnnxRuntime().compile(Candidate.of(Sorted(), (torch.rand(3),)))
+
+
+class Sorted(nn.Module):
+    """Its output depends on values in plain Python."""
+
+    def forward(self, x):
+        return torch.tensor(sorted(x.tolist()))
+
+
+def test_plain_names():
+    names = plain_names(["a.b", "a_b", "0", "", "größe", "a.b"], taken=["t_0"])
+    assert len(set(names) - {"t_0"}) == 6
+    assert all(name.isidentifier() and name.isascii() for name in names)
+    assert names[0] == "a_b"
+
+
+def test_quiet_puts_everything_back():
+    level, filters = logging.root.manager.disable, list(warnings.filters)
+    with pytest.raises(KeyError), quiet():
+        raise KeyError
+    assert (logging.root.manager.disable, warnings.filters) == (level, filters)
+
+
+def test_fingerprint_sees_what_matters():
+    first = _scratch.fingerprint(small())
+    assert first == _scratch.fingerprint(small()) == _scratch.fingerprint(small().with_settings(threads=7))
+    weights, plain, sizes = small(), small(), small()
+    with torch.no_grad():
+        weights.model.first.weight[0, 0] += 1e-3
+    plain.model.slope = 0.25
+    sizes = Candidate.of(sizes.model, (torch.randn(2, 4), torch.randn(2)), dynamic={"x": {0: Dim("batch", max=32)}})
+    assert len({first, *map(_scratch.fingerprint, (weights, plain, sizes)), _scratch.fingerprint(small(), "v2")}) == 5
+
+
+def test_an_export_is_used_again(tmp_path, monkeypatch):
+    OnnxRuntime().compile(small(tmp_path)).close()
+    monkeypatch.setattr("trimtab.backends.onnxruntime.export_onnx", None)
+    executable = OnnxRuntime(precision="int8_dynamic").compile(small(tmp_path))
+    assert executable.run(small().leaves)[0].shape == (1, 4)
+    executable.close()
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("onnx-")] == []
+
+
+def test_a_half_built_folder_is_never_found(tmp_path):
+    def dies(folder: pathlib.Path) -> None:
+        (folder / "half").touch()
+        raise RuntimeError("killed")
+
+    candidate = small(tmp_path)
+    with pytest.raises(RuntimeError), _scratch.shared_folder(candidate, "thing", dies):
+        pass
+    with _scratch.shared_folder(candidate, "thing", lambda folder: (folder / "whole").touch()) as folder:
+        assert [p.name for p in folder.iterdir()] == ["whole"]
+    with _scratch.shared_folder(candidate, "thing", dies) as folder:  # there already: not built
+        assert folder == tmp_path / "thing"
+
+
+def test_calibration_is_cut_to_a_frozen_batch():
+    candidate = small()
+    assert [len(row[0]) for row in calibration_rows(candidate, candidate.signature)] == [3] * 4
+    frozen = _foreign.static_signature(candidate)
+    rows = calibration_rows(candidate, frozen)
+    assert [len(row[0]) for row in rows] == [1] * 12
+    assert torch.equal(torch.cat([row[0] for row in rows[:3]]), candidate.calibration[0][0][0])
+    strange = Candidate.of(candidate.model, candidate.args, calibration=[((torch.randn(5, 4), torch.randn(2)), {})])
+    with pytest.raises(CompileError, match="No calibration input fits"):
+        calibration_rows(strange, strange.signature)

@@ -1,0 +1,192 @@
+"""The whole of it through the real command line: optimize, measure, verify, list, env."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import trimtab
+from trimtab.errors import IntegrityError
+
+WORKLOAD = """
+import torch, trimtab
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+    )
+
+def workload():
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(400, 1, 8, 8, generator=generator)
+    labels = model().eval()(images).argmax(1)
+    return trimtab.Workload(
+        name="tiny",
+        model=model,
+        inputs=images[:1],
+        evaluation=trimtab.Evaluation(data=(images, labels), score=lambda output, target: output.argmax(1) == target),
+    )
+"""
+ENTRY = {"recipe", "state", "reason", "speedup", "latency_ms", "score", "drop", "size_mb", "peak_mb", "cold_s"}
+
+
+def command(*arguments: str, folder: pathlib.Path, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> tuple[pathlib.Path, dict]:
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "tiny.py").write_text(WORKLOAD)
+    output = command(
+        *("optimize", "tiny.py", "--max-drop", "5%", "--timing", "500ms", "--trials", "9", "--json"), folder=folder
+    )
+    return folder, json.loads(output)
+
+
+def test_the_json_of_optimize_has_exactly_what_is_promised(study) -> None:
+    folder, result = study
+    assert set(result) == {
+        *(
+            "schema",
+            "workload",
+            "status",
+            "environment",
+            "conditions",
+            "ladder",
+            "trials",
+            "best",
+            "artifact",
+            "report",
+            "seconds",
+        )
+    }
+    assert result["schema"] == 1
+    assert result["workload"] == "tiny"
+    assert result["status"] in ("improved", "kept_original")
+    assert [rung["rung"] for rung in result["ladder"]] == ["as_written", "tuned", "lossless", "best"]
+    for entry in (*result["ladder"], *result["trials"], result["best"]):
+        assert set(entry) - {"rung"} == ENTRY
+        assert set(entry["speedup"]) == {"value", "low", "high"}
+        assert set(entry["latency_ms"]) == {"median", "p90"}
+        assert set(entry["score"]) == {"value"}
+        assert set(entry["drop"]) == {"value", "upper"}
+    assert result["ladder"][0]["speedup"]["value"] == 1.0
+    assert {trial["state"] for trial in result["trials"]} <= {"COMPLETE", "SKIPPED", "FAILED", "MISMATCH", "STOPPED"}
+    assert all(trial["reason"] for trial in result["trials"] if trial["state"] != "COMPLETE")
+    assert json.loads((folder / "runs" / "tiny" / "result.json").read_text())["status"] == result["status"]
+
+
+def test_every_trial_kept_its_log_and_knows_its_figures(study) -> None:
+    folder, result = study
+    complete = [trial for trial in result["trials"] if trial["state"] == "COMPLETE"]
+    assert len(complete) >= 5
+    for trial in complete:
+        assert trial["drop"]["upper"] is not None
+        assert trial["cold_s"] > 0
+        assert trial["size_mb"] > 0
+        assert trial["peak_mb"] >= 0
+    logs = list((folder / "runs" / "tiny" / "trials").glob("*/log.txt"))
+    assert len(logs) >= len(complete)
+
+
+def test_the_artifact_runs_alone_and_like_the_model(study) -> None:
+    folder, result = study
+    artifact = folder / result["artifact"]
+    done = subprocess.run([sys.executable, "-I", str(artifact / "run.py")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    fast = trimtab.load(artifact)
+    model = trimtab.load_workload(folder / "tiny.py").build_model().eval()
+    images = torch.randn(3, 1, 8, 8)
+    with torch.no_grad():
+        assert np.allclose(fast(images).numpy(), model(images).numpy(), atol=0.2)
+    assert not list(artifact.rglob("*.pkl"))
+
+
+def test_verify_and_measure(study) -> None:
+    folder, result = study
+    out = command("verify", result["artifact"], folder=folder)
+    assert "files:       as written, every hash checked" in out
+    assert "outputs:     within tolerance on" in out
+    assert "environment: The same as where the artifact was proven." in out
+    assert "the original here" in out
+    assert out.rstrip().endswith("verified")
+    timed = json.loads(command("measure", result["artifact"], "--vs", "tiny.py", "--time", "1s", "--json", folder=folder))
+    assert timed["comparison"]["ratio"]["low"] <= timed["comparison"]["ratio"]["value"] <= timed["comparison"]["ratio"]["high"]
+    alone = command("measure", "tiny.py", "--time", "1s", folder=folder)
+    assert "noise: it measures" in alone
+
+
+def test_a_changed_byte_is_found(study) -> None:
+    folder, result = study
+    copy = trimtab.open_artifact(folder / result["artifact"]).save(folder / "copy").path
+    name = next(p for p in sorted((copy / "model").rglob("*")) if p.is_file())
+    data = bytearray(name.read_bytes())
+    data[len(data) // 2] ^= 1
+    name.write_bytes(bytes(data))
+    out = subprocess.run(
+        [sys.executable, "-m", "trimtab", "verify", str(copy)], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert out.returncode == 1
+    assert "NOT verified" in out.stdout
+    with pytest.raises(IntegrityError):
+        trimtab.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("optimize", "none.py"), 2, "error: There is no file 'none.py'"),
+        (("optimize", "tiny.py", "--latency", "4"), 2, "error: --latency is '4': the unit is missing."),
+        (("optimize", "tiny.py", "--max-drop", "mlperf"), 2, "error: --max-drop is 'mlperf', which is not a positive number"),
+        (("optimize", "tiny.py", "--objective", "joy"), 2, "Invalid value for '--objective'"),
+        (("optimize", "tiny.py:other"), 2, "the file has no 'other'. It has: model, workload."),
+        (("optimize", "bad.py"), 3, "error: bad.py could not be run: ZeroDivisionError: division by zero"),
+        (("verify", "nowhere"), 2, "error: There is no artifact folder 'nowhere'."),
+        (("measure", "nowhere"), 2, "error: "),
+        (("list", "wishes"), 2, "Invalid value for"),
+    ],
+)
+def test_wrong_use_is_answered_before_anything_runs(study, arguments: tuple[str, ...], code: int, message: str) -> None:
+    folder, _ = study
+    (folder / "bad.py").write_text("1 / 0")
+    assert message in command(*arguments, folder=folder, code=code)
+
+
+def test_list_and_env(study) -> None:
+    folder, _ = study
+    rows = json.loads(command("list", "backends", "--json", folder=folder))
+    assert [row["name"] for row in rows] == sorted(trimtab.BACKENDS)
+    assert all(row["summary"] for row in rows)
+    found = json.loads(command("env", "--json", folder=folder))
+    assert found["fingerprint"] == trimtab.Environment.capture().fingerprint
+    assert "GFLOP/s" in command("env", folder=folder)
+
+
+def test_an_in_memory_model_through_the_api(tmp_path) -> None:
+    inputs = torch.randn(200, 6)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    workload = trimtab.Workload(name="memory", model=model, inputs=inputs[:2], calibration=[inputs[:64], inputs[64:]])
+    result = trimtab.optimize(workload, out=tmp_path / "run", trials=5, timing_seconds=0.5)
+    assert result.best is not None
+    assert result.best.artifact is not None
+    saved = result.best.artifact.save(tmp_path / "out")
+    fast = saved.load()
+    with torch.no_grad():
+        assert torch.allclose(fast(inputs[:2]), model.eval()(inputs[:2]), atol=0.05)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert "as_written" in str(result.ladder())
+    assert any("No labels were given" in note for note in result.study.prepared.notes)

@@ -1,0 +1,211 @@
+"""Taking turns: two real processes, disturbed quads, and what ends the sampling. Never asserts on absolute times."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from _served import KEY, Work
+from trimtab._json import from_json, to_json
+from trimtab.errors import MeasurementError
+from trimtab.measure import pairs
+from trimtab.measure.host import Share
+from trimtab.measure.pairs import Block, Progress, Quad, compare, quick, self_noise
+from trimtab.measure.remote import RemoteRunner
+from trimtab.measure.timer import LocalRunner
+from trimtab.measurement import Comparison
+
+
+class Clockwork:
+    """Gives times that follow a rule of how many blocks both sides have run, without taking much time itself."""
+
+    pid = os.getpid()
+    clock = 0
+
+    def __init__(self, ns: float, *, drift: float = 0.0, wobble: Sequence[float] = (1.0,), nap: float = 0.001) -> None:
+        self.ns, self.drift, self.wobble, self.nap = ns, drift, wobble, nap
+
+    def block(self, calls: int) -> list[int]:
+        Clockwork.clock += 1
+        time.sleep(self.nap)
+        factor = math.exp(self.drift * Clockwork.clock) * self.wobble[Clockwork.clock % len(self.wobble)]
+        return [round(self.ns * factor)] * calls
+
+
+@pytest.fixture
+def served() -> Iterator[RemoteRunner]:
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="trimtab-test-"))
+    script = pathlib.Path(__file__).with_name("_served.py")
+    process = subprocess.Popen([sys.executable, str(script), str(folder / "s"), "200"])
+    with RemoteRunner(folder / "s", KEY) as runner:
+        yield runner
+    process.kill()
+    process.wait()
+    shutil.rmtree(folder)
+
+
+def share(foreign: float, seconds: float = 0.075, resolution: float = 0.066) -> Share:
+    return Share(seconds=seconds, foreign=foreign, stolen=0.0, resolution=resolution)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nobody else used the machine, so that no quad is thrown away."""
+    monkeypatch.setattr(pairs, "usage", lambda before, after: share(0.0))
+
+
+def quad(*foreign: float, seconds: float = 0.075) -> Quad:
+    a, b, c, d = (Block([100], share(f, seconds)) for f in foreign)
+    return Quad((a, b, c, d))
+
+
+def test_two_processes_and_a_known_ratio(served: RemoteRunner) -> None:
+    seen: list[Progress] = []
+    found = compare(LocalRunner(Work(50, "works")), served, seconds=4, on_progress=seen.append, conditions={"batch": 1})
+    assert found.ratio.low < found.ratio.value < found.ratio.high
+    assert 2 < found.ratio.value < 8, "four times the work"
+    assert found.pairs >= 4
+    assert found.pairs % 2 == 0
+    assert found.candidate.n == 2 * (found.pairs // 2) * int(str(found.candidate.conditions["calls_per_block"]))
+    assert found.rival.median > found.candidate.median
+    assert found.candidate.conditions["batch"] == 1
+    assert "threads" in found.candidate.conditions
+    assert "threads" not in found.rival.conditions, "nobody here knows those of the other process"
+    assert found.noise is not None
+    assert [p.quads + p.discarded for p in seen] == list(range(1, len(seen) + 1))
+    assert from_json(Comparison, to_json(found)).ratio == found.ratio
+
+
+@pytest.mark.usefixtures("quiet")
+def test_linear_drift_cancels() -> None:
+    found = compare(Clockwork(1e6, drift=0.05), Clockwork(2e6, drift=0.05), seconds=3, max_quads=8, width=-1)
+    assert found.ratio.value == pytest.approx(2, rel=1e-5)
+    assert found.stopped_by == "pairs"
+    assert found.pairs == 16
+
+
+@pytest.mark.usefixtures("quiet")
+def test_order_is_a_b_b_a() -> None:
+    order: list[str] = []
+
+    class Named:
+        pid = os.getpid()
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def block(self, calls: int) -> list[int]:
+            order.append(self.name)
+            time.sleep(0.001)
+            return [1000] * calls
+
+    compare(Named("a"), Named("b"), seconds=5, min_quads=3, max_quads=3)
+    assert "".join(order[-12:]) == "abbaabbaabba"
+
+
+@pytest.mark.usefixtures("quiet")
+def test_width_ends_the_sampling_once_the_fewest_quads_are_there() -> None:
+    found = compare(Clockwork(1e6), Clockwork(2e6), seconds=60, min_quads=5, max_quads=60)
+    assert found.stopped_by == "width"
+    assert (found.pairs, found.discarded) == (10, 0)
+    assert found.process_noise == pairs.PROCESS_NOISE
+    assert found.ratio.width == pytest.approx(2 * 1.96 * pairs.PROCESS_NOISE, rel=0.01)
+    assert found.noise == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_what_differs_between_processes_does_not_count_against_oneself() -> None:
+    one = Clockwork(1e6)
+    assert compare(one, one, seconds=3, min_quads=3, max_quads=3).process_noise == 0
+    other = compare(one, Clockwork(1e6), seconds=3, min_quads=3, max_quads=3, process_noise=0.1)
+    assert other.ratio.high == pytest.approx(math.exp(0.196), rel=0.01)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_time_ends_the_sampling_of_what_stays_wide() -> None:
+    wobbly = Clockwork(1e6, wobble=(1.0, 1.4, 0.8, 2.0, 1.1, 0.7, 1.0))
+    found = compare(wobbly, Clockwork(1e6), seconds=0.5, min_quads=3, width=1e-6, max_quads=100_000)
+    assert found.stopped_by == "time"
+    assert found.ratio.low < 1.1 < found.ratio.high * 1.2
+
+
+@pytest.mark.usefixtures("quiet")
+def test_slow_calls_get_two_quads_and_a_wide_interval() -> None:
+    begun = time.perf_counter()
+    found = compare(Clockwork(1e8, nap=0.1), Clockwork(2e8, nap=0.1, wobble=(1, 1.1)), seconds=0.1, min_quads=6)
+    assert found.pairs == 4
+    assert found.stopped_by == "time"
+    assert time.perf_counter() - begun < 20
+
+
+def test_a_quad_is_quiet_unless_others_had_the_cpu_beyond_doubt() -> None:
+    assert quad(0, 0, 0, 0).quiet
+    assert quad(0.13, 0.0, 0.06, 0.0).quiet, "two ticks of the clock in one block are within its resolution"
+    assert not quad(0.5, 0, 0, 0).quiet, "a neighbour was busy for one block"
+    assert not quad(0.12, 0.12, 0.12, 0.12).quiet, "a little in each adds up"
+    a = Block([100], None)
+    assert Quad((a, a, a, a)).quiet, "where nothing is known nothing can be thrown away"
+    assert Quad((a, a, a, a)).mean("foreign") == 0
+
+
+def test_disturbed_quads_are_thrown_away_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = iter(range(10**9))
+    monkeypatch.setattr(pairs, "usage", lambda before, after: share(0.6 if next(count) // 4 % 3 == 0 else 0.02))
+    found = compare(Clockwork(1e6), Clockwork(2e6), seconds=20, min_quads=6, max_quads=60)
+    assert (found.pairs, found.discarded) == (12, 12), "every third quad of nine was disturbed"
+    assert found.foreign == pytest.approx(0.02)
+    assert found.stopped_by == "width"
+
+
+def test_without_quiet_quads_the_quietest_are_used_and_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = iter(range(10**9))
+    monkeypatch.setattr(pairs, "usage", lambda before, after: share((0.3, 0.7)[next(count) // 4 % 2]))
+    found = compare(Clockwork(1e6), Clockwork(2e6), seconds=0.5, min_quads=4, max_quads=100)
+    assert found.pairs == 8
+    assert found.foreign == pytest.approx(0.3), "chosen by how quiet they were"
+    assert found.discarded > 0
+    assert found.stopped_by in ("time", "pairs")
+
+
+def test_a_neighbour_is_noticed() -> None:
+    burn = "import time\nend=time.time()+60\nwhile time.time()<end: pass"
+    neighbours = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(os.cpu_count() or 1)]
+    try:
+        work = LocalRunner(Work(50, "works"))
+        found = compare(
+            work, work, seconds=1.5, min_quads=3, pids=[2**22 + 1]
+        )  # a process that does not exist: all are foreign
+    finally:
+        for process in neighbours:
+            process.kill()
+            process.wait()
+    if not found.rival.conditions["cpu_watched"]:
+        pytest.skip("this system does not say who has the CPU")
+    assert found.foreign > 0.5
+    assert found.stopped_by == "time"
+
+
+def test_quick_and_self_noise(served: RemoteRunner) -> None:
+    found = quick(LocalRunner(Work(50, "works")), served, seconds=1.0)
+    assert found.pairs >= 4
+    assert found.ratio.value > 1
+    noise = self_noise(served, seconds=1.0, quads=3)
+    assert 0 <= noise < 20
+
+
+def test_a_runner_that_gives_too_few_times_is_found_out() -> None:
+    class Lazy(Clockwork):
+        def block(self, calls: int) -> list[int]:
+            return super().block(calls)[:1]
+
+    with pytest.raises(MeasurementError, match="calls and gave the times of 1"):
+        compare(Lazy(1e3, nap=0.0001), Clockwork(1e3, nap=0.0001), seconds=1)

@@ -1,0 +1,198 @@
+"""How far outputs are from a reference: the gates, the scale, and the tolerance by dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from trimtab._json import from_json, to_json
+from trimtab._tree import flatten, unflatten
+from trimtab.measure.parity import compare_outputs
+from trimtab.measurement import Parity
+
+
+def outputs(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def test_identical_outputs_are_equal() -> None:
+    found = compare_outputs([outputs(4, 3)], [outputs(4, 3)], exact=True)
+    assert found.ok
+    assert (found.n, found.max_abs, found.centred_error, found.tail_error, found.cosine) == (4, 0.0, 0.0, 0.0, pytest.approx(1))
+    assert found.sqnr_db == math.inf
+    assert from_json(Parity, to_json(found)).ok
+
+
+def test_a_constant_predictor_has_an_error_of_one_however_small_the_variation() -> None:
+    centre = outputs(1, 10) * 100
+    reference = centre + outputs(64, 10, seed=1)
+    constant = reference.mean(0, keepdim=True).expand_as(reference).contiguous()
+    found = compare_outputs([reference[:40], reference[40:]], [constant[:40], constant[40:]], exact=False, max_error=0.5)
+    assert found.cosine is not None
+    assert found.cosine > 0.999, "cosine does not notice"
+    assert found.centred_error == pytest.approx(1, abs=1e-3)
+    assert not found.ok
+    assert found.reason is not None
+    assert "centred error of 1" in found.reason
+    assert "over the examples" in found.reason
+
+
+def test_batches_make_no_difference() -> None:
+    a, b = outputs(12, 5), outputs(12, 5) + 1e-3 * outputs(12, 5, seed=1)
+    whole = compare_outputs([a], [b], exact=False)
+    parts = compare_outputs([a[:5], a[5:]], [b[:5], b[5:]], exact=False)
+    for name in ("n", "max_abs", "max_relative", "cosine", "sqnr_db", "centred_error", "tail_error"):
+        assert getattr(whole, name) == pytest.approx(getattr(parts, name)), name
+
+
+def test_figures_are_what_they_say() -> None:
+    a = torch.tensor([[1.0], [3.0]])
+    found = compare_outputs([a], [torch.tensor([[1.0], [3.3]])], exact=False)
+    assert found.max_abs == pytest.approx(0.3, rel=1e-5)
+    assert found.max_relative == pytest.approx(0.1, rel=1e-5)
+    assert found.tail_error == pytest.approx(0.3, rel=1e-5), "the deviation of 1 and 3 is 1"
+    assert found.centred_error == pytest.approx(0.3 / math.sqrt(2), rel=1e-5)
+    assert found.sqnr_db == pytest.approx(10 * math.log10(10 / 0.09), rel=1e-5)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (lambda t: t[:, :2], "has the shape [4, 2], but the reference has [4, 3]"),
+        (lambda t: t.double(), "is float64, but the reference is float32"),
+        (lambda t: t.index_fill(1, torch.tensor([1]), math.nan), "4 of 12 values that are NaN where the reference has none"),
+        (lambda t: t.index_fill(1, torch.tensor([1]), math.inf), "4 of 12 values that are infinite"),
+        (lambda t: (t, t), "The output is a tuple of 2, but the reference is a tensor"),
+    ],
+)
+def test_gates_hold_for_every_recipe(changed, words: str, exact: bool) -> None:  # type: ignore[no-untyped-def]
+    found = compare_outputs([outputs(4, 3)], [changed(outputs(4, 3))], exact=exact)
+    assert not found.ok
+    assert words in str(found.reason)
+
+
+def test_counts_of_batches_must_agree() -> None:
+    assert "1 batches and references for 2" in str(compare_outputs([outputs(1), outputs(1)], [outputs(1)], exact=False).reason)
+    assert not compare_outputs([], [], exact=False).ok, "nothing compared is no evidence"
+
+
+def test_nan_and_masks_in_the_same_places_are_equal() -> None:
+    a = outputs(4, 3)
+    a[0, 0], a[1, 1], a[2, 2] = math.nan, -math.inf, torch.finfo(torch.float32).min
+    b = a + 1e-6
+    b[2, 2] = -math.inf
+    found = compare_outputs([a], [b], exact=True)
+    assert found.ok, found.reason
+    assert found.max_abs is not None
+    assert found.max_abs < 1e-5
+    b[1, 1] = 0.0
+    assert "finite where the reference is infinite" in str(compare_outputs([a], [b], exact=False).reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_passes_an_exact_recipe_and_eight_bits_do_not(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 16)).double()
+    x = outputs(32, 64, dtype=torch.float64)
+    reference = model(x)
+    rounded = (reference * (1 + torch.finfo(dtype).eps / 2)).to(dtype)
+    assert compare_outputs([reference.to(dtype)], [rounded], exact=True).ok
+    step = reference.abs().max() / (127 if dtype != torch.bfloat16 else 7)
+    assert not compare_outputs([reference.to(dtype)], [((reference / step).round() * step).to(dtype)], exact=True).ok
+
+
+def test_one_wrong_value_among_thousands_is_found() -> None:
+    a = outputs(1000, 10)
+    b = a.clone()
+    b[123, 4] += 0.05
+    found = compare_outputs([a], [b], exact=True)
+    assert not found.ok
+    assert "largest error of 0.049" in str(found.reason)
+
+
+def test_large_outputs_that_hardly_vary_are_allowed_their_roundings() -> None:
+    a = 1000 + 0.05 * outputs(64, 8)
+    assert compare_outputs([a], [torch.nextafter(a, torch.full_like(a, 2000))], exact=True).ok
+    assert not compare_outputs([a], [a + 0.02], exact=True).ok
+
+
+@pytest.mark.parametrize(
+    ("reference", "relative_to", "words"),
+    [
+        (outputs(1, 50), "output", "within an example"),
+        (outputs(1, 50).repeat(8, 1), "output", "within an example"),
+        (torch.full((4, 3), 7.0), "size", "as it is constant"),
+        (torch.zeros(4, 3), "one", "zero throughout"),
+        (torch.tensor(3.0), "size", "as it is constant"),
+    ],
+)
+def test_without_spread_over_examples_another_scale_is_used_and_named(
+    reference: torch.Tensor, relative_to: str, words: str
+) -> None:
+    assert compare_outputs([reference], [reference.clone()], exact=True).ok
+    found = compare_outputs([reference], [reference + 0.5], exact=True)
+    assert found.relative_to == relative_to
+    assert words in str(found.reason)
+    assert all(math.isfinite(v) for v in (found.centred_error, found.tail_error, found.cosine) if v is not None)
+
+
+def test_examples_of_different_length_are_compared() -> None:
+    reference = [outputs(2, 5, 4), outputs(2, 9, 4, seed=1)]
+    assert compare_outputs(reference, [t + 1e-6 for t in reference], exact=True).relative_to == "output"
+    assert not compare_outputs(reference, [t * 1.1 for t in reference], exact=True).ok
+
+
+def test_integers_must_be_equal_for_an_exact_recipe() -> None:
+    a = torch.arange(200).reshape(100, 2)
+    b = a.clone()
+    b[3, 0] += 1
+    found = compare_outputs([(outputs(100, 2), a)], [(outputs(100, 2), b)], exact=True)
+    assert "'output.1' differs from the reference in 0.500%" in str(found.reason)
+    assert found.centred_error == 0, "class numbers have no distance"
+    assert compare_outputs([a], [b], exact=False).ok
+    assert compare_outputs([a], [b], exact=False, max_error=0.01).ok
+    assert not compare_outputs([a], [b], exact=False, max_error=0.001).ok
+    assert not compare_outputs([a > 5], [a > 9], exact=True).ok
+
+
+@dataclasses.dataclass
+class Said:
+    logits: torch.Tensor
+    loss: float
+
+
+def test_nested_outputs_keep_their_names_and_may_lose_their_class() -> None:
+    leaves, structure = flatten(Said(outputs(3, 2), 0.25))
+    assert compare_outputs([Said(outputs(3, 2), 0.25)], [unflatten(structure, leaves)], exact=True).ok
+    found = compare_outputs([Said(outputs(3, 2), 0.25)], [Said(-outputs(3, 2), 0.25)], exact=True)
+    assert "'output.logits'" in str(found.reason)
+    assert found.cosine == pytest.approx(-1)
+    assert "[loss] is 0.75" in str(compare_outputs([Said(outputs(1), 0.25)], [Said(outputs(1), 0.75)], exact=False).reason)
+
+
+def test_complex_and_empty_outputs() -> None:
+    a = torch.complex(outputs(4, 3), outputs(4, 3, seed=1))
+    assert compare_outputs([a], [a * (1 + 1e-7)], exact=True).ok
+    assert not compare_outputs([a], [a.conj().resolve_conj()], exact=True).ok
+    assert compare_outputs([torch.zeros(0, 3)], [torch.zeros(0, 3)], exact=True).ok
+
+
+@given(
+    st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=2, max_size=12),
+    st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=2, max_size=12),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_finite_values_divide_by_zero(left: list[float], right: list[float]) -> None:
+    size = min(len(left), len(right))
+    a, b = torch.tensor(left[:size]), torch.tensor(right[:size])
+    found = compare_outputs([a], [b], exact=True)
+    for name in ("max_abs", "max_relative", "cosine", "centred_error", "tail_error"):
+        assert math.isfinite(getattr(found, name)), name
+    assert found.ok or not torch.equal(a, b)

@@ -1,0 +1,162 @@
+"""Passes: what the contract suite cannot know about each of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trimtab.backends._program import export_program
+from trimtab.candidate import Candidate
+from trimtab.contracts import PASSES
+from trimtab.errors import CompileError, UsageError
+from trimtab.passes.autocast import Autocast
+from trimtab.passes.batch import Batch
+from trimtab.passes.fold_bn import FoldBn
+from trimtab.passes.int8_weights import Int8Weights
+from trimtab.passes.remove_dropout import RemoveDropout
+from trimtab.passes.threads import Threads, usable_cores
+from trimtab.signature import Dim
+from trimtab.testing.models import convnet, encoder, recurrent
+
+
+def norms(model: nn.Module) -> int:
+    return sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+class Liar(nn.Module):
+    """Registers conv, norm next to each other but calls something in between; the second pair is honest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.last, self.last_norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(functional.relu(self.conv(x)))
+        return self.last_norm(self.last(x))
+
+
+class Untraceable(Liar):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > -1e9 else x
+
+
+class OnlyLies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(functional.relu(self.conv(x)))
+
+
+@pytest.mark.parametrize("cls", [Liar, Untraceable])
+def test_fold_bn_keeps_a_norm_that_only_looks_adjacent(cls: type[nn.Module]) -> None:
+    # fresh statistics: mean 0 and variance 1, with which the wrong fold changes the outputs by 1e-5 only
+    candidate = Candidate.of(cls().eval(), (torch.randn(2, 3, 6, 6),))
+    folded = FoldBn().apply(candidate).model
+    assert isinstance(folded.norm, nn.BatchNorm2d)
+    assert isinstance(folded.last_norm, nn.Identity)
+
+
+def test_fold_bn_says_when_nothing_is_safe() -> None:
+    candidate = Candidate.of(OnlyLies().eval(), (torch.randn(2, 3, 6, 6),))
+    assert FoldBn().why_not(candidate) is None
+    with pytest.raises(CompileError, match="every fold that was tried changed the model's outputs"):
+        FoldBn().apply(candidate)
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [
+        (nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), (2, 3, 9)),
+        (nn.Conv3d(3, 4, 2, bias=False), nn.BatchNorm3d(4), (2, 3, 4, 4, 4)),
+        (nn.ConvTranspose2d(3, 4, 3), nn.BatchNorm2d(4), (2, 3, 5, 5)),
+        (nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4, affine=False), (2, 4, 5, 5)),
+        (nn.Linear(5, 4), nn.BatchNorm1d(4), (3, 5)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_fold_bn_kinds(layer: nn.Module, norm: nn.Module, shape: tuple[int, ...]) -> None:
+    norm.running_mean.uniform_(-1, 1)
+    norm.running_var.uniform_(0.5, 2)
+    candidate = Candidate.of(nn.Sequential(layer, norm).eval(), (torch.randn(shape),))
+    folded = FoldBn().apply(candidate).model
+    assert norms(folded) == 0
+    assert norms(candidate.model) == 1
+    torch.testing.assert_close(folded(*candidate.args), candidate.model(*candidate.args), rtol=1e-4, atol=1e-5)
+
+
+def test_fold_bn_folds_everything_in_a_residual_net() -> None:
+    candidate = convnet()
+    assert norms(candidate.model) == 2
+    assert norms(FoldBn().apply(candidate).model) == 0
+
+
+def test_fold_bn_without_norms() -> None:
+    assert FoldBn().why_not(encoder()) == "fold_bn needs a batch norm, and the model has no BatchNorm."
+
+
+def test_autocast_refuses_what_cannot_run() -> None:
+    reason = Autocast(dtype="float16").why_not(recurrent())
+    assert reason is None or reason.startswith("The model fails under autocast to float16: ")
+    wide = Candidate.of(nn.Linear(4, 4).double().eval(), (torch.randn(2, 4, dtype=torch.float64),))
+    assert Autocast().why_not(wide) == "autocast needs float32 weights, and the model has none."
+    with pytest.raises(UsageError, match="'int4'"):
+        Autocast(dtype="int4")  # type: ignore[arg-type]
+
+
+def test_threads() -> None:
+    candidate = encoder()
+    assert Threads(count=1).apply(candidate).settings.threads == 1
+    many = usable_cores() + 1
+    assert Threads(count=many).why_not(candidate) == (
+        f"threads asks for {many} threads, and this process may use {usable_cores()} cores."
+    )
+
+
+def test_batch_rebuilds_the_inputs() -> None:
+    candidate = recurrent()
+    sixteen = Batch(size=16).apply(candidate)
+    assert [tuple(leaf.shape) for leaf in sixteen.leaves] == [(16, 5, 6), (1, 16, 12), (1, 16, 12)]
+    assert sixteen.settings.batch == 16
+    assert sixteen.model(*sixteen.args)[0].shape == (16, 4)
+    fixed = Candidate.of(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
+    assert "dynamic batch" in str(Batch().why_not(fixed))
+    small = Candidate.of(nn.Linear(4, 4).eval(), (torch.randn(2, 4),), dynamic={"input": {0: Dim("rows", max=8)}})
+    assert Batch(size=16).why_not(small) == "batch asks for 16 examples, and 'rows' goes from 1 to 8."
+
+
+def test_remove_dropout_in_a_transformer_layer() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True).eval()
+    candidate = Candidate.of(layer, (torch.randn(2, 5, 16),))
+    cleaned = RemoveDropout().apply(candidate).model
+    assert not any(isinstance(module, nn.Dropout) for module in cleaned.modules())
+    assert cleaned.self_attn.dropout == 0.0
+    assert layer.self_attn.dropout == 0.3
+    torch.testing.assert_close(cleaned(*candidate.args), layer(*candidate.args))
+
+
+def test_int8_weights_is_made_of_plain_operators() -> None:
+    pytest.importorskip("torchao")
+    candidate = Int8Weights().apply(encoder())
+    program, signature = export_program(candidate)
+    assert [dim.name for dim in signature.dims] == ["batch", "length"]
+    assert any(tensor.dtype is torch.int8 for tensor in program.state_dict.values())
+    assert not any("torchao" in str(node.target) for node in program.graph.nodes)
+
+
+def test_int8_weights_leaves_the_rest_alone() -> None:
+    pytest.importorskip("torchao")
+    candidate = convnet()
+    before = copy.deepcopy(candidate.model.state_dict())
+    quantized = Int8Weights().apply(candidate).model
+    assert torch.equal(quantized.stem.weight, candidate.model.stem.weight)
+    assert all(torch.equal(before[name], value) for name, value in candidate.model.state_dict().items())
+    assert "at least 17 inputs" in str(Int8Weights(activations="int8").why_not(candidate))
+
+
+def test_every_pass_registers_under_its_file_name() -> None:
+    assert {"autocast", "batch", "channels_last", "fold_bn", "int8_weights", "remove_dropout", "threads"} <= set(PASSES)

@@ -1,0 +1,206 @@
+"""The logic of a study without any process: what the ladder asks, what is kept, who keeps the limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+
+import optuna
+import pytest
+
+from trimtab.contracts import BACKENDS, PASSES
+from trimtab.errors import StorageError, UsageError
+from trimtab.measurement import Drop, Interval, Measurement
+from trimtab.recipe import Recipe
+from trimtab.study import space, verdict
+from trimtab.study.sampler import Facts, Ladder, Tpe, as_written
+from trimtab.study.storage import Storage
+from trimtab.trial import State, Trial
+from trimtab.workload import Limits
+
+IDENTITY = {"workload": "abc", "objective": "latency"}
+
+
+def speed(value: float) -> Interval:
+    return Interval(value, value * 0.98, value * 1.02)
+
+
+def latency(ms: float) -> Measurement:
+    return Measurement(unit="ms", n=100, median=ms, interval=Interval(ms, ms * 0.99, ms * 1.01))
+
+
+def complete(recipe: Recipe, value: float, **more) -> Trial:
+    return Trial(recipe=recipe, state=State.COMPLETE, speedup=speed(value), latency_ms=latency(10 / value), size_mb=1.0, **more)
+
+
+def drop(value: float, upper: float, limit: float, decided: bool | None, low: float = 0.0) -> Drop:
+    needed = 900 if decided is None else None
+    return Drop(value=value, low=low, upper=upper, n=400, limit=limit, decided=decided, n_needed=needed)
+
+
+def facts(limits: Limits = Limits(), throughput: bool = False) -> Facts:
+    return Facts(
+        throughput=throughput,
+        feasible=lambda trial: verdict.feasible(trial, limits),
+        value=lambda trial: verdict.value(trial, "latency"),
+    )
+
+
+def walk(outcome, limits: Limits = Limits(), throughput: bool = False) -> list[Trial]:
+    """Let the ladder run to its end with ``outcome(recipe) -> Trial``."""
+    trials: list[Trial] = []
+    for _ in range(500):
+        ask = Ladder().ask(trials, facts(limits, throughput))
+        if ask is None:
+            return trials
+        trials.append(dataclasses.replace(outcome(ask.recipe), stage=ask.stage))
+    raise AssertionError("the ladder does not end")
+
+
+def by_backend(recipe: Recipe) -> Trial:
+    """A machine on which openvino is fast, int8 twice as fast again, and onnxruntime slow."""
+    base = {"eager": 1.0, "torchscript": 1.2, "onnxruntime": 0.5, "openvino": 3.0, "inductor": 2.0, "aoti": 2.1}
+    return complete(recipe, base[recipe.backend.name] * (1.0 if recipe.exact else 2.0))
+
+
+def test_the_ladder_climbs_in_order_and_asks_nothing_twice() -> None:
+    trials = walk(by_backend)
+    hashes = [trial.recipe.hash for trial in trials]
+    assert len(hashes) == len(set(hashes))
+    assert trials[0].recipe == as_written()
+    stages = list(dict.fromkeys(trial.stage for trial in trials))
+    assert stages == ["as_written", "tuned", "lossless", "precision", "knobs"]
+    first = next(t.recipe.backend.name for t in trials if t.stage == "precision")
+    assert first == "openvino", "the most promising backend is tried with less precision first"
+    assert {t.recipe.backend.name for t in trials if t.stage == "lossless"} == set(BACKENDS) - {"eager"}
+    precise = {t.recipe.backend.name for t in trials if t.stage == "precision"}
+    assert "openvino" in precise
+    assert "onnxruntime" not in precise, "a backend at a sixth of the best lossless speed does not promise to pay"
+
+
+def test_the_ladder_goes_on_where_it_was_killed() -> None:
+    whole = walk(by_backend)
+    for cut in (1, 4, len(whole) // 2):
+        ask = Ladder().ask(whole[:cut], facts())
+        assert ask is not None
+        assert ask.recipe == whole[cut].recipe
+
+
+def test_batch_is_tried_for_throughput_only() -> None:
+    def has_batch(trials: list[Trial]) -> bool:
+        return any(step.name == "batch" for trial in trials for step in trial.recipe.passes)
+
+    assert not has_batch(walk(by_backend))
+    assert has_batch(walk(by_backend, throughput=True))
+
+
+def test_failed_backends_do_not_stop_the_ladder() -> None:
+    def outcome(recipe: Recipe) -> Trial:
+        if recipe.backend.name == "eager":
+            return complete(recipe, 1.0)
+        return Trial(recipe=recipe, state=State.FAILED, reason="It broke.")
+
+    trials = walk(outcome)
+    assert {t.recipe.backend.name for t in trials if t.state is State.FAILED} == set(BACKENDS) - {"eager"}
+
+
+def test_tpe_covers_the_space_and_repeats_nothing(tmp_path) -> None:
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    sampler, trials = Tpe(storage.study, seed=1), []
+    for _ in range(25):
+        ask = sampler.ask(trials, facts())
+        assert ask is not None
+        trial = by_backend(ask.recipe)
+        value = verdict.value(trial, "latency")
+        trials.append(storage.finish(sampler.pending, trial, value) if sampler.pending else storage.add(trial, value))
+    assert len({trial.recipe.hash for trial in trials}) == 25
+    assert [t.recipe for t in storage.trials()] == [t.recipe for t in sorted(trials, key=lambda t: t.number)]
+    assert len({trial.recipe.backend.name for trial in trials}) >= 4
+
+
+def test_storage_keeps_trials_and_optuna_opens_it(tmp_path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    good = complete(Recipe(passes=(PASSES["threads"](),), backend=BACKENDS["eager"]()), 2.0)
+    bad = Trial(recipe=as_written(), state=State.FAILED, reason="It crashed.", traceback="Traceback ...")
+    storage.add(good, 2.0)
+    storage.add(bad, None)
+    again = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    assert again.trials() == [good, dataclasses.replace(bad, number=1)]
+    study = optuna.load_study(study_name="x", storage=url)
+    assert study.best_value == 2.0
+    assert study.best_params["backend"] == "eager"
+    assert study.trials[1].state == optuna.trial.TrialState.FAIL
+    with pytest.raises(UsageError, match="was made for another objective: 'latency' there, 'size' now"):
+        Storage(url, "x", direction="maximize", identity={**IDENTITY, "objective": "size"})
+
+
+def test_storage_says_what_is_wrong_with_the_file(tmp_path) -> None:
+    (tmp_path / "study.db").write_bytes(b"this is not a database at all, but a text of some length" * 50)
+    with pytest.raises(StorageError, match="cannot be opened: .*file is not a database"):
+        Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    with pytest.raises(StorageError, match="cannot be opened"):
+        Storage(f"sqlite:///{tmp_path}/no/such/folder/study.db", "x", direction="maximize", identity=IDENTITY)
+
+
+def test_a_trial_that_was_running_when_its_study_was_killed_is_not_a_finished_one(tmp_path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    storage.study.ask()
+    assert storage.trials() == []
+    with sqlite3.connect(tmp_path / "study.db") as database:
+        assert database.execute("select count(*) from trials").fetchone() == (1,)
+
+
+EAGER = Recipe(backend=BACKENDS["eager"]())
+LOSSY = Recipe(passes=(PASSES["autocast"](),), backend=BACKENDS["eager"]())
+
+
+@pytest.mark.parametrize(
+    ("trial", "limits", "missed"),
+    [
+        (complete(EAGER, 2.0), Limits(latency_ms=5.1), []),
+        (complete(EAGER, 2.0), Limits(latency_ms=4.9), ["Its latency of 5 ms is above the limit of 4.9 ms."]),
+        (complete(EAGER, 2.0), Limits(memory_mb=9), ["Its memory was not measured, so it cannot be said to keep 9 MB."]),
+        (complete(EAGER, 2.0), Limits(size_mb=0.5), ["Its size of 1 MB is above the limit of 0.5 MB."]),
+        (complete(LOSSY, 2.0, drop=drop(0.001, 0.004, 0.005, True)), Limits(), []),
+        (
+            complete(LOSSY, 2.0, drop=drop(0.02, 0.03, 0.005, False, 0.01)),
+            Limits(),
+            ["Its drop of 2.000% is beyond the limit of 0.500%."],
+        ),
+        (
+            complete(LOSSY, 2.0, drop=drop(0.0, 0.0074, 0.005, None)),
+            Limits(),
+            [
+                "Undecidable with 400 examples: its drop is 0.000%, but up to 0.740% cannot be excluded and the limit is "
+                "0.500%; about 900 would."
+            ],
+        ),
+        (complete(EAGER, 2.0, drop=drop(0.0, 0.0074, 0.005, None)), Limits(), []),
+    ],
+)
+def test_limits_are_kept_or_missed_in_words(trial: Trial, limits: Limits, missed: list[str]) -> None:
+    assert [miss.words for miss in verdict.misses(trial, limits)] == missed
+
+
+def test_the_answer_to_an_impossible_wish_names_the_nearest_and_what_binds() -> None:
+    trials = [
+        complete(EAGER, 1.0),
+        complete(Recipe(backend=BACKENDS["torchscript"]()), 2.0),
+        complete(LOSSY, 4.0, drop=drop(0.05, 0.06, 0.005, False, 0.04)),
+    ]
+    words = verdict.unmet(trials, Limits(latency_ms=4.0))
+    assert words == (
+        "Nothing meets latency 4 ms. The nearest is torchscript: its latency of 5 ms is above the limit of 4 ms. "
+        "The accuracy limit is what binds: without it, autocast(dtype=bfloat16) + eager would do."
+    )
+
+
+def test_space_variants_are_all_different_and_parameters_are_stable() -> None:
+    seen = [str(technique) for technique in space.techniques()]
+    assert len(seen) == len(set(seen)) > 10
+    names = [sorted(space.parameters(Recipe(backend=backend))[1]) for backend in space.backends()]
+    common = set.intersection(*map(set, names))
+    assert "backend" in common
+    assert "pass.threads" in common

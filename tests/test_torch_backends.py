@@ -1,0 +1,210 @@
+"""The PyTorch backends: the traps that each of them is built around."""
+
+import dataclasses
+import os
+import pathlib
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from trimtab.backends import _inductor
+from trimtab.backends._program import disagreement, export_program, other_size, verified
+from trimtab.backends.aoti import Aoti
+from trimtab.backends.eager import Eager
+from trimtab.backends.inductor import Inductor
+from trimtab.backends.torchscript import TorchScript
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import Executable
+from trimtab.errors import ArtifactError, CompileError, UsageError
+from trimtab.signature import Dim
+from trimtab.testing.models import convnet, deciding, encoder, structured
+
+needs_compiler = pytest.mark.skipif(_inductor.no_compiler() is not None, reason="needs a C++ compiler")
+
+
+class Baked(nn.Module):
+    """Turns a size into a Python number, which a trace keeps for ever."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.sum(0) / float(rows.shape[0])
+
+
+def candidate_of(model: nn.Module, rows: int = 2, **dim: int) -> Candidate:
+    return Candidate.of(model.eval(), (torch.randn(rows, 6),), dynamic={"rows": {0: Dim("batch", **dim)}})
+
+
+def test_probes_look_at_another_size() -> None:
+    candidate = candidate_of(Baked(), rows=3)
+    assert other_size(candidate, "batch") == 4
+    assert other_size(candidate_of(Baked(), rows=1), "batch") == 2
+    assert other_size(candidate_of(Baked(), rows=4, max=4), "batch") == 3
+    wrong = disagreement(candidate, lambda leaves: [leaves[0].sum(0)], candidate.leaves)
+    assert wrong is not None
+    assert wrong.startswith("output is off by")
+    with pytest.raises(CompileError, match="at the sizes"):
+        verified(candidate, lambda leaves: [leaves[0].sum(0) / 3.0])
+
+
+def test_a_size_of_one_that_fails_raises_the_lower_bound() -> None:
+    candidate = candidate_of(Baked(), rows=3)
+    model = candidate.model
+    kept = verified(candidate, lambda leaves: [model(leaves[0]) if len(leaves[0]) > 1 else torch.zeros(6)])
+    assert kept.dims == (Dim("batch", min=2),)
+
+
+def test_an_export_that_cannot_keep_a_dimension_freezes_it() -> None:
+    class Tied(nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows + torch.ones(rows.shape[0]).unsqueeze(1) if rows.shape[0] == 2 else rows + 1
+
+    program, signature = export_program(candidate_of(Tied()))
+    assert signature.dims == ()
+    assert signature.inputs[0].shape == (2, 6)
+    assert program.module()(torch.zeros(2, 6))[0].shape == (2, 6)
+
+
+def test_eager_saves_control_flow_on_data(tmp_path: pathlib.Path) -> None:
+    candidate = deciding()
+    executable = Eager().compile(candidate)
+    assert executable.save(tmp_path) == ["script.pt"]
+    loaded = Eager().load(tmp_path, executable.signature, executable.settings)
+    for rows in (candidate.args[0].abs(), -candidate.args[0].abs()):
+        torch.testing.assert_close(loaded(rows), candidate.model(rows))
+
+
+def test_torchscript_compiles_the_source_where_a_trace_is_not_safe() -> None:
+    candidate = deciding()
+    executable = TorchScript().compile(candidate)
+    assert executable.notes[0].startswith("Compiled from source, because a trace was not safe")
+    rows = -candidate.args[0].abs()
+    torch.testing.assert_close(executable(rows), candidate.model(rows))
+
+
+def test_torchscript_keeps_no_size_that_a_trace_baked() -> None:
+    executable = TorchScript().compile(candidate_of(Baked()))
+    rows = torch.randn(5, 6)
+    assert executable.signature.dims  # from source, where the size stays a size
+    torch.testing.assert_close(executable(rows), rows.mean(0))
+
+
+def test_torchscript_says_what_it_tried() -> None:
+    class Hopeless(nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows * 2 if sorted({"a": rows.sum().item()}.values())[0] > 0 else rows * 3
+
+    with pytest.raises(CompileError, match=r"Traced: .* From source: torch\.jit\.script"):
+        TorchScript().compile(candidate_of(Hopeless()))
+
+
+def test_torchscript_saves_what_can_be_loaded(tmp_path: pathlib.Path) -> None:
+    # after optimize_for_inference a conv net is saved without its weights
+    candidate = convnet()
+    executable = TorchScript().compile(candidate)
+    executable.save(tmp_path)
+    loaded = TorchScript().load(tmp_path, executable.signature, executable.settings)
+    torch.testing.assert_close(loaded(*candidate.args), candidate.model(*candidate.args), rtol=1e-4, atol=1e-5)
+    with pytest.raises(CompileError, match="copy those"):
+        loaded.save(tmp_path)
+
+
+@needs_compiler
+def test_inductor_leaves_nothing_behind() -> None:
+    import torch._inductor.config as shared
+
+    before = shared.get_config_copy()
+    children = {process.pid for process in psutil.Process().children(recursive=True)}
+    candidate = structured()
+    Inductor(mode="max_autotune").compile(candidate)(*candidate.args)
+    after = shared.get_config_copy()
+    assert {key for key in before if before[key] != after.get(key)} == set()
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= children
+
+
+@needs_compiler
+def test_inductor_has_no_limit_of_executables() -> None:
+    # the compiler gives up after eight versions of one function
+    for width in range(3, 13):
+        candidate = Candidate.of(nn.Linear(4, width).eval(), (torch.randn(2, 4),))
+        executable = Inductor(mode="default").compile(candidate)
+        assert not executable.notes
+        torch.testing.assert_close(executable(*candidate.args), candidate.model(*candidate.args))
+
+
+@needs_compiler
+def test_mixed_precision_survives_saving(tmp_path: pathlib.Path) -> None:
+    candidate = encoder().with_settings(autocast="bfloat16")
+    executable = Inductor().compile(candidate)
+    executable.save(tmp_path)
+    loaded = Inductor().load(tmp_path, executable.signature, executable.settings)
+    torch.testing.assert_close(loaded(*candidate.args), executable(*candidate.args), rtol=0.05, atol=0.05)
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert Inductor().why_not(structured()) == (
+        "The C++ compiler 'no-such-compiler', which CXX names, was not found. Set CXX to one that is installed."
+    )
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert "Install g++" in str(Aoti().why_not(structured()))
+
+
+@pytest.fixture(scope="module")
+def package() -> Executable:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU()).eval()
+    return Aoti().compile(Candidate.of(model, (torch.randn(4, 6),), dynamic={"input": {0: Dim("batch", max=16)}}))
+
+
+@needs_compiler
+def test_aoti_takes_every_size_that_it_promises(package: Executable) -> None:
+    assert package.signature.dims == (Dim("batch", max=16),)
+    for size in (1, 2, 4, 16):
+        assert package(torch.randn(size, 6)).shape == (size, 8)
+    with pytest.raises(UsageError, match="'batch' of 'input' is 17"):
+        package(torch.randn(17, 6))
+
+
+@needs_compiler
+def test_aoti_is_tied_to_its_threads(package: Executable, tmp_path: pathlib.Path) -> None:
+    built = torch.get_num_threads()
+    assert package.save(tmp_path) == ["example.pt2", "dynamic.pt2", "build.json"]
+    with pytest.raises(ArtifactError, match=f"built for {built} threads .* threads={built}"):
+        Aoti().load(tmp_path, package.signature, Settings(threads=built + 1))
+    torch.set_num_threads(built + 1)
+    try:
+        with pytest.raises(UsageError, match=f"built for {built} threads"):
+            package(torch.randn(4, 6))
+    finally:
+        torch.set_num_threads(built)
+
+
+@needs_compiler
+def test_aoti_checks_are_on_when_it_is_loaded(package: Executable, tmp_path: pathlib.Path) -> None:
+    assert os.environ["AOTI_RUNTIME_CHECK_INPUTS"] == "1"
+    raw = torch.randn(4, 6, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="dtype"):
+        package.run([raw])  # past the signature's own check, which would have refused it before
+    package.save(tmp_path)
+    (tmp_path / "build.json").write_text("[]")
+    with pytest.raises(ArtifactError, match=r"build\.json cannot be read"):
+        Aoti().load(tmp_path, package.signature, package.settings)
+
+
+def test_settings_reach_the_backends() -> None:
+    for backend in (Eager(), TorchScript(), Inductor(), Aoti()):
+        assert backend.honours == {"threads", "autocast", "memory_format", "batch"}
+        assert backend.exact
+    assert Aoti().native_code
+    assert dataclasses.replace(Inductor(), mode="default").to_json() == {"name": "inductor", "mode": "default"}
+
+
+@needs_compiler
+def test_aoti_without_freezing_is_right_too() -> None:
+    candidate = Candidate.of(nn.Sequential(nn.Linear(6, 8), nn.Tanh()).eval(), (torch.randn(4, 6),))
+    executable = Aoti(mode="default").compile(candidate)
+    torch.testing.assert_close(executable(*candidate.args), candidate.model(*candidate.args))
+    executable.close()
+    with pytest.raises(UsageError, match="was closed"):
+        executable(*candidate.args)

@@ -1,0 +1,216 @@
+"""Workloads, limits, splits, subjects: what a user states, and what is found before the first trial."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trimtab.candidate import Candidate
+from trimtab.errors import InputError, UsageError, WorkloadError
+from trimtab.signature import Dim
+from trimtab.splits import split
+from trimtab.subject import fresh, prepare
+from trimtab.workload import Evaluation, Limits, Workload, load_workload
+
+
+def top1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.argmax(1) == target
+
+
+def labelled(n: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, 4, generator=generator), torch.arange(n) % 3
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
+def test_splits_never_share_an_example_and_are_the_same_every_time() -> None:
+    inputs, targets = labelled()
+    inputs[:, 0] = torch.arange(100)
+    workload = Workload(model=linear, inputs=inputs[:1], evaluation=Evaluation(data=(inputs, targets), score=top1))
+    first, second = split(workload), split(workload)
+    ids = [{int(i) for batch in part for i in batch.inputs[:, 0]} for part in (first.calibration, first.selection, first.test)]
+    assert [len(part) for part in ids] == [20, 40, 40]
+    assert not ids[0] & ids[1]
+    assert not ids[1] & ids[2]
+    assert not ids[0] & ids[2]
+    assert torch.equal(first.selection[0].inputs, second.selection[0].inputs)
+    assert all(int(i) % 3 == int(t) for b in first.test for i, t in zip(b.inputs[:, 0], b.target, strict=True))
+    assert "20 examples with labels" in first.notes[0]
+    assert "40 examples select and 40 test" in first.notes[1]
+
+
+def test_own_calibration_and_test_data_leave_everything_to_selection() -> None:
+    data = labelled()
+    evaluation = Evaluation(data=data, test=labelled(10), score=top1)
+    splits = split(Workload(model=linear, inputs=data[0][:1], evaluation=evaluation, calibration=[data[0][:8]]))
+    assert sum(batch.rows for batch in splits.selection) == 100
+    assert sum(batch.rows for batch in splits.test) == 10
+    assert splits.notes == ()
+
+
+@pytest.mark.parametrize("form", ["dataset", "batches", "pair", "dicts"])
+def test_every_form_of_data(form: str) -> None:
+    inputs, targets = labelled(60)
+    batches = [(inputs[i : i + 10], targets[i : i + 10]) for i in range(0, 60, 10)]
+    data = {
+        "dataset": TensorDataset(inputs, targets),
+        "batches": batches,
+        "pair": (inputs, targets),
+        "dicts": [({"input": x.numpy()}, y) for x, y in batches],
+    }[form]
+    splits = split(Workload(model=linear, inputs=inputs[:1], evaluation=Evaluation(data=data, score=top1)))
+    assert sum(batch.rows for batch in (*splits.calibration, *splits.selection, *splits.test)) == 60
+
+
+def test_items_of_a_run_stay_whole() -> None:
+    data = [(torch.randn(7, 4), torch.zeros(7)) for _ in range(12)]
+    evaluation = Evaluation(data=data, score=lambda o, t: o[:, 0], run=lambda model, x: model(x))
+    splits = split(Workload(model=linear, inputs=data[0][0], evaluation=evaluation))
+    assert all(len(batch.inputs) == 7 for batch in (*splits.calibration, *splits.selection, *splits.test))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "The evaluation data is empty. It must yield (inputs, target) pairs."),
+        ([torch.zeros(3, 4)] * 20, "Item 0 of the evaluation data is a Tensor; each must be a pair (inputs, target)."),
+        ([(1, 2, 3)] * 20, "Item 0 of the evaluation data is a tuple of 3; each must be a pair (inputs, target)."),
+        (5, "The evaluation data is a int; give a Dataset, an iterable of batches or (inputs, targets)."),
+        (
+            [(torch.tensor([[float("nan"), 1.0]]), torch.zeros(1))] * 20,
+            "Item 0 of the evaluation data holds 1 values that are NaN or infinite. Clean the data first.",
+        ),
+        ((torch.zeros(4, 2), torch.zeros(3)), "The evaluation data has 4 inputs but 3 targets."),
+    ],
+)
+def test_bad_data_is_named(data: object, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        split(Workload(model=linear, inputs=torch.zeros(1, 4), evaluation=Evaluation(data=data, score=top1)))
+    assert str(caught.value) == message
+
+
+def test_limits() -> None:
+    limits = Limits.parse(max_drop="0.5%", latency="4ms", memory="1GB", size="5MB")
+    assert (limits.max_drop, limits.latency_ms, limits.memory_mb, limits.size_mb) == pytest.approx((0.005, 4.0, 1000.0, 5.0))
+    assert Limits(max_drop="mlperf-99.9").drop_limit(0.8) == pytest.approx(0.0008)
+    assert Limits().drop_limit(0.5) == pytest.approx(0.005)
+    with pytest.raises(UsageError, match=r"max_drop is 'mlperf'; use a number like 0.005 or one of mlperf-99, mlperf-99.9"):
+        Limits(max_drop="mlperf")
+    with pytest.raises(UsageError, match="latency_ms is 0; a limit is a positive number"):
+        Limits(latency_ms=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "defines 0 workloads"),
+        ("workload = 3", "is a int; it must be a trimtab.Workload or a function that returns one"),
+        ("def workload(): return None", "is a NoneType; it must be a trimtab.Workload"),
+    ],
+)
+def test_a_file_without_a_workload(tmp_path, text: str, message: str) -> None:
+    (tmp_path / "wl_bad.py").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_workload(tmp_path / "wl_bad.py")
+    assert message in str(caught.value)
+
+
+def test_references(tmp_path) -> None:
+    (tmp_path / "wl_good.py").write_text(
+        textwrap.dedent(
+            """
+            import torch, trimtab
+            def make():
+                return trimtab.Workload(name="made", model=torch.nn.Linear(2, 2), inputs=torch.randn(1, 2))
+            """
+        )
+    )
+    assert load_workload(f"{tmp_path / 'wl_good.py'}:make").name == "made"
+    with pytest.raises(UsageError, match="the file has no 'other'. It has: make"):
+        load_workload(f"{tmp_path / 'wl_good.py'}:other")
+    with pytest.raises(UsageError, match="There is no file"):
+        load_workload(tmp_path / "none.py")
+    with pytest.raises(UsageError, match="There is no module 'no_such_package.x'"):
+        load_workload("no_such_package.x:workload")
+    (tmp_path / "wl_raises.py").write_text("1 / 0")
+    with pytest.raises(WorkloadError, match="could not be run: ZeroDivisionError: division by zero"):
+        load_workload(tmp_path / "wl_raises.py")
+
+
+def test_dynamic_dimensions_are_what_the_data_shows() -> None:
+    data = labelled(60)
+    model = linear().train()
+    subject = prepare(Workload(model=model, inputs=data[0][:1], evaluation=Evaluation(data=data, score=top1)))
+    assert [str(spec) for spec in subject.candidate.signature.inputs] == ["input: float32[batch, 4]"]
+    assert [str(spec) for spec in subject.candidate.signature.outputs] == ["output: float32[batch, 3]"]
+    assert not subject.model.training
+    assert "came in training mode" in subject.notes[0]
+    other = fresh(subject)
+    assert other.args[0].shape == (1, 4)
+    assert not torch.equal(other.args[0], data[0][:1])
+
+
+def test_calibration_is_recorded_where_run_calls_the_model() -> None:
+    data = [((torch.randn(3, 4), torch.randn(3, 4)), torch.zeros(3)) for _ in range(20)]
+
+    def pair(model, inputs):
+        return (model(inputs[0]) * model(inputs[1])).sum(1)
+
+    evaluation = Evaluation(data=data, metric=lambda o, t: float(o.mean()), run=pair)
+    subject = prepare(Workload(model=linear, inputs=data[0][0][0], evaluation=evaluation))
+    assert len(subject.candidate.calibration) == 2 * len(subject.splits.calibration)
+    assert subject.candidate.calibration[0][0][0].shape == (3, 4)
+
+
+def test_workload_faults_are_the_users() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise IndexError("no such row")
+
+    with pytest.raises(WorkloadError, match="The model failed on the example inputs: IndexError: no such row"):
+        prepare(Workload(model=Broken(), inputs=torch.zeros(1)))
+    with pytest.raises(WorkloadError, match="returned a int, not an nn.Module"):
+        prepare(Workload(model=lambda: 3, inputs=torch.zeros(1)))
+    with pytest.raises(UsageError, match="takes score=... .* or metric=... .*; both was given"):
+        Evaluation(data=[], score=top1, metric=lambda o, t: 0.0)
+    with pytest.raises(UsageError, match="dynamic names the input 'x', but the inputs are input"):
+        prepare(Workload(model=linear, inputs=torch.zeros(1, 4), dynamic={"x": {0: "batch"}}))
+
+
+class Two(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        return {"sum": (a + b) * scale, "first": a[:, :1]}
+
+
+def test_signature_binds_like_python_does_and_checks() -> None:
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    candidate = Candidate.of(
+        Two(), (x, y), {"scale": 2.0}, dynamic={"a": {0: Dim("batch", 1, 8)}, "b": {0: Dim("batch", 1, 8)}}
+    )
+    signature = candidate.signature
+    assert [str(s) for s in signature.outputs] == ["output.sum: float32[batch, 3]", "output.first: float32[batch, 1]"]
+    for args, kwargs in [((x, y), {"scale": 2.0}), ((x,), {"scale": 2.0, "b": y}), ((), {"b": y, "a": x, "scale": 2.0})]:
+        assert all(p is q for p, q in zip(signature.bind(args, kwargs), (x, y), strict=True))
+    assert signature.sizes([x, y]) == {"batch": 2}
+    for leaves, message in [
+        ([x, y[:1]], "Dimension 'batch' is 2 in one input and 1 in 'b'."),
+        ([x.double(), y], "Input a: float64[2, 3] was given, but this was built for a: float32[batch, 3]."),
+        ([x[:, :2], y], "Input a: float32[2, 2] was given, but this was built for a: float32[batch, 3]."),
+        ([torch.randn(9, 3)] * 2, "Dimension 'batch' of 'a' is 9; this was built for 1 to 8."),
+    ]:
+        with pytest.raises(InputError) as caught:
+            signature.check(leaves)
+        assert str(caught.value) == message
+    with pytest.raises(InputError, match="There is no input 'c'"):
+        signature.bind((x, y), {"scale": 2.0, "c": y})
+    with pytest.raises(InputError, match="The input 'b' is missing"):
+        signature.bind((x,), {"scale": 2.0})
+    with pytest.raises(InputError, match="structured as"):
+        signature.bind((x, y), {"scale": 3.0})
