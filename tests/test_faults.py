@@ -304,6 +304,14 @@ def workers() -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if "trimtab.study.worker" in (p.info["cmdline"] or [])]
 
 
+def workers_that_stay() -> list[psutil.Process]:
+    """Workers that are still there after a while: the system takes a moment to end a process that was killed."""
+    deadline = time.monotonic() + 10
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return workers()
+
+
 def test_kill_9_leaves_no_worker_and_the_same_command_goes_on(tmp_path) -> None:
     body = "def made(): return workload()"
     process = command(tmp_path, body)
@@ -311,10 +319,7 @@ def test_kill_9_leaves_no_worker_and_the_same_command_goes_on(tmp_path) -> None:
     assert workers()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 10
-    while workers() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert workers() == []
+    assert workers_that_stay() == []
     before = trimtab.optimize(write(tmp_path, body), out=tmp_path / "run", trials=1, limits=trimtab.Limits(max_drop=0.1))
     hashes = [trial.recipe.hash for trial in before.trials]
     assert len(hashes) == len(set(hashes)) >= 3
@@ -339,7 +344,7 @@ def test_ctrl_c_ends_with_the_best_so_far_and_twice_at_once(tmp_path) -> None:
     output, _ = again.communicate(timeout=30)
     assert again.returncode == 130
     assert "interrupted; what was finished is kept, and the same command goes on from it" in output
-    assert workers() == []
+    assert workers_that_stay() == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small tmpfs needs root on Linux")

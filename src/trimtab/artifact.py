@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ LOAD_ERRORS: tuple[type[Exception], ...] = (
     MemoryError,
 )
 """What runtimes raise on files that make no sense to them."""
-
-Compare = Callable[[Callable[[], object], Callable[[], object]], Comparison]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,12 +209,8 @@ def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | No
     return _load(backend, artifact.path / MODEL, manifest.signature, settings, trust)
 
 
-def verify(
-    path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None, compare: Compare | None = None
-) -> Verification:
-    """Replay what the artifact claims: files, outputs and, with ``compare``, speed against the original that travels with it.
-
-    ``compare`` times two calls in turns: the artifact's model and the original, on the first test vector.
+def verify(path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None) -> Verification:
+    """Replay what the artifact claims of its files and outputs. Speed takes processes: :func:`trimtab.verify` adds it.
 
     Raises:
         ArtifactError: there is no artifact that could be verified.
@@ -226,13 +220,12 @@ def verify(
     manifest = artifact.manifest
     wrong = tuple(findings(artifact.path, manifest))
     parity: Parities | None = None
-    speed: Comparison | None = None
-    reason: str | None = "The files are not what was written, so nothing was run."
+    reason = "The files are not what was written, so nothing was run."
     if not wrong:
         golden = artifact.golden()
         executable = artifact.load(trust=trust, threads=threads)
         parity = _replay(executable, golden, manifest)
-        speed, reason = _compare(artifact, executable, golden.cases[0], compare)
+        reason = manifest.baseline_reason or "It was not asked for."
         executable.close()
     here = Environment.capture()
     return Verification(
@@ -241,7 +234,7 @@ def verify(
         integrity=wrong,
         differences=tuple(here.differences(manifest.environment, packages=manifest.packages)),
         parity=parity,
-        speed=speed,
+        speed=None,
         speed_reason=reason,
         promised=manifest.evidence.get("speedup"),
     )
@@ -300,18 +293,3 @@ def _replay(executable: Executable, golden: Golden, manifest: Manifest) -> Parit
         reason = f"The output {spec.name!r} {found} on the test vectors; {tolerance[bad[0]]:.3g} is allowed."
     figures = tuple(error if math.isfinite(error) else None for error in errors)
     return Parities(ok=not bad, cases=len(golden.cases), errors=figures, tolerance=tolerance, reason=reason)
-
-
-def _compare(
-    artifact: Artifact, executable: Executable, case: Case, compare: Compare | None
-) -> tuple[Comparison | None, str | None]:
-    if compare is None:
-        return None, "It was not asked for."
-    original = artifact.load_baseline()
-    if original is None:
-        return None, artifact.manifest.baseline_reason
-    inputs: Sequence[torch.Tensor] = case.inputs
-    try:
-        return compare(lambda: executable.run(inputs), lambda: original.run(inputs)), None
-    finally:
-        original.close()

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.jit.frontend import FrontendError
 
 from trimtab._archive import save_program as write_program
+from trimtab.backends._graph_call import graph_call
 from trimtab.candidate import Candidate, resized
 from trimtab.errors import CompileError, IntegrityError
 from trimtab.signature import Signature
@@ -87,16 +88,16 @@ def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[Exporte
 
 def program_call(program: ExportedProgram) -> Call:
     """``program`` as a function of a flat list, without the input checks that an executable does itself."""
-    module = bare_module(program)
-    return lambda leaves: module(*leaves)
+    call = graph_call(bare_module(program))
+    return lambda leaves: call(*leaves)
 
 
-def bare_module(program: ExportedProgram) -> torch.nn.Module:
+def bare_module(program: ExportedProgram) -> torch.fx.GraphModule:
     """The module of ``program`` without its input guards: an executable checks its inputs itself, and faster.
 
     The guards cost 40 microseconds a call on a small network, and torch.compile would compile them too.
     """
-    module = program.module(check_guards=False)
+    module: torch.fx.GraphModule = program.module(check_guards=False)
     module._forward_pre_hooks.clear()
     return module
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from trimtab._archive import load_program
+from trimtab.backends._graph_call import graph_call
 from trimtab.backends._program import PROGRAM, bare_module, export_program, save_program
 from trimtab.backends._script import SCRIPT, kept_signature, load_script, save_script, script_flat
 from trimtab.candidate import Candidate, Settings
@@ -99,8 +100,8 @@ class Eager(Backend):
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
         """Read the exported program, or the TorchScript in its stead, and run it eagerly."""
         scripted = (folder / SCRIPT).exists()
-        module = load_script(folder) if scripted else bare_module(load_program(folder / PROGRAM))
-        return FlatExecutable(module, signature, settings, self.grad_mode)
+        call = load_script(folder) if scripted else graph_call(bare_module(load_program(folder / PROGRAM)))
+        return FlatExecutable(call, signature, settings, self.grad_mode)
 
     def script(self) -> str:
         """Runs the exported program with torch alone."""

@@ -18,6 +18,7 @@ import psutil
 from trimtab._json import write_json
 
 JOB, RESULT, LOG = "job.json", "result.json", "log.txt"
+LIFELINE, WORKER = str(pathlib.Path(__file__).with_name("lifeline.py")), "trimtab.study.worker"
 POLL_S, MEMORY_POLL_S = 0.05, 0.5
 """Looking at the memory of a process tree costs milliseconds, which must not disturb what is being timed."""
 DISK_FULL = 28
@@ -44,7 +45,7 @@ class WorkerProcess:
     """A worker that runs the job in ``folder`` (:mod:`trimtab.study.worker`), and dies with us however we die.
 
     It has a session of its own, so that Ctrl-C in the terminal reaches only us, and everything that it started can be killed
-    with it. It watches its standard input, which closes when we die, and on Linux asks the kernel to be killed when we are.
+    with it. How it dies with us is told in :mod:`trimtab.study.lifeline`.
     """
 
     def __init__(self, job: Mapping[str, Any], folder: pathlib.Path) -> None:
@@ -55,7 +56,7 @@ class WorkerProcess:
         self.started = time.monotonic()
         with (folder / LOG).open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "trimtab.study.worker", str(folder), str(os.getpid())],
+                [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), WORKER, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

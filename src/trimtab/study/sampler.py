@@ -80,6 +80,8 @@ class Ladder(Sampler):
         # runtimes with a graph of their own owe nothing to the tuning of eager, and bring most of what there is to gain
         yield from _lossless(runtimes, plain)
         yield from _precision(runtimes, plain, done)
+        # small models gain much from fewer threads
+        yield from _with_each(_best(done, facts, exact_only=False), [knob for knob in space.knobs() if "threads" in knob.sets])
         yield from _tuned(plain, done)
         tuned = _best_eager(done)
         yield from _lossless(relatives, tuned)
@@ -183,13 +185,18 @@ def _knobs(done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:
         for backend in space.variants(best.recipe.backend, without=ignored):
             if backend.exact == best.recipe.backend.exact and _same_precision(backend, best.recipe.backend):
                 yield Ask("knobs", dataclasses.replace(best.recipe, backend=backend))
-        best = _best(done, facts, exact_only=exact_only) or best
-        taken = {step.name for step in best.recipe.passes}
-        for knob in space.knobs():
-            if knob.name in taken or not knob.sets <= best.recipe.backend.honours:
-                continue
-            if facts.throughput or "batch" not in knob.sets:
-                yield Ask("knobs", dataclasses.replace(best.recipe, passes=(*best.recipe.passes, knob)))
+        best = _best(done, facts, exact_only=exact_only)
+        yield from _with_each(best, [knob for knob in space.knobs() if facts.throughput or "batch" not in knob.sets])
+
+
+def _with_each(best: Trial | None, knobs: Sequence[Pass]) -> Iterator[Ask]:
+    """The best recipe with each of ``knobs`` that its backend honours and that it has not chosen yet."""
+    if best is None:
+        return
+    taken = {step.name for step in best.recipe.passes}
+    for knob in knobs:
+        if knob.name not in taken and knob.sets <= best.recipe.backend.honours:
+            yield Ask("knobs", dataclasses.replace(best.recipe, passes=(*best.recipe.passes, knob)))
 
 
 def _same_precision(one: Backend, other: Backend) -> bool:

@@ -119,6 +119,8 @@ class Study:
         )
         # what was missing then may be there now
         self._trials = [t for t in self.storage.trials() if t.state is not State.SKIPPED or self.prepared.why_not(t.recipe)]
+        self._left_out: list[Trial] = []
+        """Recipes that the time left was too short for; they are not finished, and the next run asks for them again."""
         self.sampler: Sampler = Ladder() if options.sampler == "ladder" else Tpe(self.storage.study, options.seed)
 
     @property
@@ -128,7 +130,7 @@ class Study:
 
     def ask(self) -> Ask | None:
         """The next recipe to try; ``None`` when there is nothing left."""
-        return self.sampler.ask(self._trials, self._facts())
+        return self.sampler.ask([*self._trials, *self._left_out], self._facts())
 
     def tell(self, trial: Trial) -> Trial:
         """Keep a finished trial. It is on disk when this returns."""
@@ -144,22 +146,25 @@ class Study:
 
     def search(self, *, deadline: float | None = None, most: int | None = None) -> None:
         """Ask, evaluate and tell until nothing is left, ``deadline`` (of ``time.monotonic``) or ``most`` new trials."""
-        new = 0
+        new, self._left_out = 0, []
         with Rivals(self.job(), self.folder / RIVALS) as rivals:
             while (most is None or new < most) and not self._over(deadline):
                 self.progress.stage("searching")
                 ask = self.ask()
                 if ask is None:
-                    return
-                if not self._worth_starting(ask, deadline):
-                    self.notes.append(f"The budget ended before {ask.recipe} could be tried.")
-                    return
+                    break
+                if not self._affordable(ask, deadline):
+                    self._left_out.append(Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short."))
+                    continue  # what comes after it may be cheaper
                 trial = self._try(ask, rivals, deadline)
                 if trial is None:
                     self.notes.append(f"{ask.recipe} was cut off when the study ended; the same command tries it again.")
-                    return
+                    break
                 self.progress.ended(self.tell(trial), self)
                 new += trial.state is not State.SKIPPED
+        if self._left_out:
+            names = ", ".join(str(trial.recipe) for trial in self._left_out)
+            self.notes.append(f"The budget was too short to try {names}.")
 
     def job(self) -> dict[str, Any]:
         """What every job of this study has in common."""
@@ -299,14 +304,13 @@ class Study:
             value=lambda trial: verdict.value(trial, self.options.objective),
         )
 
-    def _worth_starting(self, ask: Ask, deadline: float | None) -> bool:
+    def _affordable(self, ask: Ask, deadline: float | None) -> bool:
+        """Whether a trial of ``ask`` is likely to end in time, going by those of its backend, or by what it usually costs."""
         if deadline is None or self.prepared.why_not(ask.recipe):
             return True
         same = [t.seconds for t in self._trials if t.recipe.backend.name == ask.recipe.backend.name and t.seconds > 1]
-        expected = max(
-            same, default=self.startup_s + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[ask.recipe.backend.cost]
-        )
-        return time.monotonic() + expected <= deadline
+        usual = self.startup_s + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[ask.recipe.backend.cost]
+        return time.monotonic() + max(same, default=usual) <= deadline
 
     def _over(self, deadline: float | None) -> bool:
         return self.interrupted() or (deadline is not None and time.monotonic() > deadline)

@@ -1,15 +1,12 @@
-"""The inside of a worker process: ``python -m trimtab.study.worker FOLDER PARENT`` runs the job that lies in the folder."""
+"""The inside of a worker process: ``python -m trimtab.study.worker FOLDER`` runs the job that lies in the folder."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
 import pathlib
-import signal
 import sys
-import threading
 import traceback
 from typing import Any
 
@@ -17,23 +14,6 @@ from trimtab._json import write_json
 from trimtab.errors import TrimtabError
 from trimtab.study.jobs import JOBS
 from trimtab.study.process import DISK_FULL, JOB, RESULT
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with(parent: int) -> None:
-    """Make sure that this process ends when ``parent`` does, even by SIGKILL and even while it hangs in native code."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    threading.Thread(target=_watch, daemon=True).start()
-
-
-def _watch() -> None:
-    while os.read(0, 1024):
-        pass
-    os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def main(folder: pathlib.Path) -> int:
@@ -58,5 +38,4 @@ def _result(job: dict[str, Any], folder: pathlib.Path) -> Any:
 
 
 if __name__ == "__main__":
-    die_with(int(sys.argv[2]))
     main(pathlib.Path(sys.argv[1]))
