@@ -22,6 +22,7 @@ from trimtab._tree import unflatten
 from trimtab.candidate import Candidate, Settings
 from trimtab.environment import OPTIONAL, Environment
 from trimtab.errors import CompileError, MissingPackageError, UsageError
+from trimtab.measurement import OperatorTime
 from trimtab.signature import Signature
 
 if typing.TYPE_CHECKING:
@@ -148,6 +149,11 @@ class Executable(abc.ABC):
         structure = self.signature.output_structure
         return outputs[0] if structure.kind == "tensor" else unflatten(structure, outputs)
 
+    def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime] | None:
+        """Where the time of a call goes, as the runtime's own profiler tells; ``None`` where torch runs the operators and its
+        profiler sees them. Slow, and not for timing: the runtime may have to be started once more."""
+        return None
+
     def synchronize(self) -> None:  # noqa: B027 - a runtime that computes on the CPU has nothing to wait for
         """Return when all work that was started is done."""
 
@@ -203,6 +209,11 @@ class Backend(Technique):
     def script(self) -> str:
         """Python source of a function ``load(folder, threads)`` that returns a callable ``list of numpy arrays -> list of numpy
         arrays``, using only the runtime. It becomes part of the artifact's ``run.py``; at most 16 lines."""
+
+    @property
+    def arithmetic(self) -> str:
+        """The type that products are computed in, which says what peak of the machine they are held against."""
+        return "float32"
 
     @property
     def packages(self) -> tuple[str, ...]:

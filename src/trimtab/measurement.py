@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 Scalar = None | bool | int | float | str
@@ -101,3 +101,29 @@ class Parity:
     relative_to: Relative = "examples"
     """What these two are relative to: what the reference varies by over the examples or, where it does not vary over them (one
     example only), within the output; else its size; else 1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperatorTime:
+    """One operator in one call of the model, on average."""
+
+    name: str
+    """As the runtime calls it, such as ``aten::addmm`` or ``Convolution (brgconv_avx512_1x1_I8)``."""
+    calls: float
+    """How often it runs in one call; not whole where the model takes turns."""
+    self_ms: float
+    """Milliseconds in one call, without the operators that it calls itself; on the GPU where one computes."""
+    share: float
+    """Of the time of all operators. Shares sum to 1."""
+
+
+def operator_shares(rows: Iterable[tuple[str, float, float]]) -> list[OperatorTime]:
+    """Operators from ``(name, calls, milliseconds)``, all per call of the model; the slowest first, equal names added up."""
+    calls: dict[str, float] = {}
+    times: dict[str, float] = {}
+    for name, count, ms in rows:
+        calls[name] = calls.get(name, 0.0) + count
+        times[name] = times.get(name, 0.0) + ms
+    total = sum(times.values())
+    found = [OperatorTime(name=name, calls=calls[name], self_ms=ms, share=ms / total) for name, ms in times.items() if ms > 0]
+    return sorted(found, key=lambda row: (-row.self_ms, row.name))

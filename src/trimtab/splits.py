@@ -44,6 +44,11 @@ class Splits:
     labelled: bool = False
     notes: tuple[str, ...] = ()
 
+    def examples(self) -> dict[str, int]:
+        """How many each part has; stand-ins for data are none."""
+        parts = {"calibration": self.calibration, "selection": self.selection, "test": self.test}
+        return {name: _count(batches) for name, batches in parts.items()}
+
 
 def split(workload: Workload) -> Splits:
     """Read and split the data of ``workload``, the same way every time.

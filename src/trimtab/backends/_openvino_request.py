@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from trimtab.backends import _openvino as ir
+from trimtab.measurement import OperatorTime, operator_shares
 from trimtab.signature import Signature
 
 COPIED_BYTES = 65536
@@ -58,6 +59,17 @@ class Request:
     def coverage(self) -> list[str]:
         """See :func:`trimtab.backends._openvino.coverage`."""
         return ir.coverage(self.compiled)
+
+    def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
+        """The runtime's counters over ``repeats`` calls, of a model that was compiled with ``PERF_COUNT``."""
+        rows: list[tuple[str, float, float]] = []
+        for turn in range(repeats + 1):
+            self.run(leaves)
+            if turn:  # the first call warms up
+                rows += [
+                    _operator(info, repeats) for info in self._request.get_profiling_info() if info.status.name == "EXECUTED"
+                ]
+        return operator_shares(rows)
 
     def _run_large(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         alive = []  # the request points into this memory until the answer is there
@@ -111,6 +123,10 @@ def run_queue(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> l
         queue.start_async({i: request._tensor(array, shared_memory=True) for i, array in enumerate(arrays)}, index)
     queue.wait_all()
     return list(answers)
+
+
+def _operator(info: Any, repeats: int) -> tuple[str, float, float]:
+    return f"{info.node_type} ({info.exec_type})", 1 / repeats, info.real_time.total_seconds() * 1e3 / repeats
 
 
 def _static(port: Any, dtype: torch.dtype) -> tuple[list[int] | None, torch.dtype]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from trimtab.backends._scratch import copy_files, fingerprint, first_line, own_f
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable, require
 from trimtab.errors import CompileError, IntegrityError
+from trimtab.measurement import OperatorTime, operator_shares
 from trimtab.signature import Signature
 
 
@@ -44,6 +46,20 @@ class OnnxExecutable(Executable):
         assert self._run is not None, "closed"
         feeds = {name: leaves[index].numpy(force=True) for index, name in self._feeds}
         return [torch.from_numpy(array) for array in self._run(self._outputs, feeds, None)]
+
+    def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
+        """The session's own profile, of a second session that keeps one."""
+        with tempfile.TemporaryDirectory(prefix="trimtab-profile-") as place:
+            options = self._session.get_session_options()
+            options.enable_profiling, options.profile_file_prefix = True, f"{place}/profile"
+            session = require("onnxruntime").InferenceSession(
+                str(self._folder / MODEL), options, providers=["CPUExecutionProvider"]
+            )
+            profiled = OnnxExecutable(session, self.signature, self.settings, self._folder)
+            for _ in range(repeats + 1):
+                profiled.run(leaves)
+            events = json.loads(pathlib.Path(session.end_profiling()).read_text(encoding="utf-8"))
+        return operator_shares(_kernels(events, repeats))
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Copy the ONNX file, and its weights if they are too large to stand in it."""
@@ -86,6 +102,11 @@ class OnnxRuntime(Backend):
     def needs(self) -> frozenset[str]:
         """Static int8 takes ranges from calibration data."""
         return frozenset({"calibration"}) if self.precision == "int8_static" else frozenset()
+
+    @property
+    def arithmetic(self) -> str:
+        """Both int8 precisions multiply in int8."""
+        return "float32" if self.precision == "f32" else "int8"
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -186,6 +207,17 @@ def load(folder, threads):
             return onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
         except (*CONVERSION_ERRORS, *_runtime_errors()) as error:
             raise CompileError(f"ONNX Runtime cannot open the model: {first_line(error)}") from error
+
+
+def _kernels(events: Sequence[Mapping[str, Any]], repeats: int) -> Iterator[tuple[str, float, float]]:
+    """Kernels of all calls but the first, which warms up, as ``(operator, calls, milliseconds)`` per call."""
+    seen: set[str] = set()
+    for event in events:
+        if event.get("cat") != "Node" or not event["name"].endswith("_kernel_time"):
+            continue
+        if event["name"] in seen:
+            yield event["args"]["op_name"], 1 / repeats, event["dur"] / 1e3 / repeats
+        seen.add(event["name"])
 
 
 def _runtime_errors() -> tuple[type[Exception], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from trimtab.backends._scratch import copy_files, fingerprint, first_line, own_f
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Choice, Executable, install_hint, missing_package
 from trimtab.errors import CompileError, IntegrityError, UsageError
+from trimtab.measurement import OperatorTime
 from trimtab.signature import Signature, TensorSpec
 
 
@@ -52,6 +53,13 @@ class OpenVinoExecutable(Executable):
         same = all(request is wanted[0] for request in wanted)
         return run_queue(wanted[0] if same else self._for_any(), requests)
 
+    def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
+        """OpenVINO's performance counters, of a model compiled with them; the kernel stands behind each kind of operator."""
+        model = _read(self._folder)
+        _reshape(model, [list(leaf.shape) for leaf in leaves])
+        request = Request(self._compile(model, {"PERF_COUNT": True}), self.signature, self._through)
+        return request.operator_times(leaves, repeats)
+
     def save(self, folder: pathlib.Path) -> list[str]:
         """Copy the model, which keeps its dynamic dimensions, and its weights."""
         return copy_files(self._folder, ir.FILES, folder)
@@ -79,9 +87,9 @@ class OpenVinoExecutable(Executable):
             self._any = Request(self._compile(_read(self._folder)), self.signature, self._through)
         return self._any
 
-    def _compile(self, model: Any) -> Any:
+    def _compile(self, model: Any, more: Mapping[str, Any] | None = None) -> Any:
         try:
-            return ir.runtime().Core().compile_model(model, "CPU", self._config)
+            return ir.runtime().Core().compile_model(model, "CPU", {**self._config, **(more or {})})
         except CONVERSION_ERRORS as error:
             raise CompileError(f"OpenVINO cannot compile the model: {first_line(error)}") from error
 
@@ -123,6 +131,11 @@ class OpenVino(Backend):
     def needs(self) -> frozenset[str]:
         """Static int8 takes ranges from calibration data."""
         return frozenset({"calibration"}) if self.precision == "int8_static" else frozenset()
+
+    @property
+    def arithmetic(self) -> str:
+        """Weights in int8 alone are multiplied in float32."""
+        return {"int8_static": "int8", "bf16": "bfloat16"}.get(self.precision, "float32")
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from trimtab._json import dumps
 from trimtab._units import megabytes, seconds
-from trimtab.study.optimize import Result, busy, optimize
+from trimtab.study.optimize import optimize
 from trimtab.study.progress import Progress
+from trimtab.study.result import Result, busy
 from trimtab.study.sampler import Ask
 from trimtab.study.study import Study
 from trimtab.trial import State, Trial

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,21 +10,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from trimtab.measurement import OperatorTime, operator_shares
+
 _LEVEL = "KINETO_LOG_LEVEL"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OperatorTime:
-    """One operator of torch in one call of the model, on average."""
-
-    name: str
-    """Such as ``aten::addmm``."""
-    calls: float
-    """How often it runs in one call; not whole where the model takes turns."""
-    self_ms: float
-    """Milliseconds in one call, without the operators that it calls itself; on the GPU where one computes."""
-    share: float
-    """Of the time of all operators. Shares sum to 1."""
 
 
 def operator_times(call: Callable[[], object], *, repeats: int = 10) -> list[OperatorTime]:
@@ -45,9 +32,7 @@ def operator_times(call: Callable[[], object], *, repeats: int = 10) -> list[Ope
     rows = [
         (event.key, event.count / repeats, microseconds / repeats / 1e3) for event, microseconds in times if microseconds > 0
     ]
-    total = sum(ms for _, _, ms in rows)
-    found = [OperatorTime(name=name, calls=calls, self_ms=ms, share=ms / total) for name, calls, ms in rows]
-    return sorted(found, key=lambda row: (-row.self_ms, row.name))
+    return operator_shares(rows)
 
 
 def _recorded(call: Callable[[], object], repeats: int) -> list[Any]:

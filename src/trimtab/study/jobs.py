@@ -19,8 +19,9 @@ from trimtab._tree import unflatten
 from trimtab.artifact import Golden, open_artifact, write_artifact
 from trimtab.confirm import Confirmation, confirm
 from trimtab.contracts import BACKENDS, Executable, technique_from_json
-from trimtab.environment import Environment
+from trimtab.environment import Environment, measured_peaks
 from trimtab.evaluate import BUILT, MODEL, Plan, apply_passes, evaluate, load_saved, runner_for, save, stage, start
+from trimtab.explain import explain
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import LocalRunner
@@ -65,6 +66,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "notes": list(subject.notes),
         "inputs": subject.candidate.signature.describe(),
         "threads": torch.get_num_threads(),
+        "splits": subject.splits.examples(),
     }
 
 
@@ -139,6 +141,18 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     return to_json(found)
 
 
+def explain_job(job: Job, folder: pathlib.Path) -> Any:
+    """Profile recipes one after the other and place them under this machine's roofline."""
+    subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+    threads, peaks = torch.get_num_threads(), measured_peaks(Environment.capture())
+    found = {}
+    for name, asked in job["recipes"].items():
+        torch.set_num_threads(threads)  # which a recipe may have changed
+        files = None if asked["files"] is None else pathlib.Path(asked["files"])
+        found[name] = explain(Recipe.from_json(asked["recipe"]), files, subject, peaks, seconds=asked["seconds"])
+    return {"peaks": to_json(peaks), "explanations": to_json(found)}
+
+
 class Shipped(Executable):
     """A loaded executable whose files are those it was loaded from."""
 
@@ -199,4 +213,5 @@ JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
     "trial": trial_job,
     "probe": probe_job,
     "confirm": confirm_job,
+    "explain": explain_job,
 }

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import json
 import pathlib
 import pickle
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import cloudpickle
 import psutil
 
 from trimtab import errors
-from trimtab._json import dumps, from_json, to_json, write_json
-from trimtab.contracts import Technique
+from trimtab._json import from_json, to_json, write_json
 from trimtab.environment import Environment
 from trimtab.errors import MeasurementError, StorageError, UsageError, WorkloadError
 from trimtab.evaluate import BUILT, MODEL, UNSAVED, Objective, Plan
@@ -25,6 +25,7 @@ from trimtab.recipe import Recipe
 from trimtab.study import verdict
 from trimtab.study.process import LOG, Outcome, WorkerProcess
 from trimtab.study.progress import Progress
+from trimtab.study.record import Prepared, Record
 from trimtab.study.rivals import Rivals
 from trimtab.study.sampler import Ask, Facts, Ladder, Sampler, Tpe, as_written
 from trimtab.study.storage import Storage
@@ -57,26 +58,6 @@ class Options:
     seed: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What the dry run of the workload found."""
-
-    name: str
-    fingerprint: str
-    score: float | None
-    n: int | None
-    blocked: Mapping[str, str]
-    """Technique as canonical JSON -> why it cannot be used on this workload, here."""
-    notes: tuple[str, ...]
-    inputs: str
-    threads: int
-
-    def why_not(self, recipe: Recipe) -> str | None:
-        """The first reason against a recipe that was known before it was tried."""
-        steps: Sequence[Technique] = (*recipe.passes, recipe.backend)
-        return next((why for step in steps if (why := self.blocked.get(dumps(step, indent=None)))), None)
-
-
 class Study:
     """One search. It lives in a run folder, and goes on from there when it is made again with the same workload.
 
@@ -96,13 +77,16 @@ class Study:
         *,
         progress: Progress | None = None,
         interrupted: Callable[[], bool] = lambda: False,
+        command: str = "",
     ) -> None:
         self.folder = folder
+        self.command = command
+        """What makes this study again; for its record."""
         self.options = options
         self.progress = progress or Progress()
         self.interrupted = interrupted
         self.notes: list[str] = []
-        self._began = time.monotonic()
+        self._began, self._started = time.monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         folder.mkdir(parents=True, exist_ok=True)
         self.memory_mb = options.worker_mb or 0.8 * psutil.virtual_memory().available / 1e6
         self._source = self._describe(workload)
@@ -142,6 +126,7 @@ class Study:
             trial = self.storage.add(trial, value)
         self._trials.append(trial)
         self._sweep()
+        self.record().write(self.folder)
         return trial
 
     def search(self, *, deadline: float | None = None, most: int | None = None) -> None:
@@ -165,6 +150,22 @@ class Study:
         if self._left_out:
             names = ", ".join(str(trial.recipe) for trial in self._left_out)
             self.notes.append(f"The budget was too short to try {names}.")
+
+    def record(self) -> Record:
+        """What is known so far."""
+        return Record(
+            workload=self.prepared.name,
+            command=self.command,
+            started=self._started,
+            seconds=time.monotonic() - self._began,
+            objective=self.options.objective,
+            sampler=self.options.sampler,
+            limits=self.options.limits,
+            prepared=self.prepared,
+            environment=self.environment,
+            trials=tuple(self._trials),
+            notes=tuple(self.notes),
+        )
 
     def job(self) -> dict[str, Any]:
         """What every job of this study has in common."""

@@ -1,0 +1,123 @@
+"""Why it is as fast as it is: where the time of a call goes, and how much of the machine it uses."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import typing
+from typing import ClassVar
+
+import torch
+
+from trimtab.candidate import Candidate
+from trimtab.contracts import Executable
+from trimtab.environment import Peaks
+from trimtab.evaluate import BUILT, MODEL, apply_passes, load_saved, start
+from trimtab.measure.flops import count_flops, weight_bytes
+from trimtab.measure.profile import operator_times
+from trimtab.measure.roofline import Dtype, Roofline, roofline
+from trimtab.measurement import OperatorTime
+from trimtab.recipe import Recipe
+from trimtab.subject import Subject
+
+REPEATS = 10
+TORCH = "torch's profiler"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What is known about one recipe beside its speed. What is not known has its reason in ``notes``."""
+
+    schema: ClassVar[int] = 1
+
+    recipe: str
+    source: str
+    """Whose profiler named the operators."""
+    operators: tuple[OperatorTime, ...] = ()
+    """The slowest first; empty where the profiler saw none."""
+    dtype: Dtype = "float32"
+    """What the products are computed in."""
+    threads: int | None = None
+    seconds: float | None = None
+    """Of one call, as it was measured in turns; profiled calls take longer."""
+    flops: int | None = None
+    """Operations of one call of the original, whatever the recipe made of them."""
+    uncounted: tuple[str, ...] = ()
+    """Operators without a formula; with any, ``flops`` is a lower bound."""
+    bytes_moved: int | None = None
+    """At least: the weights, inputs and outputs, once each."""
+    roofline: Roofline | None = None
+    notes: tuple[str, ...] = ()
+
+
+def explain(
+    recipe: Recipe, files: pathlib.Path | None, subject: Subject, peaks: Peaks, *, seconds: float | None = None
+) -> Explanation:
+    """Profile ``recipe`` in this process, from its saved ``files`` if there are any, and place it under the roof.
+
+    ``seconds`` is what one call takes, as measured. Run it in a process that ends afterwards, as for
+    :func:`trimtab.evaluate.evaluate`.
+
+    Raises:
+        CompileError: and whatever else the recipe raises when it is built and run.
+    """
+    saved = files is not None and (files / BUILT).exists()
+    candidate = subject.candidate
+    if saved:
+        assert files is not None
+        executable = load_saved(recipe, files)
+        weights = sum(path.stat().st_size for path in (files / MODEL).rglob("*") if path.is_file())
+    else:
+        candidate = apply_passes(recipe, candidate)
+        executable = start(recipe, candidate)[0]
+        weights = weight_bytes(candidate.model)
+    source, operators, notes = _profiled(recipe, executable, subject.candidate)
+    counted = count_flops(subject.model, subject.candidate.args, subject.candidate.kwargs)
+    moved = weights + _bytes(subject.candidate.leaves) + _bytes(executable.run(subject.candidate.leaves))
+    dtype = _dtype(recipe, executable)
+    threads = executable.settings.threads or torch.get_num_threads()
+    roof = None if seconds is None else roofline(counted.total, moved, seconds, peaks, dtype=dtype, threads=threads)
+    if roof is None:
+        notes += (_no_roof(counted.total, seconds, peaks, dtype, threads),)
+    return Explanation(
+        recipe=str(recipe),
+        source=source,
+        operators=tuple(operators),
+        dtype=dtype,
+        threads=threads,
+        seconds=seconds,
+        flops=counted.total,
+        uncounted=counted.uncounted,
+        bytes_moved=moved,
+        roofline=roof,
+        notes=notes,
+    )
+
+
+def _profiled(recipe: Recipe, executable: Executable, candidate: Candidate) -> tuple[str, list[OperatorTime], tuple[str, ...]]:
+    with contextlib.suppress(NotImplementedError):
+        native = executable.operator_times(candidate.leaves, REPEATS)
+        if native is not None:
+            return f"{recipe.backend.name}'s own profiler", native, ()
+    found = operator_times(lambda: executable.run(candidate.leaves), repeats=REPEATS)
+    return TORCH, found, () if found else ("torch's profiler saw no operator: the runtime keeps them to itself.",)
+
+
+def _dtype(recipe: Recipe, executable: Executable) -> Dtype:
+    """What the backend says, or the type that autocast casts to."""
+    named = executable.settings.autocast or recipe.backend.arithmetic
+    return typing.cast(Dtype, named) if named in typing.get_args(Dtype) else "float32"
+
+
+def _bytes(tensors: typing.Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _no_roof(flops: int, seconds: float | None, peaks: Peaks, dtype: Dtype, threads: int) -> str:
+    if seconds is None:
+        return "Not placed under the roofline: its time was not measured."
+    if not flops:
+        return "Not placed under the roofline: no operation of the model has a formula to count by."
+    missing = next((kind for kind in (dtype, "memory") if not peaks.find(typing.cast(Dtype, kind), "cpu", threads)), dtype)
+    return f"Not placed under the roofline: the {missing} peak at {threads} threads was not measured on this machine."

@@ -1,0 +1,154 @@
+"""The end of a study: confirm the winner, or ship the original, say so, and explain it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab._json import dumps, from_json, to_json
+from trimtab.artifact import Artifact, open_artifact
+from trimtab.confirm import Confirmation
+from trimtab.environment import Peaks
+from trimtab.errors import ArtifactError, UsageError, WorkloadError
+from trimtab.explain import Explanation
+from trimtab.study import verdict
+from trimtab.study.result import ARTIFACT, Best
+from trimtab.study.rivals import Rivals
+from trimtab.study.sampler import as_written
+from trimtab.study.study import KEEP, RIVALS, Study
+from trimtab.trial import Trial
+
+CONFIRM = 2
+"""Each paired timing of the confirmation may take this many times as long as that of a trial."""
+CONFIRM_FOLDER, EXPLAIN = "confirm", "explain"
+
+
+def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
+    """Confirm the winner, or the next best, or ship the original."""
+    limits, objective = study.options.limits, study.options.objective
+    ranked = verdict.ranked(study.trials, limits, objective)
+    eager = verdict.best_eager(study.trials)
+    if eager is None and not study.trials:
+        raise UsageError("No trial was finished, not even of the model as written. Run it again with a longer --budget.")
+    if eager is None:
+        raise WorkloadError(_no_baseline(study))
+    if not ranked:
+        return "limits_not_met", verdict.unmet(study.trials, limits), None
+    ahead = ranked[: ranked.index(eager)] if eager in ranked else ranked
+    must_win = verdict.feasible(eager, limits)  # an original that misses a limit is no alternative
+    study.progress.stage("confirming the winner in fresh processes, on the test data")
+    lost: list[str] = []
+    with Rivals(study.job(), study.folder / RIVALS) as rivals:
+        for trial in ahead[:KEEP]:
+            found = _confirm(study, trial, eager, rivals, must_win=must_win)
+            if found.confirmation.ok:
+                return "improved", _improved(study, found, lost), found
+            lost.append(f"{trial.recipe}: {found.confirmation.reason}")
+        study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
+        if not verdict.feasible(eager, limits):
+            return "limits_not_met", verdict.unmet([t for t in study.trials if t not in ahead], limits), None
+        kept = _confirm(study, eager, eager, rivals, must_win=False)
+    if not kept.confirmation.ok:
+        return "kept_original", f"Nothing better was confirmed, and the original cannot ship: {kept.confirmation.reason}", kept
+    why = " ".join(lost) or f"none of {len(study.trials)} trials was faster than the tuned original within the limits"
+    slower = ""
+    ratio = kept.confirmation.speedup
+    if kept.artifact is not None and ratio is not None and ratio.high < 1:
+        slower = (
+            f" In the form that stands alone it runs at {ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) of the model "
+            "as written; where its class is at hand, go on using the model itself."
+        )
+    return "kept_original", f"The original ships: {why}.{slower}", kept
+
+
+def _confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_win: bool) -> Best:
+    """Measure ``trial`` again and write the artifact; what an earlier run of this study confirmed is not done twice."""
+    key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
+    known = study.storage.noted(key)
+    if known is not None and not known["ok"]:
+        return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=None)  # no second throw of the dice
+    if known is not None and (artifact := _shipped(study, trial)) is not None:
+        return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=artifact)
+    wanted = {"as_written": as_written()} | ({} if eager.recipe == as_written() else {"tuned": eager.recipe})
+    for name, recipe in wanted.items():
+        if not rivals.alive(name):
+            study.start_rival(rivals, name, recipe, fresh=True, final=True)
+    job = study.job() | {
+        "kind": "confirm",
+        "recipe": trial.recipe.to_json(),
+        "files": str(study.files(trial)),
+        "rivals": rivals.addresses,
+        "plan": to_json(study.plan(seconds=CONFIRM * study.options.timing_s, width=0.02)),
+        "must_win": must_win,
+        "ships": trial.size_mb is not None,
+        "artifact": str(study.folder / ARTIFACT),
+        "trial": to_json(trial),
+        "environment": to_json(study.environment),
+    }
+    outcome = study.run_job(job, study.folder / CONFIRM_FOLDER / trial.recipe.hash, final=True)
+    if outcome.result is None:
+        reason = f"The confirmation failed: {outcome.reason}"
+        return Best(trial=trial, confirmation=Confirmation(recipe=trial.recipe, ok=False, reason=reason), artifact=None)
+    study.storage.note(key, outcome.result)
+    return Best(trial=trial, confirmation=from_json(Confirmation, outcome.result), artifact=_shipped(study, trial))
+
+
+def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Explanation]]:
+    """Where the time of the model as written and of what ships goes. It explains the answer and decides nothing, so where it
+    fails the study has a note more, and where the user wants to stop it is left out."""
+    first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
+    if study.interrupted() or first is None or first.comparison is None:
+        return None, {}
+    found = best.confirmation.comparison if best is not None else None
+    times = found if found is not None else first.comparison
+    asked: dict[str, dict[str, Any]] = {
+        "as_written": {"recipe": as_written().to_json(), "files": None, "seconds": times.rival.median / 1e3}
+    }
+    if best is not None and found is not None:
+        files, seconds = str(study.files(best.trial)), found.candidate.median / 1e3
+        asked["best"] = {"recipe": best.trial.recipe.to_json(), "files": files, "seconds": seconds}
+    key = f"explained {dumps(asked, indent=None)}"
+    study.progress.stage("looking where the time goes")
+    known = study.storage.noted(key)
+    if known is None:
+        outcome = study.run_job(study.job() | {"kind": "explain", "recipes": asked}, study.folder / EXPLAIN)
+        if outcome.result is None:
+            study.notes.append(f"Where the time goes is not known: {outcome.reason}")
+            return None, {}
+        known = outcome.result
+        study.storage.note(key, known)
+    explanations = {name: from_json(Explanation, value) for name, value in known["explanations"].items()}
+    return from_json(Peaks, known["peaks"]), explanations
+
+
+def _shipped(study: Study, trial: Trial) -> Artifact | None:
+    """The artifact in the run folder, if it is that of ``trial``."""
+    try:
+        artifact = open_artifact(study.folder / ARTIFACT)
+    except ArtifactError:
+        return None
+    return artifact if artifact.manifest.recipe == trial.recipe.to_json() else None
+
+
+def _improved(study: Study, found: Best, lost: list[str]) -> str:
+    confirmation = found.confirmation
+    ratio = confirmation.speedup
+    assert ratio is not None
+    words = f"{found.trial.recipe} is {ratio.value:.2f}x as fast as written (95% interval {ratio.low:.2f} to {ratio.high:.2f})"
+    if confirmation.against_tuned is not None:
+        tuned = confirmation.against_tuned
+        words += f" and {tuned.value:.2f}x the tuned original ({tuned.low:.2f} to {tuned.high:.2f})"
+    if confirmation.drop is not None:
+        words += f"; its score drops by {confirmation.drop.value:.3%}, at most {confirmation.drop.upper:.3%}"
+    first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
+    if study.options.objective == "size" and first is not None and first.size_mb and found.trial.size_mb:
+        words += f"; it has {found.trial.size_mb:.3g} MB, where the original has {first.size_mb:.3g} MB"
+    if study.options.objective == "memory" and first is not None and first.peak_mb and confirmation.peak_mb:
+        words += f"; it needs {confirmation.peak_mb:.3g} MB of memory, where the original needs {first.peak_mb:.3g} MB"
+    return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+
+
+def _no_baseline(study: Study) -> str:
+    first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
+    if first is None:
+        return "The model as written was not among the finished trials. Start again with --fresh."
+    return f"The model as written could not be measured ({first.state}): {first.reason} Log: {study.folder / str(first.log)}"

@@ -1,0 +1,108 @@
+"""Everything about one study that a report shows, in one file of its run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from trimtab._json import dumps, from_json, write_json
+from trimtab.confirm import Confirmation
+from trimtab.contracts import Technique
+from trimtab.environment import Environment, Peaks
+from trimtab.errors import StorageError, UsageError
+from trimtab.explain import Explanation
+from trimtab.recipe import Recipe
+from trimtab.study.verdict import Status
+from trimtab.trial import Trial
+from trimtab.workload import Limits
+
+RECORD = "record.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the dry run of the workload found."""
+
+    name: str
+    fingerprint: str
+    score: float | None
+    n: int | None
+    blocked: Mapping[str, str]
+    """Technique as canonical JSON -> why it cannot be used on this workload, here."""
+    notes: tuple[str, ...]
+    inputs: str
+    threads: int
+    splits: Mapping[str, int]
+    """Examples in each of calibration, selection and test."""
+
+    def why_not(self, recipe: Recipe) -> str | None:
+        """The first reason against a recipe that was known before it was tried."""
+        steps: Sequence[Technique] = (*recipe.passes, recipe.backend)
+        return next((why for step in steps if (why := self.blocked.get(dumps(step, indent=None)))), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """A study as far as it has come; what is not known yet is ``None`` or empty. It round-trips through JSON."""
+
+    schema: ClassVar[int] = 1
+
+    workload: str
+    command: str
+    """What goes on with the study, or makes it again elsewhere."""
+    started: str
+    """Date and time in UTC, ISO 8601, of the run that ended last."""
+    seconds: float
+    """That run took so far."""
+    objective: str
+    sampler: str
+    limits: Limits
+    prepared: Prepared
+    environment: Environment
+    trials: tuple[Trial, ...]
+    status: Status | None = None
+    """``None`` while the study runs, and where it was cut off."""
+    sentence: str = ""
+    """The verdict."""
+    ladder: tuple[Mapping[str, Any], ...] = ()
+    """Rungs as :func:`trimtab.study.verdict.entry` writes them."""
+    best: str | None = None
+    """Hash of the recipe that ships."""
+    confirmation: Confirmation | None = None
+    artifact: str | None = None
+    """Its folder, relative to the run folder."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Files of the artifact -> SHA-256."""
+    peaks: Peaks | None = None
+    explanations: Mapping[str, Explanation] = dataclasses.field(default_factory=dict)
+    """``as_written`` and ``best``."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def winner(self) -> Trial | None:
+        """The trial whose recipe ships."""
+        return next((trial for trial in self.trials if trial.recipe.hash == self.best), None)
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Keep it in run folder ``folder``."""
+        write_json(folder / RECORD, self)
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> Record:
+        """The record in run folder ``folder``.
+
+        Raises:
+            UsageError: there is no study in it.
+            StorageError: there is one, but its record is damaged or of another version.
+        """
+        path = folder / RECORD
+        if not path.is_file():
+            what = "is not a folder" if not folder.is_dir() else f"holds no {RECORD}"
+            raise UsageError(f"{folder} {what}. Give the run folder of a study, such as runs/digits; optimize prints it.")
+        try:
+            return from_json(cls, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, RecursionError) as error:  # a UsageError is a ValueError
+            raise StorageError(f"{path} cannot be read: {error} The same optimize command writes it anew.") from error

@@ -1,0 +1,156 @@
+"""The answer of a study: what ships, the ladder, and all of it as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from trimtab._json import to_json
+from trimtab.artifact import Artifact
+from trimtab.confirm import Confirmation
+from trimtab.environment import Peaks
+from trimtab.evaluate import UNRELIABLE
+from trimtab.explain import Explanation
+from trimtab.study import verdict
+from trimtab.study.record import Record
+from trimtab.study.sampler import as_written
+from trimtab.study.study import Study
+from trimtab.trial import State, Trial
+
+ARTIFACT = "artifact"
+"""Folder of the artifact in the run folder."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Best:
+    """What ships: the winner as it was measured again, or the original where nothing beat it."""
+
+    trial: Trial
+    confirmation: Confirmation
+    artifact: Artifact | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """The four rungs, as written to best; ``str()`` of it is a table."""
+
+    rungs: tuple[Mapping[str, Any], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{'rung':<11} {'speed-up':<22} {'latency':>10} {'score':>8} {'drop (up to)':>18}  recipe"]
+        return "\n".join([*lines, *(_line(rung) for rung in self.rungs)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """The answer of a study."""
+
+    schema: ClassVar[int] = 1
+
+    study: Study
+    status: verdict.Status
+    sentence: str
+    best: Best | None
+    seconds: float
+    peaks: Peaks | None = None
+    explanations: Mapping[str, Explanation] = dataclasses.field(default_factory=dict)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Every finished trial."""
+        return self.study.trials
+
+    def ladder(self) -> Ladder:
+        """As written, tuned, lossless, best."""
+        limits, trials = self.study.options.limits, self.study.trials
+        exact = [t for t in verdict.ranked(trials, limits, self.study.options.objective) if t.recipe.exact]
+        found: dict[verdict.Rung, Trial | None] = {
+            "as_written": next((t for t in trials if t.recipe == as_written()), None),
+            "tuned": verdict.best_eager(trials),
+            "lossless": exact[0] if exact else None,
+        }
+        rungs = [verdict.entry(trial, limits, rung=rung) for rung, trial in found.items() if trial is not None]
+        if self.best is not None:
+            rungs.append(verdict.entry(self.best.trial, limits, rung="best", confirmed=self.best.confirmation))
+        return Ladder(tuple(rungs))
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as ``trimtab optimize --json`` prints it."""
+        study, best = self.study, self.best
+        limits = study.options.limits
+        return {
+            "schema": self.schema,
+            "workload": study.prepared.name,
+            "status": self.status,
+            "environment": to_json(study.environment),
+            "conditions": self._conditions(),
+            "ladder": list(self.ladder().rungs),
+            "trials": [verdict.entry(trial, limits) for trial in study.trials],
+            "best": None if best is None else verdict.entry(best.trial, limits, confirmed=best.confirmation),
+            "artifact": None if best is None or best.artifact is None else str(best.artifact.path),
+            "report": None,
+            "seconds": self.seconds,
+        }
+
+    def record(self) -> Record:
+        """All that a report shows."""
+        best = self.best
+        found = dataclasses.replace(
+            self.study.record(),
+            status=self.status,
+            sentence=self.sentence,
+            seconds=self.seconds,
+            ladder=self.ladder().rungs,
+            peaks=self.peaks,
+            explanations=self.explanations,
+            notes=(*self.study.notes, *busy(self.study.trials)),
+        )
+        if best is None:
+            return found
+        files = {} if best.artifact is None else {name: f.sha256 for name, f in best.artifact.manifest.files.items()}
+        return dataclasses.replace(
+            found,
+            best=best.trial.recipe.hash,
+            confirmation=best.confirmation,
+            artifact=None if best.artifact is None else ARTIFACT,
+            files=files,
+        )
+
+    def _conditions(self) -> dict[str, Any]:
+        study = self.study
+        comparison = self.best.confirmation.comparison if self.best is not None else None
+        return {
+            "objective": study.options.objective,
+            "sampler": study.options.sampler,
+            "limits": to_json(study.options.limits),
+            "inputs": study.prepared.inputs,
+            "threads": study.prepared.threads,
+            "pairs": None if comparison is None else comparison.pairs,
+            "noise": None if comparison is None else comparison.noise,
+            "foreign_cpu": None if comparison is None else comparison.foreign,
+            "stolen_cpu": None if comparison is None else comparison.stolen,
+            "verdict": self.sentence,
+            "notes": [*study.prepared.notes, *study.notes, *busy(study.trials)],
+        }
+
+
+def busy(trials: list[Trial]) -> list[str]:
+    """A sentence where the machine was too busy for many of the trials."""
+    timed = [trial for trial in trials if trial.comparison is not None and trial.state is State.COMPLETE]
+    poor = [trial for trial in timed if trial.comparison is not None and trial.comparison.ratio.width > UNRELIABLE]
+    if len(poor) <= len(timed) / 4:
+        return []
+    return [
+        f"The machine was too busy to measure well: {len(poor)} of {len(timed)} ratios are known to no better than "
+        f"{UNRELIABLE:.0%}. Run it again with --fresh when it is quiet."
+    ]
+
+
+def _line(rung: Mapping[str, Any]) -> str:
+    speedup, latency, drop = rung["speedup"], rung["latency_ms"]["median"], rung["drop"]
+    times = "-" if speedup["value"] is None else f"{speedup['value']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+    ms = "-" if latency is None else f"{latency:.3g} ms"
+    score = "-" if rung["score"]["value"] is None else f"{rung['score']['value']:.4f}"
+    lost = "-" if drop["value"] is None else f"{drop['value']:.2%} ({drop['upper']:.2%})"
+    return f"{rung['rung']:<11} {times:<22} {ms:>10} {score:>8} {lost:>18}  {rung['recipe']}"
