@@ -117,13 +117,18 @@ class OperatorTime:
     """Of the time of all operators. Shares sum to 1."""
 
 
-def operator_shares(rows: Iterable[tuple[str, float, float]]) -> list[OperatorTime]:
-    """Operators from ``(name, calls, milliseconds)``, all per call of the model; the slowest first, equal names added up."""
-    calls: dict[str, float] = {}
+def operator_shares(rows: Iterable[tuple[str, int, float]], repeats: int) -> list[OperatorTime]:
+    """Operators from ``(name, calls, milliseconds)`` over ``repeats`` calls of the model; the slowest first, equal names added
+    up, those without any time left out."""
+    calls: dict[str, int] = {}
     times: dict[str, float] = {}
     for name, count, ms in rows:
-        calls[name] = calls.get(name, 0.0) + count
+        calls[name] = calls.get(name, 0) + count
         times[name] = times.get(name, 0.0) + ms
     total = sum(times.values())
-    found = [OperatorTime(name=name, calls=calls[name], self_ms=ms, share=ms / total) for name, ms in times.items() if ms > 0]
+    found = [
+        OperatorTime(name=name, calls=calls[name] / repeats, self_ms=ms / repeats, share=ms / total)
+        for name, ms in times.items()
+        if ms > 0
+    ]
     return sorted(found, key=lambda row: (-row.self_ms, row.name))

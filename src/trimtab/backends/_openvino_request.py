@@ -62,14 +62,12 @@ class Request:
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
         """The runtime's counters over ``repeats`` calls, of a model that was compiled with ``PERF_COUNT``."""
-        rows: list[tuple[str, float, float]] = []
+        rows: list[tuple[str, int, float]] = []
         for turn in range(repeats + 1):
             self.run(leaves)
             if turn:  # the first call warms up
-                rows += [
-                    _operator(info, repeats) for info in self._request.get_profiling_info() if info.status.name == "EXECUTED"
-                ]
-        return operator_shares(rows)
+                rows += [_operator(info) for info in self._request.get_profiling_info() if info.status.name == "EXECUTED"]
+        return operator_shares(rows, repeats)
 
     def _run_large(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         alive = []  # the request points into this memory until the answer is there
@@ -125,8 +123,8 @@ def run_queue(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> l
     return list(answers)
 
 
-def _operator(info: Any, repeats: int) -> tuple[str, float, float]:
-    return f"{info.node_type} ({info.exec_type})", 1 / repeats, info.real_time.total_seconds() * 1e3 / repeats
+def _operator(info: Any) -> tuple[str, int, float]:
+    return f"{info.node_type} ({info.exec_type})", 1, info.real_time.total_seconds() * 1e3
 
 
 def _static(port: Any, dtype: torch.dtype) -> tuple[list[int] | None, torch.dtype]:

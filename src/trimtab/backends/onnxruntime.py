@@ -59,7 +59,7 @@ class OnnxExecutable(Executable):
             for _ in range(repeats + 1):
                 profiled.run(leaves)
             events = json.loads(pathlib.Path(session.end_profiling()).read_text(encoding="utf-8"))
-        return operator_shares(_kernels(events, repeats))
+        return operator_shares(_kernels(events), repeats)
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Copy the ONNX file, and its weights if they are too large to stand in it."""
@@ -209,14 +209,14 @@ def load(folder, threads):
             raise CompileError(f"ONNX Runtime cannot open the model: {first_line(error)}") from error
 
 
-def _kernels(events: Sequence[Mapping[str, Any]], repeats: int) -> Iterator[tuple[str, float, float]]:
-    """Kernels of all calls but the first, which warms up, as ``(operator, calls, milliseconds)`` per call."""
+def _kernels(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, float]]:
+    """Kernels of all calls but the first, which warms up, as ``(operator, calls, milliseconds)``."""
     seen: set[str] = set()
     for event in events:
         if event.get("cat") != "Node" or not event["name"].endswith("_kernel_time"):
             continue
         if event["name"] in seen:
-            yield event["args"]["op_name"], 1 / repeats, event["dur"] / 1e3 / repeats
+            yield event["args"]["op_name"], 1, event["dur"] / 1e3
         seen.add(event["name"])
 
 

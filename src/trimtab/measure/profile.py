@@ -29,10 +29,7 @@ def operator_times(call: Callable[[], object], *, repeats: int = 10) -> list[Ope
         raise ValueError(f"repeats is {repeats}; at least one run must be profiled.")
     call()
     times = _self_times(_recorded(call, repeats))
-    rows = [
-        (event.key, event.count / repeats, microseconds / repeats / 1e3) for event, microseconds in times if microseconds > 0
-    ]
-    return operator_shares(rows)
+    return operator_shares(((event.key, event.count, microseconds / 1e3) for event, microseconds in times), repeats)
 
 
 def _recorded(call: Callable[[], object], repeats: int) -> list[Any]:
