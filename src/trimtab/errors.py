@@ -15,83 +15,163 @@
         ├── IntegrityError               a file is missing, changed or malformed
         └── UntrustedError               loading would run native code; needs trust=True
 
-Messages are sentences: what happened, the value, the fix. Their text is tested.
+Messages are sentences: what happened, the value, the fix. Their text is tested. The command line prints them as
+``error[code]: sentence``; codes are stable, and :func:`table` lists them. The docstring of each class has two paragraphs, which
+are also the table's: what it means, and what to do.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from typing import ClassVar
+
+BUG, EXIT_BUG = "bug", 70
+"""Code and exit code of the command line for an exception that nobody foresaw (``EX_SOFTWARE`` of sysexits.h)."""
 
 
 class TrimtabError(Exception):
-    """Base of all errors that trimtab raises on purpose."""
+    """Base of all errors that trimtab raises on purpose; it is never raised itself.
+
+    Catch it to catch them all.
+    """
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 2
 
 
 class UsageError(TrimtabError, ValueError):
-    """The call, the option or the file is wrong; nothing was run."""
+    """The call, the option or the file is wrong; nothing was run.
+
+    Correct what the message names, as it says.
+    """
 
     code = "usage"
 
 
 class UnknownNameError(UsageError):
-    """No pass, backend or check of this name; the message lists the known ones."""
+    """No pass, backend or check of this name; the message lists the known ones.
+
+    Use one of those, or install the package that brings the one you mean.
+    """
 
     code = "unknown-name"
 
 
 class InputError(UsageError):
-    """An executable was called with inputs that it was not built for."""
+    """An executable was called with inputs that it was not built for.
+
+    Call it with the shapes and dtypes that the message states, or state the sizes that vary with ``Workload(dynamic=...)`` and
+    optimize again.
+    """
 
     code = "input"
 
 
 class MissingPackageError(TrimtabError, ImportError):
-    """An optional package is not installed; the message names the extra that brings it."""
+    """An optional package is not installed.
+
+    Install the extra that the message names.
+    """
 
     code = "missing-package"
 
 
 class WorkloadError(TrimtabError):
-    """The user's own model, data or score failed."""
+    """The user's own model, data or score failed.
+
+    Mend it at the place that the message names; the workload's log holds the traceback.
+    """
 
     code = "workload"
     exit_code = 3
 
 
 class CompileError(TrimtabError):
-    """A runtime could not export, convert or compile this model."""
+    """A runtime could not export, convert or compile this model.
+
+    In a study nothing has to be done: the trial is FAILED with this reason, and the others go on. To use this very runtime,
+    rewrite the part of the model that the message names.
+    """
 
     code = "compile"
 
 
 class MeasurementError(TrimtabError):
-    """The other process of a paired measurement died or does not answer."""
+    """The other process of a paired measurement died or does not answer.
+
+    Read its last words in the message; where it was killed for want of memory, make the batch smaller or free some memory.
+    """
 
     code = "measurement"
 
 
 class StorageError(TrimtabError):
-    """The storage of a study cannot be opened, read or written."""
+    """The storage of a study cannot be opened, read or written.
+
+    Make the folder or database that the message names usable, or choose another with ``--out`` or ``--storage``; what is
+    finished is kept.
+    """
 
     code = "storage"
 
 
 class ArtifactError(TrimtabError):
-    """An artifact folder cannot be used."""
+    """An artifact folder cannot be used.
+
+    Give the folder that ``trimtab optimize`` wrote, the one with ``manifest.json`` in it.
+    """
 
     code = "artifact"
 
 
 class IntegrityError(ArtifactError):
-    """A file of an artifact is missing, changed or malformed."""
+    """A file of an artifact is missing, changed or malformed.
+
+    Copy the artifact again from where it was made, and do not edit its files.
+    """
 
     code = "integrity"
 
 
 class UntrustedError(ArtifactError):
-    """Loading this artifact would run native code that it carries."""
+    """Loading this artifact would run native code that it carries.
+
+    If you know who made it, allow it with ``--trust`` or ``trust=True``.
+    """
 
     code = "untrusted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One row of the table of errors. ``name`` is the class, ``None`` for what the command line says about a bug of ours."""
+
+    code: str
+    name: str | None
+    meaning: str
+    remedy: str
+    exit_code: int
+
+
+def table() -> list[Entry]:
+    """Every error code with its class, what it means, what to do and the command line's exit code, as the tree has them."""
+    bug = Entry(
+        BUG,
+        None,
+        "trimtab itself failed in a way that nobody foresaw; your model is not to blame.",
+        "Report it with the file that the message names, which holds the traceback. TRIMTAB_DEBUG=1 prints it at once.",
+        EXIT_BUG,
+    )
+    return [_entry(kind) for kind in _below(TrimtabError)] + [bug]
+
+
+def _below(kind: type[TrimtabError]) -> list[type[TrimtabError]]:
+    """The classes below ``kind``, depth first, in the order in which they are defined; a plug-in's own are left out."""
+    own = [below for below in kind.__subclasses__() if below.__module__ == __name__]
+    return [found for below in own for found in (below, *_below(below))]
+
+
+def _entry(kind: type[TrimtabError]) -> Entry:
+    meaning, _, remedy = (inspect.getdoc(kind) or "").partition("\n\n")
+    return Entry(kind.code, kind.__name__, " ".join(meaning.split()), " ".join(remedy.split()), kind.exit_code)
