@@ -29,7 +29,7 @@ FLOORS = [
     {"errors"},
     {"signature", "environment", "workload", "candidate", "measurement", "contracts", "recipe", "finding", "trial"},
     {"measure", "passes", "backends", "checks"},
-    {"splits", "subject", "reference", "evaluate", "confirm", "explain", "train", "probe", "doctor"}
+    {"intake", "splits", "subject", "reference", "evaluate", "confirm", "explain", "train", "probe", "doctor"}
     | {"artifact", "_manifest", "_golden", "_artifact_text", "_shipping"},
     {"study"},
     {"report", "serve", "testing", "cli", "__main__"},

@@ -17,6 +17,7 @@ from trimtab.candidate import Candidate
 from trimtab.contracts import BACKENDS, Pass, technique_from_json
 from trimtab.errors import CompileError
 from trimtab.evaluate import Plan, apply_passes, evaluate, load_saved, rows, start
+from trimtab.intake.load import load_workload
 from trimtab.measure.timer import LocalRunner
 from trimtab.recipe import Recipe
 from trimtab.reference import Fitted, Reference, refer
@@ -24,7 +25,7 @@ from trimtab.study.sampler import as_written
 from trimtab.study.verdict import feasible
 from trimtab.subject import Subject, prepare
 from trimtab.trial import State, Trial
-from trimtab.workload import Evaluation, Limits, Workload, load_workload
+from trimtab.workload import Evaluation, Limits, Workload
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 EAGER = BACKENDS["eager"]()

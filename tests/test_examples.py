@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from trimtab.intake.load import load_workload
 from trimtab.splits import concatenate
 from trimtab.subject import Subject, prepare
-from trimtab.workload import load_workload
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 

@@ -11,10 +11,11 @@ from torch.utils.data import TensorDataset
 
 from trimtab.candidate import Candidate
 from trimtab.errors import InputError, UsageError, WorkloadError
+from trimtab.intake.load import load_workload
 from trimtab.signature import Dim
 from trimtab.splits import split
 from trimtab.subject import fresh, prepare
-from trimtab.workload import Evaluation, Limits, Workload, load_workload
+from trimtab.workload import Evaluation, Limits, Workload
 
 
 def top1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trimtab.environment import Environment
     from trimtab.errors import TrimtabError
     from trimtab.finding import Finding
+    from trimtab.intake.load import load_workload
     from trimtab.measurement import Interval, Measurement
     from trimtab.recipe import Recipe
     from trimtab.signature import Dim
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from trimtab.study.study import Study
     from trimtab.study.verify import verify
     from trimtab.trial import State, Trial
-    from trimtab.workload import Evaluation, Limits, Workload, load_workload
+    from trimtab.workload import Evaluation, Limits, Workload
 
 _HOMES = {
     "Artifact": "artifact",
@@ -49,7 +50,7 @@ _HOMES = {
     "Workload": "workload",
     "compare": "study.compare",
     "load": "artifact",
-    "load_workload": "workload",
+    "load_workload": "intake.load",
     "open_artifact": "artifact",
     "optimize": "study.optimize",
     "verify": "study.verify",

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import os
-import pathlib
 import re
-import sys
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -169,85 +163,6 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, list):
         return tuple(inputs), {}
     return (inputs,), {}
-
-
-def load_workload(reference: str | os.PathLike[str]) -> Workload:
-    """The workload that ``file.py``, ``file.py:name`` or ``package.module:name`` refers to.
-
-    The name may be a :class:`Workload` or a function that returns one; without a name it is ``workload``, or the only workload
-    in the file. The file's folder is put on ``sys.path``, as ``python file.py`` does.
-
-    Raises:
-        UsageError: no such file, module or name, or it is not a workload.
-        WorkloadError: the file raised while it was run; the user's exception is the cause.
-    """
-    text = os.fspath(reference)
-    place, _, name = text.rpartition(":") if re.search(r":[A-Za-z_]\w*$", text) else (text, "", "")
-    if place.endswith(".py"):
-        module = _run_file(pathlib.Path(place))
-    elif name:
-        module = _import(place)
-    else:
-        raise UsageError(f"{text!r} is not a workload. Write file.py, file.py:name or package.module:name.")
-    found = _pick(module, name, text)
-    return _made(found, text)
-
-
-def _run_file(path: pathlib.Path) -> types.ModuleType:
-    if not path.is_file():
-        raise UsageError(f"There is no file {str(path)!r} (looked in {pathlib.Path.cwd()}).")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    with user_code(f"{path} could not be run"):
-        spec.loader.exec_module(module)
-    return module
-
-
-def _import(name: str) -> types.ModuleType:
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise UsageError(f"There is no module {name!r} on the path. For a file, write its path with .py.")
-    with user_code(f"The module {name} could not be imported"):
-        return importlib.import_module(name)
-
-
-def _pick(module: types.ModuleType, name: str, text: str) -> Any:
-    if name:
-        if not hasattr(module, name):
-            raise UsageError(f"{text!r}: the file has no {name!r}. It has: {', '.join(_public(module)) or 'nothing'}.")
-        return getattr(module, name)
-    if hasattr(module, "workload"):
-        return module.workload
-    found = [value for value in vars(module).values() if isinstance(value, Workload)]
-    if len(found) == 1:
-        return found[0]
-    raise UsageError(
-        f"{text!r} defines {len(found)} workloads. Name one of them `workload`, or say which: {text}:NAME "
-        f"(it has: {', '.join(_public(module)) or 'nothing'})."
-    )
-
-
-def _made(found: Any, text: str) -> Workload:
-    if not isinstance(found, Workload) and callable(found) and not isinstance(found, type):
-        with user_code(f"{text!r} raised while it made the workload"):
-            found = found()
-    if not isinstance(found, Workload):
-        raise UsageError(f"{text!r} is a {type(found).__name__}; it must be a trimtab.Workload or a function that returns one.")
-    return found
-
-
-def _public(module: types.ModuleType) -> Sequence[str]:
-    return [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)][:12]
 
 
 class user_code:

@@ -22,6 +22,7 @@ from trimtab.contracts import BACKENDS, Executable, technique_from_json
 from trimtab.environment import Environment, measured_peaks
 from trimtab.evaluate import BUILT, MODEL, Plan, apply_passes, evaluate, load_saved, runner_for, save, stage, start
 from trimtab.explain import explain
+from trimtab.intake.load import load_workload
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import LocalRunner
@@ -30,7 +31,7 @@ from trimtab.reference import Reference, refer
 from trimtab.study import space
 from trimtab.subject import Subject, fresh, prepare
 from trimtab.trial import Trial
-from trimtab.workload import Workload, load_workload
+from trimtab.workload import Workload
 
 AUTHKEY = "TRIMTAB_AUTHKEY"
 """Environment variable that carries the key of the study's sockets to its workers, and to nobody else."""
