@@ -89,6 +89,15 @@ class Technique(abc.ABC):
         hints = get_type_hints(cls, include_extras=True)
         return {f.name: found for f in dataclasses.fields(cls) if (found := _choices(hints[f.name]))}
 
+    def describe(self) -> str:
+        """What this is in the words of a person, such as ``OpenVINO, int8 weights``: a few, without a full stop.
+
+        Made of the name and of the fields that are not at their default; override it where these do not speak for themselves.
+        """
+        fields = dataclasses.fields(self)
+        shown = [f.name for f in fields if self.verbose or getattr(self, f.name) != f.default]
+        return ", ".join([_spoken(self.name), *(_spoken_field(name, getattr(self, name)) for name in shown)])
+
     def to_json(self) -> dict[str, Any]:
         """``{"name": ..., field: value, ...}``."""
         return {"name": self.name} | fields_to_json(self)
@@ -266,6 +275,17 @@ def require(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingPackageError(f"{package} cannot be imported ({error}). Install it: {install_hint(package)}.") from error
+
+
+def _spoken(name: object) -> str:
+    return str(name).replace("_", " ")
+
+
+def _spoken_field(name: str, value: Any) -> str:
+    """``precision int8``, or ``spinning`` and ``no spinning`` for a flag."""
+    if isinstance(value, bool):
+        return _spoken(name) if value else f"no {_spoken(name)}"
+    return f"{_spoken(name)} {_spoken(value)}"
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

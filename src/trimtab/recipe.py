@@ -42,6 +42,10 @@ class Recipe:
                 return f"{self.backend.name} does not carry out {ignored[0]}, which {step.name} sets."
         return next((reason for step in (*self.passes, self.backend) if (reason := step.blocked(candidate))), None)
 
+    def describe(self) -> str:
+        """The recipe in the words of a person: the runtime first, then what is done to the model."""
+        return ", ".join(step.describe() for step in (self.backend, *self.passes))
+
     def to_json(self) -> dict[str, Any]:
         """``{"passes": [...], "backend": {...}}``."""
         return {"passes": [step.to_json() for step in self.passes], "backend": self.backend.to_json()}

@@ -108,6 +108,10 @@ class Aoti(Backend):
     """``freezing`` packs weights for the processor's own matrix library: 2.3x on a transformer encoder of width 256, but
     4x slower on an MLP of width 128, where the library's calls cost more than the generated loops of ``default``."""
 
+    def describe(self) -> str:
+        """The name that people know it by."""
+        return "AOTInductor" + (", weights frozen" if self.mode == "freezing" else "")
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a C++ compiler."""
         return no_compiler()

@@ -93,6 +93,10 @@ class Eager(Backend):
     grad_mode: Literal["inference", "no_grad"] = "inference"
     """``no_grad`` is what most people write; ``inference`` saves the version counters and view tracking too."""
 
+    def describe(self) -> str:
+        """Says what is left out of a call."""
+        return "PyTorch in eager mode, " + ("inference mode" if self.grad_mode == "inference" else "gradients off")
+
     def compile(self, candidate: Candidate) -> Executable:
         """Nothing to build."""
         return EagerExecutable(candidate, self.grad_mode)

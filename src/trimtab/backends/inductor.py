@@ -83,6 +83,11 @@ class Inductor(Backend):
     """``freezing`` makes weights constants, which lets them be packed for the machine; ``max_autotune`` also times several
     matrix-multiplication kernels and keeps the fastest."""
 
+    def describe(self) -> str:
+        """The name that people know it by."""
+        how = {"freezing": ", weights frozen", "max_autotune": ", kernels tuned by trial"}.get(self.mode, "")
+        return f"torch.compile{how}"
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a C++ compiler."""
         return no_compiler()

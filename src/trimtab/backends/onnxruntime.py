@@ -93,6 +93,14 @@ class OnnxRuntime(Backend):
     spinning: bool = True
     """Whether waiting threads spin; quicker answers, at the price of CPU time that other processes could use."""
 
+    def describe(self) -> str:
+        """Precision, operators and waiting."""
+        words = "float32" if self.precision == "f32" else "int8 weights and activations"
+        where = {"auto": "", "all": " in every operator", "linear": " in matrix products"}[self.operators]
+        ranges = ", ranges taken at run time" if self.precision == "int8_dynamic" else ""
+        waiting = "" if self.spinning else ", threads that sleep while they wait"
+        return f"ONNX Runtime, {words}{where}{ranges}{waiting}"
+
     @property
     def exact(self) -> bool:
         """Float32 is; int8 is not."""

@@ -122,6 +122,19 @@ class OpenVino(Backend):
         if self.streams is not None and self.streams < 1:
             raise UsageError(f"openvino: streams is {self.streams}; it is at least 1, or None to let the hint decide.")
 
+    def describe(self) -> str:
+        """Precision, operators and streams."""
+        words = {
+            "f32": "float32",
+            "bf16": "bfloat16",
+            "int8_static": "int8 weights and activations",
+            "int8_weights": "int8 weights",
+        }[self.precision]
+        everything = " in every operator" if self.operators == "all" else ""
+        overlap = ", many requests at once" if self.hint == "throughput" else ""
+        streams = f", {self.streams} stream{'s' if self.streams != 1 else ''}" if self.streams else ""
+        return f"OpenVINO, {words}{everything}{overlap}{streams}"
+
     @property
     def exact(self) -> bool:
         """Float32 is; bfloat16 and int8 are not."""

@@ -53,6 +53,10 @@ class TorchScript(Backend):
     name = "torchscript"
     honours = frozenset({"threads", "autocast", "memory_format", "batch"})
 
+    def describe(self) -> str:
+        """By its name."""
+        return "TorchScript, frozen"
+
     def compile(self, candidate: Candidate) -> Executable:
         """Trace or script a copy, and run it until it is specialized."""
         source, notes = trace_or_script(candidate)

@@ -32,6 +32,10 @@ class Autocast(Pass):
         """16 bits are not 32."""
         return False
 
+    def describe(self) -> str:
+        """Says the type."""
+        return f"matrix products in {self.dtype}"
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs float32 weights, and kernels for every operator of the model: some CPUs have none for a float16 LSTM."""
         if candidate.settings.autocast is not None:

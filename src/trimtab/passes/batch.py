@@ -27,6 +27,10 @@ class Batch(Pass):
     size: Annotated[int, Choice(1, 2, 4, 8, 16, 32, 64)] = 16
     """Examples per call."""
 
+    def describe(self) -> str:
+        """Says the number."""
+        return f"{self.size} example{'s' if self.size != 1 else ''} per call"
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a dynamic batch that allows this size."""
         name = candidate.signature.batch

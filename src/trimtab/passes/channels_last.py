@@ -22,6 +22,10 @@ class ChannelsLast(Pass):
     modes = frozenset({"infer", "train"})
     sets = frozenset({"memory_format"})
 
+    def describe(self) -> str:
+        """The layout in words."""
+        return "channels-last memory layout"
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a 4-D weight and a 4-D input."""
         if not any(p.dim() == 4 for p in candidate.model.parameters()):

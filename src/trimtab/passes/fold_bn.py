@@ -43,6 +43,10 @@ class FoldBn(Pass):
 
     name = "fold_bn"
 
+    def describe(self) -> str:
+        """What became of the batch norms."""
+        return "batch norms folded into their neighbours"
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a batch norm behind a convolution or a linear layer."""
         if not any(isinstance(module, _BatchNorm) for module in candidate.model.modules()):

@@ -38,6 +38,11 @@ class Int8Weights(Pass):
         """8 bits are not 32."""
         return False
 
+    def describe(self) -> str:
+        """Says whether activations are quantized too."""
+        both = " and activations" if self.activations == "int8" else ""
+        return f"int8 weights{both} in linear layers"
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs linear layers with float weights."""
         if not any(map(self._takes, candidate.model.modules())):

@@ -23,6 +23,10 @@ class RemoveDropout(Pass):
 
     name = "remove_dropout"
 
+    def describe(self) -> str:
+        """What became of the dropout layers."""
+        return "dropout removed"
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a dropout layer."""
         if not any(map(_removable, candidate.model.modules())):

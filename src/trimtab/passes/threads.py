@@ -26,6 +26,10 @@ class Threads(Pass):
     count: Annotated[int, Choice(1, 2, 4, 8)] = 1
     """Threads within one operator."""
 
+    def describe(self) -> str:
+        """Says the number."""
+        return f"{self.count} thread{'s' if self.count != 1 else ''}"
+
     def why_not(self, candidate: Candidate) -> str | None:
         """More threads than cores only wait for each other."""
         if self.count < 1:
