@@ -9,6 +9,7 @@ import tempfile
 
 # Set before torch is imported, and seen by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for work take the cores from tests that run beside
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

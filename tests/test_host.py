@@ -12,6 +12,8 @@ import pytest
 
 from trimtab.measure.host import TICK_NS, Host, Snapshot, descendants, foreign, stolen, usage
 
+pytestmark = pytest.mark.alone
+
 linux = pytest.mark.skipif(not pathlib.Path("/proc/stat").exists(), reason="needs /proc")
 BURN = "import time\nend=time.time()+{}\nwhile time.time()<end: pass"
 

@@ -9,6 +9,8 @@ import pytest
 
 from trimtab import _machine
 
+pytestmark = pytest.mark.alone
+
 
 def plant(root: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
     """Write ``files`` below ``root``."""

@@ -11,6 +11,8 @@ import torch
 from trimtab.measure import memory
 from trimtab.measure.memory import PeakMemory, rss_mb
 
+pytestmark = pytest.mark.alone
+
 TENSOR_MB = 120
 
 

@@ -24,6 +24,8 @@ from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import LocalRunner
 from trimtab.measurement import Comparison
 
+pytestmark = pytest.mark.alone
+
 
 class Clockwork:
     """Gives times that follow a rule of how many blocks both sides have run, without taking much time itself."""

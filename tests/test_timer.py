@@ -12,6 +12,8 @@ import torch
 
 from trimtab.measure.timer import CudaEventRunner, LocalRunner, Runner, calls_for, synchronizer, unrecorded, warm_up
 
+pytestmark = pytest.mark.alone
+
 
 def test_a_block_gives_the_time_of_every_call() -> None:
     lengths = itertools.cycle([0.001, 0.004])

@@ -1,0 +1,144 @@
+"""Studies that are stopped, killed, run again or run out of disk: each says so, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+import trimtab
+from _faulty import run, write
+from trimtab.errors import TrimtabError, UsageError
+from trimtab.study.sampler import as_written
+
+
+def test_a_second_run_repeats_nothing_and_another_study_is_refused(tmp_path) -> None:
+    reference = write(tmp_path, "def made(): return workload()")
+    options = {"out": tmp_path / "run", "limits": trimtab.Limits(max_drop=0.1), "timing_seconds": 0.5}
+    first = trimtab.optimize(reference, trials=2, **options)
+    second = trimtab.optimize(reference, trials=1, **options)
+    hashes = [trial.recipe.hash for trial in second.trials]
+    assert len(hashes) == len(set(hashes)) > len(first.trials)
+    assert [t.recipe for t in second.trials[: len(first.trials)]] == [t.recipe for t in first.trials]
+    with pytest.raises(UsageError, match="was made for another objective: 'latency' there, 'throughput' now"):
+        trimtab.optimize(reference, objective="throughput", **options)
+    other = write(tmp_path, "torch.manual_seed(1)\ndef made(): return workload()")
+    with pytest.raises(UsageError, match="was made for another workload"):
+        trimtab.optimize(other, **options)
+
+
+def test_fresh_forgets_a_study_and_nothing_else(tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="holds 'thesis.txt', which no study made. Use another --out"):
+        run(tmp_path, "def made(): return workload()", fresh=True)
+    assert (tmp_path / "run" / "thesis.txt").exists()
+    (tmp_path / "run" / "thesis.txt").unlink()
+    (tmp_path / "run" / "study.db").write_text("not a database")
+    assert run(tmp_path, "def made(): return workload()", fresh=True).trials
+
+
+def test_impossible_limits_get_an_answer(tmp_path) -> None:
+    result = run(tmp_path, "def made(): return workload()", trials=3, limits=trimtab.Limits(max_drop=0.1, latency_ms=1e-6))
+    assert result.status == "limits_not_met"
+    assert result.best is None
+    assert "Nothing meets latency 1e-06 ms. The nearest is" in result.sentence
+    assert "The latency limit is what binds" in result.sentence
+
+
+def command(folder: pathlib.Path, body: str, *options: str) -> subprocess.Popen[str]:
+    where = str(folder / "run")
+    arguments = ["optimize", write(folder, body), "--out", where, "--max-drop", "10%", "--timing", "500ms", *options]
+    return subprocess.Popen(
+        [sys.executable, "-m", "trimtab", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for(process: subprocess.Popen[str], word: str) -> list[str]:
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if word in line:
+            return lines
+    raise AssertionError(f"{word!r} never came:\n{''.join(lines)}")
+
+
+def workers(folder: pathlib.Path) -> list[psutil.Process]:
+    """Those of the study in ``folder``: other tests may run beside this one."""
+
+    def ours(words: list[str]) -> bool:
+        return "trimtab.study.worker" in words and any(word.startswith(str(folder)) for word in words)
+
+    return [process for process in psutil.process_iter(["cmdline"]) if ours(process.info["cmdline"] or [])]
+
+
+def workers_that_stay(folder: pathlib.Path) -> list[psutil.Process]:
+    """Workers that are still there after a while: the system takes a moment to end a process that was killed."""
+    deadline = time.monotonic() + 10
+    while workers(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return workers(folder)
+
+
+def test_kill_9_leaves_no_worker_and_the_same_command_goes_on(tmp_path) -> None:
+    body = "def made(): return workload()"
+    process = command(tmp_path, body)
+    wait_for(process, "trial 2")
+    assert workers(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert workers_that_stay(tmp_path) == []
+    before = trimtab.optimize(write(tmp_path, body), out=tmp_path / "run", trials=1, limits=trimtab.Limits(max_drop=0.1))
+    hashes = [trial.recipe.hash for trial in before.trials]
+    assert len(hashes) == len(set(hashes)) >= 3
+    assert before.trials[0].recipe == as_written()
+
+
+def test_ctrl_c_ends_with_the_best_so_far_and_twice_at_once(tmp_path) -> None:
+    body = "def made(): return workload()"
+    process = command(tmp_path, body)
+    wait_for(process, "trial 2")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert "interrupted: finishing with the best so far; press Ctrl-C again to stop at once" in output
+    assert "as_written" in output
+    assert "artifact:" in output
+    again = command(tmp_path, body)
+    wait_for(again, "trial 3")
+    again.send_signal(signal.SIGINT)
+    wait_for(again, "interrupted")
+    again.send_signal(signal.SIGINT)
+    output, _ = again.communicate(timeout=30)
+    assert again.returncode == 130
+    assert "interrupted; what was finished is kept, and the same command goes on from it" in output
+    assert workers_that_stay(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small tmpfs needs root on Linux")
+def test_a_full_disk_is_said_to_be_full(tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("this system does not let us mount a tmpfs")
+    try:
+        reference = write(tmp_path, "def made(): return workload()")
+        options = {"out": disk / "run", "trials": 1, "limits": trimtab.Limits(max_drop=0.1), "timing_seconds": 0.5}
+        first = trimtab.optimize(reference, **options)
+        free = shutil.disk_usage(disk).free
+        (disk / "ballast").write_bytes(b"x" * max(free - 8192, 0))
+        with pytest.raises(TrimtabError, match=r"disk .*is full|disk is full"):
+            trimtab.optimize(reference, **options)
+        (disk / "ballast").unlink()
+        again = trimtab.optimize(reference, **options)
+        assert [t.recipe for t in again.trials][: len(first.trials)] == [t.recipe for t in first.trials]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
