@@ -27,7 +27,8 @@ README, FROZEN = ROOT / "README.md", pathlib.Path(__file__).parent / "data" / "c
 
 FLOORS = [
     {"errors"},
-    {"signature", "environment", "workload", "candidate", "measurement", "contracts", "recipe", "finding", "trial"},
+    {"signature", "dims", "environment", "capture", "workload", "candidate", "measurement"}
+    | {"contracts", "recipe", "finding", "trial"},
     {"measure", "passes", "backends", "checks"},
     {"intake", "splits", "subject", "reference", "evaluate", "confirm", "explain", "train", "probe", "doctor"}
     | {"artifact", "_manifest", "_golden", "_artifact_text", "_shipping"},

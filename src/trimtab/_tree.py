@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,16 @@ Kind = Literal["tensor", "constant", "tuple", "list", "dict", "namedtuple", "rec
 
 class Record(dict[str, Any]):
     """A dict whose items are also attributes and, by position, elements; stands in for a dataclass output."""
+
+    class_name: str | None = None
+    """The class that it stands in for; a record of that class and the real thing have the same structure."""
+
+    @classmethod
+    def of(cls, class_name: str | None, items: Iterable[tuple[str, Any]]) -> Record:
+        """A record that stands in for an object of the class ``class_name``."""
+        record = cls(items)
+        record.class_name = class_name
+        return record
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -98,7 +108,8 @@ def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
     if dataclasses.is_dataclass(value) and isinstance(value, Mapping):
         return _branch("record", value, leaves, where, type(value).__name__)
     if isinstance(value, Mapping):
-        return _branch("record" if isinstance(value, Record) else "dict", value, leaves, where, None)
+        record = isinstance(value, Record)
+        return _branch("record" if record else "dict", value, leaves, where, value.class_name if record else None)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         shallow = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _branch("record", shallow, leaves, where, type(value).__name__)
@@ -129,4 +140,5 @@ def _unflatten(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
     if structure.kind == "namedtuple":
         return collections.namedtuple(str(structure.value), structure.keys)(*items)  # noqa: PYI024
     pairs = zip(structure.keys, items, strict=True)
-    return Record(pairs) if structure.kind == "record" else dict(pairs)
+    name = None if structure.value is None else str(structure.value)
+    return Record.of(name, pairs) if structure.kind == "record" else dict(pairs)

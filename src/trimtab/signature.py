@@ -195,9 +195,11 @@ def specs(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str]) -> tuple[Te
 
 def parameter_names(forward: Any, count: int) -> tuple[str, ...]:
     """Names of the first ``count`` positional parameters of ``forward``; ``input_0`` and so on where it takes ``*args``."""
-    found = [
-        p.name for p in inspect.signature(forward).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except ValueError:  # TorchScript methods do not tell
+        parameters = {}.values()
+    found = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return tuple(found) + tuple(f"input_{i}" for i in range(len(found), count))
 
 

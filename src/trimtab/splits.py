@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from trimtab._tree import Record
+from trimtab.capture import Call
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.workload import Evaluation, Workload, as_call, user_code
 
@@ -165,15 +167,20 @@ def _first(data: Iterable[Any], most: int) -> list[Any]:
 
 
 def _batch(inputs: Any, target: Any, *, whole: bool, where: str) -> Batch:
+    whole = whole or isinstance(inputs, Call)
     inputs, target = _map(inputs, lambda t: t), _map(target, lambda t: t)
     tensors = _tensors(inputs) + _tensors(target)
     for tensor in tensors:
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
+        wrong = torch.isnan if isinstance(inputs, Call) else _not_finite  # inside a program, masks of -inf are no mistake
+        if tensor.is_floating_point() and (bad := int(wrong(tensor).sum())):
             raise UsageError(f"{where} holds {bad} values that are NaN or infinite. Clean the data first.")
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     divisible = not whole and len(sizes) == 1 and 0 not in sizes and (target is None or bool(_tensors(target)))
     return Batch(inputs, target, sizes.pop() if divisible else 0)
+
+
+def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
+    return ~torch.isfinite(tensor)
 
 
 def _divide(batches: Sequence[Batch], share: float, generator: torch.Generator) -> tuple[list[Batch], list[Batch]]:
@@ -227,8 +234,11 @@ def _map(value: Any, function: Any) -> Any:
         return function(value)
     if type(value).__module__ == "numpy" and hasattr(value, "__array__"):
         return function(torch.as_tensor(value))
+    if isinstance(value, Call):
+        return Call(_map(value.args, function), _map(value.kwargs, function))
     if isinstance(value, Mapping):
-        return {key: _map(item, function) for key, item in value.items()}
+        items = {key: _map(item, function) for key, item in value.items()}
+        return Record.of(value.class_name, items.items()) if isinstance(value, Record) else items
     if isinstance(value, (tuple, list)):
         return type(value)(_map(item, function) for item in value) if type(value) in (tuple, list) else value
     return value
@@ -237,6 +247,8 @@ def _map(value: Any, function: Any) -> Any:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, Call):
+        return _tensors(value.args) + _tensors(value.kwargs)
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
     return [tensor for item in items for tensor in _tensors(item)]
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from trimtab._tree import flatten, unflatten
+from trimtab._tree import Structure, flatten, unflatten
 from trimtab.candidate import Candidate, call_model
-from trimtab.errors import InputError, UsageError, WorkloadError
-from trimtab.signature import Dim, input_names, parameter_names
+from trimtab.capture import Call, difference
+from trimtab.dims import Dims, describe_dims, dim_names, find_dims, without
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.signature import TensorSpec, input_names, parameter_names, specs
 from trimtab.splits import MOST_CALIBRATION, Batch, Splits, split
 from trimtab.workload import Workload, as_call, user_code
 
@@ -43,7 +46,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         UsageError: inputs or data are not what a workload can hold.
         WorkloadError: the user's own code raised, or the model's output is unusable; says what and where.
     """
-    notes: list[str] = []
+    notes = list(workload.notes)
     with user_code("The workload's model could not be built"):
         model = workload.build_model()
     if model.training:
@@ -53,15 +56,14 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     args, kwargs = as_call(workload.inputs)
     dynamic = _dims(workload, model, splits, notes)
     calibration = _calibration(workload, model, splits)
+    make = functools.partial(Candidate.of, model, args, kwargs, calibration=calibration, scratch=scratch)
     try:
         with user_code("The model failed on the example inputs"):
-            candidate = Candidate.of(model, args, kwargs, dynamic=dynamic, calibration=calibration, scratch=scratch)
+            candidate = make(dynamic=dynamic)
     except WorkloadError:
         if workload.dynamic is not None or not dynamic:
             raise
-        notes.append("The data shows varying sizes, but the model takes only the example's: no dimension is dynamic.")
-        with user_code("The model failed on the example inputs"):
-            candidate = Candidate.of(model, args, kwargs, calibration=calibration, scratch=scratch)
+        candidate = _as_far_as_it_goes(make, dynamic, notes)
     if not splits.selection:
         stand_ins = _stand_ins(candidate)
         splits = dataclasses.replace(splits, selection=stand_ins, test=stand_ins)
@@ -93,49 +95,47 @@ def _is_plain(workload: Workload) -> bool:
     return workload.calibration is not None or workload.evaluation is None or workload.evaluation.run is None
 
 
-def _dims(workload: Workload, model: nn.Module, splits: Splits, notes: list[str]) -> dict[str, dict[int, Dim]]:
-    """The dynamic dimensions: as stated, else the sizes that differ between the example and the data."""
+def _dims(workload: Workload, model: nn.Module, splits: Splits, notes: list[str]) -> Dims:
+    """The dynamic dimensions: as stated, else the sizes that differ between the example, further examples and the data."""
     if workload.dynamic is not None:
         return workload.stated_dims or {}
-    batches = (*splits.calibration, *splits.selection, *splits.test)
-    if not batches or not _is_plain(workload):
-        return {}
-    args, kwargs = as_call(workload.inputs)
-    example, structure = flatten((args, dict(kwargs)), "inputs")
-    seen: dict[tuple[str, int], list[int]] = {}
-    leaf_names = input_names(parameter_names(model.forward, len(args)), structure)
-    for batch in batches:
-        call = batch.call
-        leaves, other = flatten((call[0], dict(call[1])), "inputs of the data")
-        if other != structure:
-            raise UsageError("The data's inputs are structured differently from the example inputs. Make them alike.")
-        for name, leaf, first in zip(leaf_names, leaves, example, strict=True):
-            _compare(name, leaf, first, seen)
-    dims = _named(seen)
+    data = (*splits.calibration, *splits.selection, *splits.test) if _is_plain(workload) else ()
+    calls = [as_call(workload.inputs), *map(as_call, workload.examples), *(batch.call for batch in data)]
+    found: list[tuple[TensorSpec, ...]] = []
+    structures: list[Structure] = []
+    for args, kwargs in calls:
+        leaves, structure = flatten((args, dict(kwargs)), "inputs of the data" if found else "inputs")
+        structures.append(structure)
+        if structure != structures[0]:
+            how = difference(structures[0], structure, 1, len(structures))
+            raise UsageError(
+                f"The data's inputs are structured differently from the example inputs: with the example as call 1, {how}. "
+                "Make them alike."
+            )
+        found.append(specs(leaves, input_names(parameter_names(model.forward, len(args)), structure)))
+    dims = find_dims(found)
     if dims:
-        listed = sorted({dim.name for axes in dims.values() for dim in axes.values()})
-        notes.append(f"Dynamic dimensions, as the data shows them: {', '.join(listed)}.")
+        notes.append(f"Dynamic dimensions, as the data shows them: {describe_dims(dims)}.")
     return dims
 
 
-def _compare(name: str, leaf: torch.Tensor, example: torch.Tensor, seen: dict[tuple[str, int], list[int]]) -> None:
-    if leaf.dim() != example.dim() or leaf.dtype != example.dtype:
-        got, want = f"{leaf.dtype} with {leaf.dim()} axes", f"{example.dtype} with {example.dim()}"
-        raise UsageError(f"The data's {name!r} is {got}, the example's is {want}. Make them alike.")
-    for axis, (size, first) in enumerate(zip(leaf.shape, example.shape, strict=True)):
-        seen.setdefault((name, axis), [first]).append(size)
-
-
-def _named(seen: dict[tuple[str, int], list[int]]) -> dict[str, dict[int, Dim]]:
-    """Axes that vary, those that always vary together under one name; the leading one is called ``batch``."""
-    groups: dict[tuple[int, ...], str] = {}
-    dims: dict[str, dict[int, Dim]] = {}
-    for (name, axis), sizes in seen.items():
-        if len(set(sizes)) == 1:
-            continue
-        default = "batch" if axis == 0 and "batch" not in groups.values() else f"{name.replace('.', '_')}_{axis}"
-        dims.setdefault(name, {})[axis] = Dim(groups.setdefault(tuple(sizes), default))
-    return dims
+def _as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, notes: list[str]) -> Candidate:
+    """A candidate with those of ``dims`` that the model takes at another size while everything else stays."""
+    refused = set()
+    for name in dim_names(dims):
+        others = {other for other in dim_names(dims) if other != name}
+        try:
+            with user_code("The model failed at another size"):
+                make(dynamic=without(dims, others))
+        except WorkloadError:
+            refused.add(name)
+    kept = without(dims, refused)
+    verb = "stays" if len(refused) == 1 else "stay"
+    notes.append(
+        f"The data shows varying sizes, but the model takes only the example's: {', '.join(sorted(refused))} {verb} fixed."
+    )
+    with user_code("The model failed on the example inputs"):
+        return make(dynamic=kept)
 
 
 def _stand_ins(candidate: Candidate) -> tuple[Batch, ...]:
@@ -184,9 +184,7 @@ def _like(candidate: Candidate, batch: Batch) -> list[torch.Tensor] | None:
 
 def _inputs(structure: Any, leaves: Sequence[torch.Tensor]) -> Any:
     args, kwargs = unflatten(structure, leaves)
-    if args and kwargs:
-        raise InputError("Example inputs that mix positional and keyword arguments need calibration or evaluation data.")
-    return kwargs or args
+    return Call(args, kwargs) if args and kwargs else kwargs or args
 
 
 def _resample(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
 
 from trimtab import _units
+from trimtab.capture import Call, record
+from trimtab.dims import describe_dims
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.signature import Dim
 
@@ -111,16 +113,22 @@ class Workload:
     model: nn.Module | Callable[[], nn.Module]
     """The model, or a function that builds it with its weights."""
     inputs: Any
-    """Example inputs of the shape that must be fast: a tensor, a tuple of positional or a dict of keyword arguments."""
+    """Example inputs of the shape that must be fast: a tensor, a tuple of positional or a dict of keyword arguments, or a
+    :class:`~trimtab.capture.Call` with both."""
     name: str = "workload"
     evaluation: Evaluation | None = None
     calibration: Any = None
     """Unlabelled batches of real inputs that quantizers may look at; without it some of the evaluation's data is set aside."""
     dynamic: Mapping[str, Mapping[int, str | Dim]] | None = None
-    """Sizes that may differ from call to call: ``{"input_ids": {0: "batch", 1: "length"}}``. ``None``: what the data shows."""
+    """Sizes that may differ from call to call: ``{"input_ids": {0: "batch", 1: "length"}}``. ``None``: what ``examples``
+    and the data show."""
+    examples: Sequence[Any] = ()
+    """More example inputs, of other sizes: the axes that differ are dynamic, those that differ alike are one dimension."""
     mode: Literal["infer", "train"] = "infer"
     seed: int = 0
     """Of the split of the data."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what was assumed when this was made; they are shown with the results."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
@@ -131,6 +139,60 @@ class Workload:
             )
         if self.mode not in ("infer", "train"):
             raise UsageError(f"Workload mode is {self.mode!r}; it can be 'infer' or 'train'.")
+
+    @classmethod
+    def capture(
+        cls,
+        module: nn.Module,
+        run: Callable[[], Any],
+        *,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        name: str = "workload",
+        evaluation: Evaluation | None = None,
+        calibration: Any = None,
+        dynamic: Mapping[str, Mapping[int, str | Dim]] | None = None,
+        keep: Callable[[Call], bool] | None = None,
+        most_calls: int = 64,
+        most_mb: float = 512.0,
+        seed: int = 0,
+    ) -> Workload:
+        """The workload of ``module`` as ``run()``, your own program, calls it: perhaps one model of several in a pipeline.
+
+        The first call becomes the example inputs and the others the calibration data, copied to the CPU; at most ``most_calls``
+        of them and ``most_mb`` megabytes, spread evenly over all. Sizes that differ between any two calls are dynamic. What
+        the module answers is not kept: without an ``evaluation`` lossy recipes are judged by how far their outputs are from
+        the module's own, and no label is made up.
+
+        Args:
+            module: the very object that the program calls, in evaluation mode.
+            run: called once, without arguments; it may call the module as often as it likes.
+            model: what is optimised, where that is not ``module`` itself, such as a function that builds it; worker processes
+                get it pickled.
+            name, evaluation, calibration, dynamic, seed: as in the constructor; they go before what was recorded.
+            keep: says of each :class:`~trimtab.capture.Call` whether it counts, where the calls have different forms.
+            most_calls: how many calls are kept.
+            most_mb: how many megabytes of inputs are kept.
+
+        Raises:
+            UsageError: the module was never called, was in training mode, or its calls cannot be used; says why.
+            WorkloadError: ``run`` raised; its exception is the cause.
+        """
+        with user_code("The program to capture raised"):
+            found = record(module, run, keep=keep, most_calls=most_calls, most_mb=most_mb)
+        kept = f", of which {len(found.calls)} are kept" if len(found.calls) < found.seen else ""
+        notes = [f"The inputs are recorded from {found.seen} call{'s' if found.seen > 1 else ''} of the program{kept}."]
+        if found.dims and dynamic is None:
+            notes.append(f"Dynamic dimensions, as the calls show them: {describe_dims(found.dims)}.")
+        return cls(
+            model=module if model is None else model,
+            inputs=found.calls[0],
+            name=name,
+            evaluation=evaluation,
+            calibration=(list(found.calls[1:]) or None) if calibration is None else calibration,
+            dynamic=(found.dims or None) if dynamic is None else dynamic,
+            seed=seed,
+            notes=tuple(notes),
+        )
 
     def build_model(self) -> nn.Module:
         """The model itself; calls the building function if there is one.
@@ -156,6 +218,8 @@ class Workload:
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``(args, kwargs)`` of inputs in any of the forms that a workload takes."""
+    if isinstance(inputs, Call):
+        return inputs.args, dict(inputs.kwargs)
     if isinstance(inputs, tuple):
         return inputs, {}
     if isinstance(inputs, Mapping):

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pathlib
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,8 @@ Job = Mapping[str, Any]
 def read_workload(source: Mapping[str, str]) -> Workload:
     """The workload that ``source`` names: a reference to a file or module, or a pickle of our own making."""
     if "pickle" in source:
+        # classes that lie in modules beside the user's script are found where the script found them
+        sys.path += [place for place in source.get("path", "").split(os.pathsep) if place and place not in sys.path]
         with open(source["pickle"], "rb") as file:
             found: Workload = cloudpickle.load(file)
         return found

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import json
+import os
 import pathlib
 import pickle
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -341,7 +343,7 @@ class Study:
                 f"The workload cannot be handed to worker processes: {error}. Put it into a file and give its reference, "
                 "such as 'model.py:workload'."
             ) from error
-        return {"pickle": str(path.resolve())}
+        return {"pickle": str(path.resolve()), "path": os.pathsep.join(map(os.path.abspath, sys.path))}
 
     def _claim(self) -> None:
         """Make the run folder this workload's own, so that no two share trials and artifact."""

@@ -1,0 +1,89 @@
+"""Dynamic dimensions found from examples: which sizes differ, which differ together, which one counts the examples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from trimtab.errors import UsageError
+from trimtab.signature import Dim, TensorSpec
+
+BATCH = "batch"
+
+Shape = tuple[int, ...]
+Dims = dict[str, dict[int, Dim]]
+
+
+def find_dims(calls: Sequence[Sequence[TensorSpec]]) -> Dims:
+    """The axes whose size is not the same in all ``calls``, as ``{input name: {axis: Dim}}``.
+
+    ``calls`` holds the static specs of the input tensors, call by call. Axes that have the same size as each other in every
+    call are one dimension: that is what a caller must keep. The one that leads most of the tensors is called ``batch``; the
+    others are named after the first tensor that shows them. Sizes have no upper bound, because examples cannot show one.
+
+    Raises:
+        UsageError: a tensor has another dtype or another number of axes than in the first call.
+    """
+    sizes: dict[tuple[str, int], list[int]] = {}
+    for specs in calls:
+        for spec, first in zip(specs, calls[0], strict=True):
+            _same_kind(spec, first)
+            for axis, size in enumerate(spec.shape):
+                sizes.setdefault((spec.name, axis), []).append(int(size))
+    groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for place, seen in sizes.items():
+        if len(set(seen)) > 1:
+            groups.setdefault(tuple(seen), []).append(place)
+    return _named(list(groups.values()))
+
+
+def describe_dims(dims: Mapping[str, Mapping[int, Dim]]) -> str:
+    """``batch (axis 0 of images and mask), length (axis 1 of ids)``."""
+    places: dict[str, dict[int, list[str]]] = {}
+    for name, axes in dims.items():
+        for axis, dim in axes.items():
+            places.setdefault(dim.name, {}).setdefault(axis, []).append(name)
+    return ", ".join(
+        f"{name} ({', '.join(f'axis {axis} of {_and(inputs)}' for axis, inputs in axes.items())})"
+        for name, axes in places.items()
+    )
+
+
+def without(dims: Mapping[str, Mapping[int, Dim]], names: set[str]) -> Dims:
+    """``dims`` less the dimensions called ``names``."""
+    kept = {name: {axis: dim for axis, dim in axes.items() if dim.name not in names} for name, axes in dims.items()}
+    return {name: axes for name, axes in kept.items() if axes}
+
+
+def dim_names(dims: Mapping[str, Mapping[int, Dim]]) -> list[str]:
+    """The names of the dimensions, each once, in the order of the inputs."""
+    return list(dict.fromkeys(dim.name for axes in dims.values() for dim in axes.values()))
+
+
+def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:
+    if len(spec.shape) != len(first.shape) or spec.dtype != first.dtype:
+        got, want = (f"{found.dtype} with {len(found.shape)} axes" for found in (spec, first))
+        raise UsageError(f"The data's {spec.name!r} is {got}, the example's is {want}. Make them alike.")
+
+
+def _named(groups: Sequence[Sequence[tuple[str, int]]]) -> Dims:
+    leads = [sum(axis == 0 for _, axis in places) for places in groups]
+    batch = leads.index(max(leads)) if any(leads) else None
+    used: set[str] = set()
+    dims: Dims = {}
+    for number, places in enumerate(groups):
+        name = BATCH if number == batch else _unused("{}_{}".format(*places[0]), used)
+        used.add(name)
+        for tensor, axis in places:
+            dims.setdefault(tensor, {})[axis] = Dim(name)
+    return dims
+
+
+def _unused(text: str, used: set[str]) -> str:
+    name = re.sub(r"\W", "_", text)
+    name = name if name.isidentifier() else f"dim_{name}"
+    return name if name not in used else _unused(f"{name}_", used)
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
