@@ -1,0 +1,305 @@
+"""The charts as data for plotly. Colours are names that the page looks up in its theme, so that they follow it."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trimtab.measurement import Interval
+from trimtab.report import _words as words
+from trimtab.report._rows import Row, labelled
+from trimtab.study.record import Record
+from trimtab.trial import State
+
+SERIES = 8
+"""Colours that the theme has for backends; further ones begin again."""
+AREA = 34
+"""Diameter, in pixels, of the largest point."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """One chart, and in a sentence what it shows, for those who cannot see it."""
+
+    name: str
+    about: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    height: int = 380
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A trial in the plane of speed against loss."""
+
+    row: int
+    x: float
+    low: float
+    high: float
+    speed: Interval
+    size: float | None
+    backend: str
+    keeps: bool
+    complete: bool
+    hover: str
+
+
+def safe(text: str) -> str:
+    """Text that plotly shows as it is; it reads tags."""
+    return html.escape(words.plain(text), quote=False)
+
+
+def wrapped(text: str, width: int = 46) -> str:
+    """``text`` in lines of about ``width`` letters, at most four."""
+    lines: list[str] = []
+    line = ""
+    for word in words.clipped(text, 4 * width).split():
+        if line and len(line) + len(word) >= width:
+            lines, line = [*lines, line], word
+        else:
+            line = f"{line} {word}".strip()
+    return "<br>".join(safe(each) for each in [*lines, line])
+
+
+def ladder(record: Record) -> Chart | None:
+    """The speed-up of each rung with its interval."""
+    rungs = [(rung, found) for rung in record.ladder if _usable(found := words.rung_interval(rung)) and found is not None]
+    if not rungs:
+        return None
+    names = [words.RUNG_WORDS.get(rung["rung"], str(rung["rung"])) for rung, _ in rungs]
+    intervals = [found for _, found in rungs]
+    reach = max(min(found.high, 1.6 * found.value) for found in intervals)
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": names,
+        "x": [found.value for found in intervals],
+        "text": [f" {words.speed(found)}" for found in intervals],
+        "textposition": "none",
+        "marker": {"color": ["@accent" if name == "best" else "@quiet" for name in names]},
+        "error_x": _bars([(f.value - f.low, f.high - f.value) for f in intervals]),
+        "hovertext": [f"<b>{safe(n)}</b><br>{wrapped(r['recipe'])}" for n, (r, _) in zip(names, rungs, strict=True)],
+        "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
+    }
+    labels = [
+        _label(min(max(found.high, found.value), reach), name, words.speed(found))
+        for name, found in zip(names, intervals, strict=True)
+    ]
+    said = "; ".join(f"{name} {words.speed(found)}" for name, found in zip(names, intervals, strict=True))
+    layout = {
+        "xaxis": {"title": {"text": "speed-up over the model as written"}, "range": [0, 1.42 * reach], "ticksuffix": "x"},
+        "yaxis": {"autorange": "reversed"},
+        "annotations": labels,
+        "shapes": [_line(x=1.0, colour="@grid-strong")],
+        "showlegend": False,
+    }
+    return Chart("ladder", f"Speed-up of each rung over the model as written: {said}.", [bars], layout, 110 + 52 * len(rungs))
+
+
+def _usable(found: Interval | None) -> bool:
+    return found is not None and all(words.known(value) is not None for value in (found.value, found.low, found.high))
+
+
+def _label(x: float, y: str, text: str) -> dict[str, Any]:
+    return {"x": x, "y": y, "text": safe(text), "xanchor": "left", "xshift": 8, "showarrow": False, "font": {"color": "@ink"}}
+
+
+def _bars(both: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Error bars that reach ``(down, up)`` from each point."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "arrayminus": [max(0.0, down) for down, _ in both],
+        "array": [max(0.0, up) for _, up in both],
+        "color": "@ink",
+        "thickness": 1.2,
+        "width": 4,
+    }
+
+
+def _line(*, x: float | None = None, y: float | None = None, colour: str = "@bad", dash: str = "dot") -> dict[str, Any]:
+    """A line across the whole chart."""
+    line = {"type": "line", "line": {"color": colour, "width": 1.4, "dash": dash}, "layer": "below"}
+    if x is not None:
+        return line | {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    return line | {"y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1}
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats in both speed and loss, the smallest loss first; only finished trials count."""
+    found: list[Point] = []
+    for point in sorted((p for p in points if p.complete), key=lambda p: (p.x, -p.speed.value)):
+        if not found or point.speed.value > found[-1].speed.value:
+            found.append(point)
+    return found
+
+
+def points(record: Record, rows: Sequence[Row]) -> list[Point]:
+    """The trials of which both figures are known."""
+    return [point for index, row in enumerate(rows) if (point := _point(index, row, record)) is not None]
+
+
+def _point(index: int, row: Row, record: Record) -> Point | None:
+    trial = row.trial
+    scale = 100.0 if words.in_percent(record) else 1.0
+    if labelled(record):
+        drop = trial.drop
+        figures = None if drop is None else (drop.value * scale, drop.low * scale, drop.upper * scale)
+    else:
+        error = trial.parity.centred_error if trial.parity else None
+        figures = None if error is None else (error, error, error)
+    speed = trial.speedup
+    if speed is None or not _usable(speed) or figures is None or any(words.known(figure) is None for figure in figures):
+        return None
+    return Point(
+        *(index, *figures, speed, words.known(trial.size_mb), trial.recipe.backend.name, row.keeps),
+        complete=trial.state is State.COMPLETE,
+        hover=_hover(row, record),
+    )
+
+
+def _hover(row: Row, record: Record) -> str:
+    trial = row.trial
+    loss = (
+        f"drop {words.drop(trial.drop, record)}"
+        if labelled(record)
+        else f"error {words.error(trial.parity.centred_error if trial.parity else None)}"
+    )
+    state = "within the limits" if row.keeps else "not within the limits"
+    size = words.megabytes(trial.size_mb)
+    return "<br>".join(
+        (f"<b>{wrapped(row.recipe)}</b>", safe(words.speed(trial.speedup)), loss, f"size {size}", f"{trial.state}, {state}")
+    )
+
+
+def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:
+    """Speed against loss: size as area, backend as colour, the dominated pale, the limits drawn."""
+    found = points(record, rows)
+    if not found:
+        return None
+    best = front(found)
+    place = _axis(found, log=not labelled(record))
+    largest = max((point.size or 0.0 for point in found), default=0.0) or 1.0
+    backends = sorted({point.backend for point in found})
+    data = [_front_line(best, place)]
+    for index, backend in enumerate(backends):
+        own = [point for point in found if point.backend == backend]
+        data.append(_trace(backend, f"@series-{index % SERIES}", own, best, place, largest))
+    about = (
+        f"Speed-up against {'drop of the score' if labelled(record) else 'error of the outputs'} of {len(found)} trials; "
+        f"{len(best)} of them are not beaten in both. The table of trials holds the same figures."
+    )
+    return Chart("pareto", about, data, _pareto_layout(record, rows, found, place), 460)
+
+
+def _axis(found: Sequence[Point], *, log: bool) -> Callable[[float], float]:
+    """How a loss is placed: as it is, or on an axis of powers of ten, where nothing lost stands left of the least loss."""
+    if not log:
+        return lambda x: x
+    least = min((point.x for point in found if point.x > 0), default=1e-7)
+    return lambda x: max(x, least / 10)
+
+
+def _front_line(best: Sequence[Point], place: Callable[[float], float]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [place(point.x) for point in best],
+        "y": [point.speed.value for point in best],
+        "line": {"shape": "hv", "color": "@grid-strong", "width": 1.5},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+
+
+def _trace(
+    name: str, colour: str, own: Sequence[Point], best: Sequence[Point], place: Callable[[float], float], largest: float
+) -> dict[str, Any]:
+    shown = [point in best for point in own]
+    nothing = (0.0, 0.0)
+    across = [(p.x - p.low, p.high - p.x) if s else nothing for p, s in zip(own, shown, strict=True)]
+    along = [
+        (p.speed.value - p.speed.low, p.speed.high - p.speed.value) if s else nothing for p, s in zip(own, shown, strict=True)
+    ]
+    error = {"color": colour, "width": 3, "thickness": 1}
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": safe(name),
+        "x": [place(point.x) for point in own],
+        "y": [point.speed.value for point in own],
+        "error_x": _bars(across) | error,
+        "error_y": _bars(along) | error,
+        "customdata": [point.row for point in own],
+        "hovertext": [point.hover for point in own],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "marker": {
+            "color": colour,
+            "size": [point.size or 0.0 for point in own],
+            "sizemode": "area",
+            "sizeref": 2 * largest / AREA**2,
+            "sizemin": 5,
+            "opacity": [1.0 if s else 0.35 for s in shown],
+            "symbol": ["circle" if point.keeps else "circle-open" for point in own],
+            "line": {"width": 2, "color": colour},
+        },
+    }
+
+
+def _pareto_layout(
+    record: Record, rows: Sequence[Row], found: Sequence[Point], place: Callable[[float], float]
+) -> dict[str, Any]:
+    shapes, notes = _limit_lines(record, rows)
+    notes += [
+        {
+            **{"x": point.x if labelled(record) else math.log10(place(point.x)), "y": point.speed.value, "ay": -34, "ax": 0},
+            **{"text": "ships", "font": {"color": "@ink"}, "arrowcolor": "@ink", "arrowwidth": 1, "showarrow": True},
+        }
+        for point in found
+        if rows[point.row].ships
+    ]
+    unit = " in percent points" if words.in_percent(record) else ""
+    across = {"title": {"text": f"drop of the score{unit} (less is better)"}, "zeroline": True}
+    if not labelled(record):
+        across = {"title": {"text": "error of the outputs (less is better)"}, "type": "log", "exponentformat": "power"}
+    elif words.in_percent(record):
+        across["ticksuffix"] = "%"
+    top = max(min(point.speed.high, 1.3 * point.speed.value) for point in found)
+    return {
+        "xaxis": across,
+        "yaxis": {"title": {"text": "speed-up over as written"}, "range": [0, 1.15 * top], "ticksuffix": "x"},
+        "shapes": shapes,
+        "annotations": notes,
+        "legend": {"orientation": "h", "y": -0.24, "x": 0},
+        "hovermode": "closest",
+    }
+
+
+def _limit_lines(record: Record, rows: Sequence[Row]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The limits that have a place in this plane. That of the latency stands where the model as written would meet it."""
+    shapes, notes = [], []
+    scale = 100.0 if words.in_percent(record) else 1.0
+    base = words.known(record.prepared.score)
+    if labelled(record) and base is not None:
+        limit = record.limits.drop_limit(base)
+        shapes.append(_line(x=limit * scale))
+        notes.append(_limit_note(f"limit {words.lost(limit, record)}", x=limit * scale))
+    elif not labelled(record):
+        shapes.append(_line(x=record.limits.max_error))
+        notes.append(_limit_note(f"limit {words.error(record.limits.max_error)}", x=math.log10(record.limits.max_error)))
+    written = next((rung["latency_ms"]["median"] for rung in record.ladder if rung.get("rung") == "as_written"), None)
+    if record.objective == "latency" and record.limits.latency_ms and written:
+        height = written / record.limits.latency_ms
+        shapes.append(_line(y=height))
+        notes.append(_limit_note(f"limit {words.milliseconds(record.limits.latency_ms)}", y=height))
+    return shapes, notes
+
+
+def _limit_note(text: str, *, x: float | None = None, y: float | None = None) -> dict[str, Any]:
+    note = {"text": text, "showarrow": False, "font": {"color": "@bad", "size": 12}}
+    if x is not None:
+        return note | {"x": x, "yref": "paper", "y": 1, "yanchor": "bottom"}
+    return note | {"y": y, "xref": "paper", "x": 1, "xanchor": "right", "yanchor": "bottom"}

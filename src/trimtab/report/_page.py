@@ -1,0 +1,86 @@
+"""The report as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from trimtab.report import _charts, _rows, _trust, _verdict, _why
+from trimtab.report import _words as words
+from trimtab.report._logs import embedded
+from trimtab.report._roof import roofline
+from trimtab.study.record import Record
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def html(record: Record, folder: pathlib.Path) -> str:
+    """``record`` as a page; logs are taken from run folder ``folder``, their ends only.
+
+    Nothing is fetched, and a content security policy says so: the page's own three scripts are named in it by their hashes,
+    and whatever else found its way in would not run.
+    """
+    pages = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+    )
+    rows = _rows.rows(record)
+    found = (_charts.ladder(record), _charts.pareto(record, rows), roofline(record))
+    charts = {chart.name: chart for chart in found if chart is not None}
+    scripts = {name: _source(name) for name in ("theme", "app")} | {"plotly": get_plotlyjs().replace("</script", "<\\/script")}
+    page = pages.get_template("report.jinja").render(
+        record=record,
+        words=words,
+        verdict=_verdict,
+        why=_why,
+        trust=_trust,
+        rows=rows,
+        columns=_rows.columns(record),
+        labelled=_rows.labelled(record),
+        reason_length=_rows.REASON,
+        left_out=len(record.trials) - len(rows),
+        states=sorted({str(row.trial.state) for row in rows}),
+        backends=sorted({row.trial.recipe.backend.name for row in rows}),
+        charts=charts,
+        style=Markup(_source("style")),
+        scripts={name: Markup(text) for name, text in scripts.items()},
+        policy=policy(list(scripts.values())),
+        data=Markup(embedded(_data(record, folder, rows, charts))),
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def policy(scripts: Sequence[str]) -> str:
+    """The content security policy of a page with these scripts: no network, nothing that is not in the page."""
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+def _source(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def _shown(value: Any) -> Any:
+    """What a template prints: text without control characters, which HTML has no word for."""
+    return words.plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _data(record: Record, folder: pathlib.Path, rows: Sequence[_rows.Row], charts: dict[str, _charts.Chart]) -> dict[str, Any]:
+    return {
+        "charts": {name: {"data": c.data, "layout": c.layout, "height": c.height} for name, c in charts.items()},
+        "trials": _rows.details(rows, folder, record),
+    }

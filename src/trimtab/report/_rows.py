@@ -1,0 +1,176 @@
+"""Every trial as a row of the table, with what a click on it shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trimtab.measurement import Comparison
+from trimtab.report import _words as words
+from trimtab.report._logs import LEAST, MOST, ROW, allowances, fitted, tail
+from trimtab.study import verdict
+from trimtab.study.record import Record
+from trimtab.trial import State, Trial
+
+MAXIMUM = 200 + (MOST - LEAST) // ROW
+"""Rows that one report can carry."""
+REASON = 280
+"""Letters of a reason that stand in the table; a click shows all of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One figure of a row: as it is read, and as it is sorted (``None`` comes last)."""
+
+    text: str
+    key: float | None
+    minor: bool = False
+    """Whether a narrow screen leaves it to the details."""
+
+    @property
+    def order(self) -> str:
+        """The key as text."""
+        return "" if self.key is None else f"{self.key:.9g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One trial."""
+
+    trial: Trial
+    recipe: str
+    words: str
+    keeps: bool
+    ships: bool
+    reason: str
+    cells: tuple[Cell, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A heading over figures, and what they are."""
+
+    name: str
+    about: str
+    minor: bool = False
+
+
+SPEED = Column("speed-up", "Against the model as written, in turns, with its 95% interval; above 1 is faster.")
+LATENCY = Column("latency", "Median time of one call.")
+DROP = Column("drop (at most)", "How much of the score is lost on the selection data, and the upper bound of that.")
+ERROR = Column("error", "Root mean square error of the outputs, relative to what the reference varies by.", minor=True)
+REST = (
+    Column("size", "Of the files that ship.", minor=True),
+    Column("peak memory", "Of a fresh process that loads it and calls it.", minor=True),
+    Column("cold start", "Load and first call.", minor=True),
+    Column("tried for", "What the whole trial took, compilation and scoring included.", minor=True),
+)
+
+
+def labelled(record: Record) -> bool:
+    """Whether there are scores, and so drops."""
+    return words.known(record.prepared.score) is not None or any(trial.drop is not None for trial in record.trials)
+
+
+def columns(record: Record) -> tuple[Column, ...]:
+    """The headings over :attr:`Row.cells`."""
+    error = dataclasses.replace(ERROR, minor=labelled(record))
+    return (SPEED, LATENCY, *([DROP] if labelled(record) else []), error, *REST)
+
+
+def rows(record: Record) -> list[Row]:
+    """All trials that a report can carry: those within the limits first, the best of them at the top."""
+    ranked = verdict.ranked(record.trials, record.limits, record.objective)  # type: ignore[arg-type]
+    place = {trial.recipe.hash: index for index, trial in enumerate(ranked)}
+
+    def order(trial: Trial) -> tuple[int, int, float, int]:
+        speed = words.known(trial.speedup.value) if trial.speedup else None
+        return place.get(trial.recipe.hash, len(place)), int(speed is None), -(speed or 0.0), trial.number
+
+    return [_row(trial, record, trial.recipe.hash in place) for trial in sorted(record.trials, key=order)[:MAXIMUM]]
+
+
+def _row(trial: Trial, record: Record, keeps: bool) -> Row:
+    missed = " ".join(miss.words for miss in verdict.misses(trial, record.limits)) if trial.state is State.COMPLETE else ""
+    return Row(
+        trial=trial,
+        recipe=words.plain(str(trial.recipe)),
+        words=words.plain(words.recipe(trial.recipe, record)),
+        keeps=keeps,
+        ships=trial.recipe.hash == record.best,
+        reason=words.plain(trial.reason or missed),
+        cells=tuple(_cells(trial, record)),
+    )
+
+
+def _cells(trial: Trial, record: Record) -> Iterator[Cell]:
+    known = words.known
+    yield Cell(_or_dash(words.speed(trial.speedup)), known(trial.speedup.value) if trial.speedup else None)
+    latency = trial.latency_ms.median if trial.latency_ms else None
+    yield Cell(_or_dash(words.milliseconds(latency)), known(latency))
+    if labelled(record):
+        yield Cell(_or_dash(words.drop(trial.drop, record)), known(trial.drop.value) if trial.drop else None)
+    error = trial.parity.centred_error if trial.parity else None
+    yield Cell(_or_dash(words.error(error)), known(error), minor=labelled(record))
+    yield Cell(_or_dash(words.megabytes(trial.size_mb)), known(trial.size_mb), minor=True)
+    yield Cell(_or_dash(words.megabytes(trial.peak_mb)), known(trial.peak_mb), minor=True)
+    yield Cell(_or_dash(words.duration(trial.cold_s)), known(trial.cold_s), minor=True)
+    yield Cell(words.duration(trial.seconds), known(trial.seconds), minor=True)
+
+
+def _or_dash(text: str) -> str:
+    """In a table a dash says it; the caption says what a dash is."""
+    return "–" if text == words.UNKNOWN else text
+
+
+def details(found: Sequence[Row], folder: pathlib.Path, record: Record) -> list[dict[str, Any]]:
+    """What a click on each row shows beside its cells, within the bytes that a report has for it."""
+    allowed = allowances([row.trial for row in found])
+    return [_details(row, folder, record, most) for row, most in zip(found, allowed, strict=True)]
+
+
+def _details(row: Row, folder: pathlib.Path, record: Record, most: int) -> dict[str, Any]:
+    trial = row.trial
+    texts = {
+        "reason": fitted(row.reason, most // 4) if len(row.reason) > REASON else "",
+        "notes": fitted(words.plain("\n".join(trial.notes)), most // 4),
+        "traceback": fitted(words.plain(trial.traceback or "").strip("\n"), most // 3),
+    }
+    used = sum(len(text.encode()) for text in texts.values())
+    log = tail(folder, trial.log, max(most // 4, most - used))
+    if log is not None:
+        cut = f"the last {words.digits(len(log.text.encode()) / 1e3, 2)} kB of {words.digits(log.whole / 1e3, 2)} kB"
+        texts |= {"log": log.text, "path": f"{trial.log}, {cut}" if log.cut else str(trial.log)}
+    facts = [list(fact) for fact in _facts(trial, record)]
+    return {name: text for name, text in texts.items() if text} | {"facts": facts}
+
+
+def _facts(trial: Trial, record: Record) -> Iterator[tuple[str, str]]:
+    if trial.stage:
+        yield "stage of the search", words.clipped(trial.stage, 60).replace("_", " ")
+    if trial.latency_ms is not None and trial.latency_ms.p90 is not None:
+        yield "90% of calls within", words.milliseconds(trial.latency_ms.p90)
+    if trial.drop is not None and trial.drop.limit is not None:
+        yield "limit of the drop", f"{words.lost(trial.drop.limit, record)}, {_decided(trial)}"
+    if trial.parity is not None:
+        yield "outputs", words.clipped(words.parity(trial.parity), 300)
+    if trial.comparison is not None:
+        yield "timed", _timed(trial.comparison)
+    if trial.dims:
+        yield "sizes that may differ", words.clipped(", ".join(trial.dims), 120)
+    yield "name", trial.recipe.hash
+
+
+def _decided(trial: Trial) -> str:
+    assert trial.drop is not None
+    if trial.drop.decided is None:
+        more = f"; about {trial.drop.n_needed:,} would decide" if trial.drop.n_needed else ""
+        return f"undecidable with {words.count(trial.drop.n, 'example')}{more}"
+    return "kept" if trial.drop.decided else "not kept"
+
+
+def _timed(found: Comparison) -> str:
+    thrown = f", {words.count(found.discarded, 'block')} thrown away" if found.discarded else ""
+    return f"{words.count(found.pairs, 'pair')}{thrown}, until {words.STOP_WORDS[found.stopped_by]}"

@@ -1,0 +1,168 @@
+"""Two studies side by side: two machines, two versions, two limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from trimtab._json import to_json
+from trimtab.report import _trust, _verdict
+from trimtab.report import _words as words
+from trimtab.study.record import Record
+from trimtab.study.verdict import RUNGS
+from trimtab.trial import Trial
+
+NAME, COLUMN = 22, 37
+"""Columns of the terminal for names and for each study."""
+MOST = 6
+"""Recipes that are named for one kind of difference."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One fact of both studies."""
+
+    name: str
+    left: str
+    right: str
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two are not the same."""
+        return self.left != self.right
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SideBySide:
+    """Two studies, fact by fact, and what differs in sentences; ``str()`` of it is for a terminal of 100 columns."""
+
+    schema: ClassVar[int] = 1
+
+    lines: tuple[Line, ...]
+    differences: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"schema": 1, "lines": [{"name", "left", "right", "differs"}], "differences": [...]}``."""
+        lines = [to_json(dataclasses.asdict(line)) | {"differs": line.differs} for line in self.lines]
+        return {"schema": self.schema, "lines": lines, "differences": list(self.differences)}
+
+    def __str__(self) -> str:
+        head = f"  {'':<{NAME}} {'LEFT':<{COLUMN}} {'RIGHT':<{COLUMN}}".rstrip()
+        said = [line for sentence in self.differences for line in textwrap.wrap(f"- {sentence}", 100, subsequent_indent="  ")]
+        body = [row for line in self.lines for row in _table_rows(line)]
+        return "\n".join([head, *body, "", *(said or ["Nothing that matters differs."])])
+
+
+def side_by_side(left: Record, right: Record) -> SideBySide:
+    """What two studies have in common and what they have not."""
+    return SideBySide(lines=tuple(_lines(left, right)), differences=tuple(_differences(left, right)))
+
+
+def _table_rows(line: Line) -> Iterator[str]:
+    """A fact over as many rows as its longer side needs; a tilde marks what differs."""
+    sides = [textwrap.wrap(side, COLUMN) or [""] for side in (line.left, line.right)]
+    names = textwrap.wrap(line.name, NAME)
+    for index in range(max(len(names), *map(len, sides))):
+        cells = [lines[index] if index < len(lines) else "" for lines in (names, *sides)]
+        mark = "~" if line.differs and index == 0 else " "
+        yield f"{mark} {cells[0]:<{NAME}} {cells[1]:<{COLUMN}} {cells[2]}".rstrip()
+
+
+def _facts(record: Record) -> Iterator[tuple[str, str]]:
+    best = _verdict.leader(record)
+    yield "workload", record.workload
+    yield "answer", _verdict.headline(record)
+    yield "what ships" if record.status else "best so far", str(best.recipe) if best is not None else "nothing"
+    for rung in RUNGS:
+        yield from _rung(rung, _verdict.rung(record, rung))
+    for tile in _verdict.tiles(record):
+        if tile.name in ("speed-up over tuned", "drop of the score", "error of the outputs", "throughput"):
+            yield tile.name, f"{tile.value}" + (f" ({tile.below})" if tile.below else "")
+    yield "trials", _verdict.tally(record)
+    yield from _trust.study(record)[2:]
+    yield from _trust.machine(record)
+    for name, number in record.environment.versions.items():
+        yield f"version of {name}", number
+
+
+def _rung(name: str, found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    title = words.RUNG_WORDS[name]
+    if found is None:
+        yield title, "none"
+        return
+    latency = words.milliseconds(found["latency_ms"]["median"])
+    yield title, f"{words.speed(words.rung_interval(found))}, {latency}, {words.megabytes(found['size_mb'])}"
+
+
+def _lines(left: Record, right: Record) -> Iterator[Line]:
+    """Facts of either side in the order in which they come; versions only where they differ."""
+    sides = [{name: words.plain(value) for name, value in _facts(record)} for record in (left, right)]
+    for name in dict.fromkeys((*sides[0], *sides[1])):
+        line = Line(name=name, left=sides[0].get(name, "–"), right=sides[1].get(name, "–"))
+        if line.differs or not name.startswith("version of "):
+            yield line
+
+
+def _differences(left: Record, right: Record) -> Iterator[str]:
+    if left.prepared.fingerprint != right.prepared.fingerprint:
+        yield "These are two different workloads, or two states of one: their speed-ups do not compare one to one."
+    if left.objective != right.objective:
+        yield f"They look for different things: {left.objective} on the left, {right.objective} on the right."
+    if left.limits != right.limits:
+        yield "Their limits differ, so what ships may differ for that reason alone."
+    if left.environment.fingerprint != right.environment.fingerprint:
+        yield "The machines differ, or the runtimes on them: a recipe that wins on one may lose on the other."
+    if None in (left.status, right.status):
+        yield "One of them has no verdict: it is still running, or it was cut off."
+    yield from _winners(left, right)
+    yield from _states(left, right)
+    yield from _speeds(left, right)
+
+
+def _by_recipe(record: Record) -> dict[str, Trial]:
+    return {trial.recipe.hash: trial for trial in record.trials}
+
+
+def _winners(left: Record, right: Record) -> Iterator[str]:
+    """How what ships on one side did on the other."""
+    for here, there, place in ((left, right, "right"), (right, left, "left")):
+        if here.winner is None or here.best == there.best:
+            continue
+        other = _by_recipe(there).get(here.winner.recipe.hash)
+        name, home = here.winner.recipe, "left" if place == "right" else "right"
+        if other is None:
+            yield f"What ships on the {home}, {name}, was not tried on the {place}."
+        else:
+            speed = f" at {words.speed(other.speedup)}" if other.speedup else ""
+            yield f"What ships on the {home}, {name}, is {other.state}{speed} on the {place}."
+
+
+def _states(left: Record, right: Record) -> Iterator[str]:
+    other = _by_recipe(right)
+    pairs = [(trial, other[trial.recipe.hash]) for trial in left.trials if trial.recipe.hash in other]
+    changed = [(a, b) for a, b in pairs if a.state is not b.state]
+    for a, b in changed[:MOST]:
+        why = words.clipped(next((t.reason for t in (b, a) if t.reason), ""), 160)
+        yield f"{a.recipe} is {a.state} on the left and {b.state} on the right" + (f": {why}" if why else ".")
+    if len(changed) > MOST:
+        yield f"{words.count(len(changed) - MOST, 'other recipe')} ended in different states too."
+    alone = len(left.trials) - len(pairs), len(right.trials) - len(pairs)
+    if any(alone):
+        yield f"{words.count(alone[0], 'recipe')} tried on the left only, {alone[1]:,} on the right only."
+
+
+def _speeds(left: Record, right: Record) -> Iterator[str]:
+    """Recipes whose speed-ups differ by more than their intervals, the largest difference first."""
+    other = _by_recipe(right)
+    found: list[tuple[float, str]] = []
+    for trial in left.trials:
+        a, b = trial.speedup, getattr(other.get(trial.recipe.hash), "speedup", None)
+        if a is None or b is None or min(a.value, b.value) <= 0 or (a.low <= b.high and b.low <= a.high):
+            continue
+        words_of_it = f"{trial.recipe}: {words.speed(a)} on the left, {words.speed(b)} on the right."
+        found.append((abs(math.log(a.value / b.value)), words_of_it))
+    for _, sentence in sorted(found, key=lambda item: -item[0])[:MOST]:
+        yield sentence

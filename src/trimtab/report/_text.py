@@ -1,0 +1,112 @@
+"""The report for a terminal: at most 40 lines of 100 columns, whatever the record holds."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from itertools import islice
+
+from trimtab.report import _trust, _verdict, _why
+from trimtab.report import _words as words
+from trimtab.report._roof import SIDES, placed
+from trimtab.report._rows import Row, labelled, rows
+from trimtab.study.record import Record
+from trimtab.trial import State
+
+LINES, WIDTH = 40, 100
+
+
+def text(record: Record) -> str:
+    """``record`` in at most 40 lines of at most 100 columns, the verdict first."""
+    sections = (_answer, _ladder, _trials, _reasons, _trusted, _again)
+    blocks = [block for section in sections if (block := list(section(record)))]
+    lines = [line for block in blocks for line in (*block, "")][:-1]
+    return "\n".join(line.rstrip() for line in lines[:LINES])
+
+
+def _wrapped(line: str, most: int, *, hang: int = 0) -> list[str]:
+    """``line`` in at most ``most`` lines; later ones are indented by ``hang``."""
+    return textwrap.wrap(
+        " ".join(words.plain(line).split()),
+        WIDTH,
+        max_lines=most,
+        placeholder=" …",
+        subsequent_indent=" " * hang,
+        break_on_hyphens=False,
+    )
+
+
+def _answer(record: Record) -> Iterator[str]:
+    head = f"{record.workload}: {_verdict.headline(record)}   [{record.started}, {words.duration(record.seconds)}]"
+    yield words.clipped(head, WIDTH)
+    yield from _wrapped(_verdict.sentence(record), 3)
+    if recipe := _verdict.recipe(record):
+        yield from _wrapped(f"{'What ships' if record.status else 'Best so far'}: {recipe}.", 2, hang=4)
+    yield words.clipped(_verdict.conditions(record), WIDTH)
+
+
+def _ladder(record: Record) -> Iterator[str]:
+    found = _verdict.rungs(record)
+    if not found:
+        return
+    yield f"{'LADDER':<11} {'speed-up':<23} {'latency':>12} {'score':>12} {'drop at most':>12}  recipe"
+    for rung in found[:4]:
+        figures = f"{rung['latency']:>12} {rung['score']:>12} {rung['at most']:>12}"
+        yield _cut(f"{rung['rung']:<11} {rung['speed-up']:<23} {figures}  {rung['recipe']}")
+
+
+def _cut(line: str) -> str:
+    """``line`` cut to the width, its columns as they are."""
+    line = words.plain(line).replace("\n", " ")
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
+
+
+def _trials(record: Record) -> Iterator[str]:
+    yield words.clipped(f"TRIALS  {_verdict.tally(record)}", WIDTH)
+    found = rows(record)
+    measured = [row for row in found if row.cells[0].key is not None]
+    for row in measured[:5]:
+        yield _cut(f"{'*' if row.ships else '+' if row.keeps else ' '} {_figures(row, record)}  {row.recipe}")
+    for row in islice((row for row in found if row.trial.state in (State.FAILED, State.MISMATCH)), 3):
+        yield _cut(words.clipped(f"! {row.trial.state} {row.recipe}: {row.reason}", WIDTH))
+
+
+def _figures(row: Row, record: Record) -> str:
+    trial = row.trial
+    error = words.error(trial.parity.centred_error if trial.parity else None)
+    loss = f"drop {words.lost(trial.drop.upper, record)}" if trial.drop else f"error {error}" if not labelled(record) else ""
+    return f"{words.speed(trial.speedup):<23} {loss:<18} {words.megabytes(trial.size_mb):>12}"
+
+
+def _reasons(record: Record) -> Iterator[str]:
+    if left := _why.left(record):
+        yield words.clipped(f"WHY  {left}", WIDTH)
+    for side in _why.sides(record):
+        yield words.clipped(f"{side.title}: {side.summary}", WIDTH)
+    for name, _, place in placed(record):
+        yield words.clipped(
+            f"{SIDES[name]}: {words.digits(place.achieved)} of {words.digits(place.attainable)} billion operations a second, "
+            f"{words.share(place.share, 0)} of what {place.bound} allows",
+            WIDTH,
+        )
+
+
+def _trusted(record: Record) -> Iterator[str]:
+    confirmed = "; ".join(f"{name}: {value}" for name, value in _trust.confirmation(record)[:3])
+    yield words.clipped(f"TRUST  {confirmed}", WIDTH)
+    if quiet := _trust.noise(record):
+        yield words.clipped("; ".join(f"{name}: {value}" for name, value in quiet), WIDTH)
+    split = ", ".join(f"{name} {size:,}" for name, size in record.prepared.splits.items())
+    yield words.clipped(f"examples: {split or 'none'}; undecidable trials: {len(_trust.undecided(record))}", WIDTH)
+    for note in _trust.notes(record)[:2]:
+        yield words.clipped(f"note: {note}", WIDTH)
+
+
+def _again(record: Record) -> Iterator[str]:
+    for command in _trust.commands(record)[:1]:
+        yield from _wrapped(f"AGAIN  {command}", 2, hang=7)
+    found = record.environment
+    versions = " ".join(
+        f"{name} {found.versions[name]}" for name in ("torch", "onnxruntime", "openvino") if name in found.versions
+    )
+    yield words.clipped(f"{found.cpu}, {found.usable_cores} of {found.logical_cores} cores, {found.os}, {versions}", WIDTH)

@@ -1,0 +1,169 @@
+"""How far the figures can be trusted, and how to make them again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from trimtab.measurement import Comparison
+from trimtab.report import _words as words
+from trimtab.study.record import Record
+from trimtab.trial import State
+
+Fact = tuple[str, str]
+
+
+def confirmation(record: Record) -> list[Fact]:
+    """What the winner showed when it was measured again, beside what it had shown in the search."""
+    return list(_confirmation(record))
+
+
+def _confirmation(record: Record) -> Iterator[Fact]:
+    found, searched = record.confirmation, record.winner
+    if found is None:
+        yield "confirmation", "none: nothing was measured again in fresh processes and on the test data"
+        return
+    yield "confirmed", "yes" if found.ok else f"no: {words.plain(found.reason or 'the log of the confirmation says why')}"
+    yield (
+        "measured from",
+        "the files that ship" if found.loaded else "a build in memory, because no files that stand alone exist",
+    )
+    before = f"; {words.speed(searched.speedup)} in the search" if searched is not None and searched.speedup else ""
+    yield "speed-up over the model as written", words.speed(found.speedup) + before
+    if found.against_tuned is not None:
+        yield "speed-up over the tuned original", words.speed(found.against_tuned)
+    if found.drop is not None:
+        scores = f"{words.score(found.baseline_score, record)} before, {words.score(found.score, record)} after"
+        yield "score on the test data", f"{scores}, on {words.count(found.drop.n, 'example')}"
+        before = (
+            f"; {words.drop(searched.drop, record)} on the selection data" if searched is not None and searched.drop else ""
+        )
+        yield "drop on the test data", words.drop(found.drop, record) + before
+    yield "outputs on the test data", words.parity(found.parity)
+
+
+def noise(record: Record) -> list[Fact]:
+    """How quiet the machine was."""
+    facts: list[Fact] = []
+    if record.confirmation is not None and record.confirmation.comparison is not None:
+        facts += _noise(record.confirmation.comparison)
+    trials = [t.comparison for t in record.trials if t.comparison is not None and t.state is State.COMPLETE]
+    spreads = sorted(value for each in trials if (value := words.known(each.noise)) is not None)
+    if spreads:
+        middle = spreads[len(spreads) // 2]
+        facts.append(
+            (
+                "spread of the original against itself, over the trials",
+                f"{words.share(spreads[0])} to {words.share(spreads[-1])}, half of them below {words.share(middle)}",
+            )
+        )
+    thrown = sum(each.discarded for each in trials)
+    if trials:
+        kept = sum(each.pairs for each in trials)
+        facts.append(("the search timed", f"{words.count(kept, 'pair')}; {words.count(thrown, 'block')} thrown away"))
+    return facts
+
+
+def _noise(found: Comparison) -> Iterator[Fact]:
+    yield "pairs of the confirmation", f"{found.pairs:,}, until {words.STOP_WORDS[found.stopped_by]}"
+    yield "blocks thrown away, because others had the CPU", f"{found.discarded:,}"
+    yield "spread of the original against itself (A/A)", words.share(found.noise)
+    yield "spread from one pair of processes to the next", words.share(found.process_noise)
+    yield "CPU time that other processes took", words.share(found.foreign)
+    yield "CPU time that the hypervisor took (stolen)", words.share(found.stolen)
+
+
+def data(record: Record) -> list[Fact]:
+    """How the data was split."""
+    prepared = record.prepared
+    purpose = {
+        "calibration": "quantizers see it",
+        "selection": "the search sees it",
+        "test": "touched once, by what won",
+    }
+    facts = [
+        (name, f"{words.count(size, 'example')}: {purpose.get(name, 'kept apart')}") for name, size in prepared.splits.items()
+    ]
+    if words.known(prepared.score) is not None:
+        n = "" if prepared.n is None else f" on {words.count(prepared.n, 'example')} of the selection data"
+        facts.append(("score of the model as written", words.score(prepared.score, record) + n))
+    return facts
+
+
+def undecided(record: Record) -> list[str]:
+    """Trials of which the data could not tell whether they keep the limit of the drop, a sentence for each."""
+    return [
+        f"{words.plain(str(t.recipe))}: a drop of {words.drop(t.drop, record)} against a limit of "
+        f"{words.lost(t.drop.limit, record)} cannot be decided with {words.count(t.drop.n, 'example')}"
+        + (f"; about {t.drop.n_needed:,} would tell." if t.drop.n_needed else "; more would hardly help.")
+        for t in record.trials
+        if t.drop is not None and t.drop.limit is not None and t.drop.decided is None and not t.recipe.exact
+    ]
+
+
+def notes(record: Record) -> list[str]:
+    """Whatever else was said, once each."""
+    peaks = () if record.peaks is None else record.peaks.notes
+    return list(dict.fromkeys(map(words.plain, (*record.prepared.notes, *record.notes, *peaks))))
+
+
+def machine(record: Record) -> list[Fact]:
+    """The machine and its system."""
+    found = record.environment
+    quota = "" if found.cpu_quota is None else f", quota {found.cpu_quota:g}"
+    limit = "" if found.memory_limit_mb is None else f", limited to {words.megabytes(found.memory_limit_mb)}"
+    cores = f"{found.usable_cores} usable of {found.logical_cores}{quota}"
+    facts = [
+        ("processor", f"{found.cpu} ({found.machine})"),
+        ("cores", cores),
+        ("instruction sets", ", ".join(found.isa) or "none that matters"),
+        ("memory", words.megabytes(found.memory_mb) + limit),
+        ("graphics processors", "; ".join(map(str, found.gpus)) or "none"),
+        ("system", f"{found.os}, Python {found.python}"),
+        ("C++ compiler", found.compiler or "none"),
+        ("fingerprint of the machine", found.fingerprint),
+    ]
+    return [*facts, *_peaks(record)]
+
+
+def _peaks(record: Record) -> Iterator[Fact]:
+    if record.peaks is None:
+        yield "peaks of the machine", words.UNKNOWN
+        return
+    for rate in record.peaks.rates:
+        where = rate.device if rate.threads is None else words.count(rate.threads, "thread")
+        value = words.digits(rate.value)
+        reason = f": {words.clipped(rate.reason, 160)}" if rate.reason and value == words.UNKNOWN else ""
+        yield f"peak of {rate.kind}, {where}", f"{value}{reason}" if value == words.UNKNOWN else f"{value} {rate.unit}"
+
+
+def study(record: Record) -> list[Fact]:
+    """What was asked, and when."""
+    return [
+        ("workload", f"{record.workload}, fingerprint {words.clipped(record.prepared.fingerprint, 64)}"),
+        ("inputs that must be fast", record.prepared.inputs),
+        ("threads", str(record.prepared.threads)),
+        ("objective", record.objective),
+        *((f"limit: {name}", value) for name, value in words.limits(record)),
+        ("sampler", record.sampler),
+        ("began", record.started),
+        ("took", words.duration(record.seconds)),
+    ]
+
+
+def commands(record: Record) -> list[str]:
+    """What makes all this again."""
+    made = [line for line in (words.plain(record.command).strip(),) if line]
+    if record.artifact is None or not made:
+        return made
+    folder = _folder(record.command)
+    return made if folder is None else [*made, shlex.join(["trimtab", "verify", f"{folder.rstrip('/')}/{record.artifact}"])]
+
+
+def _folder(command: str) -> str | None:
+    """The run folder that a command line names."""
+    try:
+        parts = shlex.split(command)
+    except ValueError:  # a line of Python
+        return None
+    return parts[parts.index("--out") + 1] if "--out" in parts[:-1] else None

@@ -1,0 +1,174 @@
+"""What the top of a report says: the answer, the figures that carry it, the recipe in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trimtab.report import _words as words
+from trimtab.report._rows import labelled
+from trimtab.study import verdict
+from trimtab.study.record import Record
+from trimtab.trial import Trial
+
+RUNNING = "This study has no verdict: it is still running, or it was cut off. The same command goes on with it."
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One figure of the answer, with what stands below it."""
+
+    name: str
+    value: str
+    below: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of the recipe: in words, what it is, its fields."""
+
+    words: str
+    about: str
+    fields: str
+
+
+def headline(record: Record) -> str:
+    """The answer in as few words as there are."""
+    if record.status is None:
+        return "no verdict yet"
+    if record.status != "improved":
+        return words.STATUS_WORDS[record.status]
+    found, first = record.confirmation, rung(record, "as_written")
+    if record.objective in ("size", "memory") and first is not None:
+        key, what = ("size_mb", "size") if record.objective == "size" else ("peak_mb", "memory")
+        after = rung(record, "best") or {}
+        return f"{words.megabytes(after.get(key))} of {what} instead of {words.megabytes(first.get(key))}"
+    ratio = words.times(found.speedup.value) if found is not None and found.speedup is not None else words.UNKNOWN
+    return f"{ratio} the throughput of as written" if record.objective == "throughput" else f"{ratio} as fast as written"
+
+
+def sentence(record: Record) -> str:
+    """The verdict, as the study gave it."""
+    return words.plain(record.sentence) or RUNNING
+
+
+def rung(record: Record, name: str) -> Mapping[str, Any] | None:
+    """A rung of the ladder by name."""
+    return next((each for each in record.ladder if each.get("rung") == name), None)
+
+
+def leader(record: Record) -> Trial | None:
+    """What ships, or the best so far where that is not known yet."""
+    if record.winner is not None or record.status is not None:
+        return record.winner
+    ranked = verdict.ranked(record.trials, record.limits, record.objective)  # type: ignore[arg-type]
+    return ranked[0] if ranked else None
+
+
+def recipe(record: Record) -> str:
+    """What ships, in words; empty where nothing does."""
+    found = leader(record)
+    return "" if found is None else words.plain(words.recipe(found.recipe, record))
+
+
+def steps(record: Record) -> list[Step]:
+    """The steps of what ships, the runtime last, as they are carried out."""
+    found = leader(record)
+    if found is None:
+        return []
+    return [
+        Step(
+            words=words.plain(step.describe()),
+            about=(inspect.getdoc(type(step)) or step.name).splitlines()[0],
+            fields=", ".join(f"{field.name}={getattr(step, field.name)}" for field in dataclasses.fields(step)),
+        )
+        for step in (*found.recipe.passes, found.recipe.backend)
+    ]
+
+
+def conditions(record: Record) -> str:
+    """Under what the figures hold, in a sentence."""
+    found = record.confirmation.comparison if record.confirmation is not None else None
+    pairs = "" if found is None else f", {words.count(found.pairs, 'pair')} of timings taken in turns"
+    threads = words.count(record.prepared.threads, "thread")
+    inputs = words.clipped(record.prepared.inputs, 200)
+    return f"Measured on {words.plain(record.environment.cpu)}, {threads} by default, inputs {inputs}{pairs}."
+
+
+def tiles(record: Record) -> list[Tile]:
+    """The figures of the answer; those that were not measured are left out."""
+    found = [*_speed(record), *_cost(record)]
+    return [tile for tile in found if tile.value != words.UNKNOWN]
+
+
+def _speed(record: Record) -> Iterator[Tile]:
+    found, first, best = record.confirmation, rung(record, "as_written"), rung(record, "best")
+    if found is None:
+        trial = leader(record)
+        if trial is not None and trial.speedup is not None:
+            below = f"{words.span(trial.speedup)} in the search, not confirmed"
+            yield Tile("best so far" if record.status is None else "speed-up", words.times(trial.speedup.value), below)
+        return
+    if found.speedup is not None:
+        yield Tile("speed-up over as written", words.times(found.speedup.value), f"{words.span(found.speedup)}, 95% interval")
+    if found.against_tuned is not None:
+        below = f"{words.span(found.against_tuned)}, 95% interval"
+        yield Tile("speed-up over tuned", words.times(found.against_tuned.value), below)
+    if best is not None:
+        yield Tile("median latency", words.milliseconds(best["latency_ms"]["median"]), _from(first, "latency_ms"))
+    if found.throughput is not None:
+        unit = words.plain(found.throughput.unit)
+        yield Tile("throughput", f"{words.digits(found.throughput.median)} {unit}", "")
+
+
+def _cost(record: Record) -> Iterator[Tile]:
+    found, first, best = record.confirmation, rung(record, "as_written"), rung(record, "best")
+    if found is not None and found.drop is not None:
+        scores = f"score {words.score(found.baseline_score, record)} to {words.score(found.score, record)}"
+        below = f"at most {words.lost(found.drop.upper, record)}; {scores}"
+        yield Tile("drop of the score", words.lost(found.drop.value, record), below)
+    elif found is not None and found.parity is not None and not labelled(record):
+        yield Tile("error of the outputs", words.error(found.parity.centred_error), "of what they vary by")
+    if best is not None:
+        yield Tile("size on disk", words.megabytes(best["size_mb"]), _from(first, "size_mb"))
+        yield Tile("peak memory", words.megabytes(best["peak_mb"]), _from(first, "peak_mb"))
+        yield Tile("cold start", words.duration(best["cold_s"]), _from(first, "cold_s"))
+
+
+def _from(first: Mapping[str, Any] | None, key: str) -> str:
+    """What the same figure was as written."""
+    if first is None or first[key] is None:
+        return ""
+    if key == "latency_ms":
+        before = words.milliseconds(first[key]["median"])
+    else:
+        before = words.duration(first[key]) if key == "cold_s" else words.megabytes(first[key])
+    return "" if before == words.UNKNOWN else f"{before} as written"
+
+
+def rungs(record: Record) -> list[dict[str, str]]:
+    """The ladder as a table."""
+    return [
+        {
+            "rung": words.RUNG_WORDS.get(each["rung"], str(each["rung"])),
+            "recipe": words.plain(str(each["recipe"])),
+            "speed-up": words.speed(words.rung_interval(each)),
+            "latency": words.milliseconds(each["latency_ms"]["median"]),
+            "score": words.score(each["score"]["value"], record),
+            "drop": words.lost(each["drop"]["value"], record),
+            "at most": words.lost(each["drop"]["upper"], record),
+            "size": words.megabytes(each["size_mb"]),
+            "peak memory": words.megabytes(each["peak_mb"]),
+            "cold start": words.duration(each["cold_s"]),
+        }
+        for each in record.ladder
+    ]
+
+
+def tally(record: Record) -> str:
+    """``12 trials: 9 complete, 2 skipped, 1 failed``."""
+    states = [trial.state.lower() for trial in record.trials]
+    parts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    return words.count(len(states), "trial") + (f": {parts}" if parts else "")

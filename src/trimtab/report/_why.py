@@ -1,0 +1,138 @@
+"""Why it is as fast as it is: operators side by side, what the runtime said, what is left."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from trimtab.explain import Explanation
+from trimtab.measurement import OperatorTime
+from trimtab.report import _words as words
+from trimtab.report._roof import SIDES
+from trimtab.study.record import Record
+
+SHOWN = 12
+"""Operators by name; the rest are added up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """One operator. ``width`` is a percentage, on one scale for both sides."""
+
+    name: str
+    time: str
+    share: str
+    calls: str
+    width: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The operators of one model."""
+
+    title: str
+    recipe: str
+    source: str
+    bars: tuple[Bar, ...]
+    summary: str
+    notes: tuple[str, ...]
+
+
+def sides(record: Record) -> list[Side]:
+    """The model as written and what ships, as far as they were explained."""
+    found = {name: record.explanations[name] for name in SIDES if name in record.explanations}
+    longest = max((bar.self_ms for each in found.values() for bar in _shown(each)), default=0.0)
+    return [_side(SIDES[name], each, longest) for name, each in found.items()]
+
+
+def _side(title: str, found: Explanation, longest: float) -> Side:
+    return Side(
+        title=title,
+        recipe=words.plain(found.recipe),
+        source=words.plain(found.source),
+        bars=tuple(_bar(each, longest) for each in _shown(found)),
+        summary=" ".join(_summary(found)),
+        notes=tuple(map(words.plain, found.notes)),
+    )
+
+
+def _shown(found: Explanation) -> list[OperatorTime]:
+    """The slowest by name, all others as one."""
+    rows = [row for row in found.operators if words.known(row.self_ms) is not None and words.known(row.share) is not None]
+    head, rest = (rows, []) if len(rows) <= SHOWN + 1 else (rows[:SHOWN], rows[SHOWN:])
+    if not rest:
+        return head
+    name = f"{len(rest)} others"
+    calls, time, part = (sum(getattr(row, field) for row in rest) for field in ("calls", "self_ms", "share"))
+    return [*head, OperatorTime(name=name, calls=calls, self_ms=time, share=part)]
+
+
+def _bar(found: OperatorTime, longest: float) -> Bar:
+    return Bar(
+        name=words.clipped(found.name, 90),
+        time=words.milliseconds(found.self_ms),
+        share=words.share(found.share),
+        calls=words.digits(found.calls),
+        width=round(100 * found.self_ms / longest, 2) if longest else 0.0,
+    )
+
+
+def _summary(found: Explanation) -> Iterator[str]:
+    """How the operators add up beside the time of a call."""
+    total = sum(words.known(row.self_ms) or 0.0 for row in found.operators)
+    seconds = words.known(found.seconds)
+    if seconds is not None:
+        yield f"One call takes {words.milliseconds(1e3 * seconds)}."
+    if not total:
+        return
+    yield f"In profiled calls the operators take {words.milliseconds(total)}."
+    if seconds is not None and total > 1.05e3 * seconds:
+        yield "That is more than an ordinary call takes, because watching costs time: read the shares, not the sum."
+    elif seconds is not None and total < 0.95e3 * seconds:
+        rest = 1e3 * seconds - total
+        yield (
+            f"About {words.milliseconds(rest)} ({words.share(rest / seconds / 1e3, 0)}) passes outside of them: "
+            "calling, dispatching, waiting."
+        )
+
+
+def left(record: Record) -> str:
+    """Where the time goes that is left, in a sentence; empty where it is not known."""
+    found = record.explanations.get("best") or record.explanations.get("as_written")
+    rows = [] if found is None else [row for row in found.operators if words.known(row.share) is not None]
+    if not rows:
+        return ""
+    whose = "of what ships" if "best" in record.explanations else "of the model as written"
+    most = " and ".join(f"{words.clipped(row.name, 90)} ({words.share(row.share, 0)})" for row in rows[:2])
+    return f"Most of the operators' time {whose} is left in {most}."
+
+
+def roof_lines(record: Record) -> list[tuple[str, ...]]:
+    """The roofline as a table: model, operations, bytes, intensity, achieved, attainable, share, bound."""
+    return [_roof_line(SIDES[name], record.explanations[name]) for name in SIDES if name in record.explanations]
+
+
+def _roof_line(name: str, found: Explanation) -> tuple[str, ...]:
+    place, unknown = found.roofline, words.UNKNOWN
+    least = "at least " if found.uncounted else ""
+    flops = unknown if not found.flops else f"{least}{words.digits(found.flops / 1e6)} million"
+    moved = unknown if found.bytes_moved is None else f"at least {words.megabytes(found.bytes_moved / 1e6)}"
+    threads = "" if found.threads is None else f", {words.count(found.threads, 'thread')}"
+    head = (name, f"{found.dtype}{threads}", flops, moved)
+    if place is None:
+        return (*head, unknown, unknown, unknown, unknown)
+    reached = f"{words.digits(place.achieved)} of {words.digits(place.attainable)}"
+    return (*head, words.digits(place.intensity), reached, words.share(place.share, 0), place.bound)
+
+
+def said(record: Record) -> list[str]:
+    """What the runtime said of what ships: operators that it could not run natively, sizes that it could not keep."""
+    return [] if record.winner is None else list(dict.fromkeys(map(words.plain, record.winner.notes)))
+
+
+def uncounted(record: Record) -> str:
+    """The operators that no formula counts, in a sentence."""
+    names = sorted({name for found in record.explanations.values() for name in found.uncounted})
+    if not names:
+        return ""
+    return f"No formula counts the operations of {words.clipped(', '.join(names), 300)}, so the totals are lower bounds."

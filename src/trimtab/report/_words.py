@@ -1,0 +1,211 @@
+"""Figures and recipes as people read them. What is not known is said to be not measured, never left to be guessed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.measurement import Drop, Interval, Parity
+from trimtab.recipe import Recipe
+from trimtab.study.record import Record
+
+UNKNOWN = "not measured"
+MANY = 1e3
+"""A bound of a speed-up beyond this says only that next to nothing is known, as on a machine that is never quiet."""
+RUNG_WORDS = {"as_written": "as written", "tuned": "tuned", "lossless": "lossless", "best": "best"}
+STATUS_WORDS = {
+    "improved": "improved",
+    "kept_original": "the original ships",
+    "limits_not_met": "limits not met",
+    None: "no verdict yet",
+}
+STOP_WORDS = {
+    "width": "the interval was narrow enough",
+    "time": "the time for it was up",
+    "pairs": "the pairs asked for were done",
+}
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def known(value: float | None) -> float | None:
+    """``value``, or ``None`` where it is none, not a number or not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def plain(text: str) -> str:
+    """``text`` without the codes that colour a terminal and without other control characters, except line ends and tabs."""
+    return _CONTROL.sub("", text.replace("\r\n", "\n"))
+
+
+def clipped(text: str, length: int) -> str:
+    """``text`` on one line of at most ``length`` characters."""
+    line = " ".join(plain(text).split())
+    return line if len(line) <= length else line[: length - 1].rstrip() + "…"
+
+
+def digits(value: float | None, count: int = 3) -> str:
+    """``value`` to ``count`` significant digits, with thousands marked and without an exponent where that is readable."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    if value == 0:
+        return "0"
+    power = math.floor(math.log10(abs(value)))
+    if not -5 < power < 7:
+        return f"{value:.{count - 1}e}"
+    return f"{value:,.{max(0, count - 1 - power)}f}"
+
+
+def times(ratio: float | None) -> str:
+    """``2.53x``."""
+    ratio = known(ratio)
+    if ratio is None:
+        return UNKNOWN
+    return f"{ratio:.2f}x" if 0.095 <= ratio < 100 else f"{digits(ratio)}x"
+
+
+def span(interval: Interval | None) -> str:
+    """``2.41 to 2.66``; empty where nothing is known."""
+    if interval is None or known(interval.low) is None or known(interval.high) is None:
+        return ""
+    high = f"over {MANY:,.0f}" if interval.high > MANY else times(interval.high)[:-1]
+    return f"{times(interval.low)[:-1]} to {high}"
+
+
+def speed(interval: Interval | None) -> str:
+    """``2.53x (2.41 to 2.66)``."""
+    if interval is None or known(interval.value) is None:
+        return UNKNOWN
+    bounds = span(interval)
+    return times(interval.value) + (f" ({bounds})" if bounds else "")
+
+
+def milliseconds(value: float | None) -> str:
+    """A latency in the unit that suits it."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    if value >= 1000:
+        return f"{digits(value / 1e3)} s"
+    if value >= 0.1 or value <= 0:
+        return f"{digits(value)} ms"
+    return f"{digits(value * 1e3)} µs" if value >= 1e-3 else f"{digits(value * 1e6)} ns"
+
+
+def megabytes(value: float | None) -> str:
+    """A size; one MB is 10**6 bytes."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    if abs(value) >= 1000:
+        return f"{digits(value / 1e3)} GB"
+    return f"{digits(value)} MB" if abs(value) >= 0.1 or value == 0 else f"{digits(value * 1e3)} kB"
+
+
+def duration(seconds: float | None) -> str:
+    """``0.42 s``, ``12 s``, ``3 min 20 s``, ``1 h 5 min``."""
+    seconds = known(seconds)
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 60:
+        return f"{digits(seconds, 2)} s" if seconds < 59.5 else "60 s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def share(value: float | None, decimals: int = 1) -> str:
+    """``3.2%``; what is more than nothing never becomes 0%."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    least = 10.0 ** -(decimals + 2)
+    return f"below {least:.{decimals}%}" if 0 < value < least / 2 else f"{value:.{decimals}%}"
+
+
+def error(value: float | None) -> str:
+    """An error relative to what the outputs vary by."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    return share(value, 2) if value >= 1e-4 else f"{value:.1e}" if value else "0"
+
+
+def in_percent(record: Record) -> bool:
+    """Whether scores are shares, such as an accuracy, so that a drop reads best in percent."""
+    return record.prepared.share
+
+
+def score(value: float | None, record: Record) -> str:
+    """A score in its own units."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    return f"{value:.2%}" if in_percent(record) else digits(value, 4)
+
+
+def lost(value: float | None, record: Record) -> str:
+    """A difference of scores, in percent points where the score is a share."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    return f"{value + 0.0:.2%}" if in_percent(record) else digits(value)
+
+
+def drop(found: Drop | None, record: Record) -> str:
+    """``0.20% (at most 0.55%)``."""
+    if found is None:
+        return UNKNOWN
+    return f"{lost(found.value, record)} (at most {lost(found.upper, record)})"
+
+
+def parity(found: Parity | None) -> str:
+    """The error of the outputs and what it is relative to."""
+    if found is None:
+        return UNKNOWN
+    figures = f"centred error {error(found.centred_error)}, largest {error(found.tail_error)}, on {count(found.n, 'example')}"
+    return figures if found.ok else f"{found.reason} ({figures})"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 example``, ``2 examples``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def recipe(found: Recipe, record: Record) -> str:
+    """A recipe in words: the runtime, what is done to the model, the data that it was fitted to, the threads."""
+    words = [found.describe()]
+    examples = record.prepared.splits.get("calibration", 0)
+    if examples and any("calibration" in step.needs for step in (*found.passes, found.backend)):
+        words.append(f"calibrated on {count(examples, 'example')}")
+    if not any("threads" in step.sets for step in found.passes):
+        words.append(count(record.prepared.threads, "thread"))
+    return ", ".join(words)
+
+
+def limits(record: Record) -> list[tuple[str, str]]:
+    """What the study had to keep, as names and values."""
+    wished = record.limits
+    found = [
+        ("latency", None if wished.latency_ms is None else milliseconds(wished.latency_ms)),
+        ("memory", None if wished.memory_mb is None else megabytes(wished.memory_mb)),
+        ("size", None if wished.size_mb is None else megabytes(wished.size_mb)),
+    ]
+    base = known(record.prepared.score)
+    if base is not None:
+        stated = (
+            f" ({wished.max_drop})" if isinstance(wished.max_drop, str) else " (by default)" if wished.max_drop is None else ""
+        )
+        found.insert(0, ("drop of the score", lost(wished.drop_limit(base), record) + stated))
+    else:
+        found.insert(0, ("error of the outputs of lossy recipes", error(wished.max_error)))
+    return [(name, value) for name, value in found if value is not None]
+
+
+def rung_interval(rung: Mapping[str, Any]) -> Interval | None:
+    """The speed-up of a rung of the ladder, which is kept as plain JSON."""
+    values = [rung.get("speedup", {}).get(key) for key in ("value", "low", "high")]
+    return None if any(value is None for value in values) else Interval(*map(float, values))
