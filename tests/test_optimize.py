@@ -148,14 +148,14 @@ def test_a_changed_byte_is_found(study) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("optimize", "none.py"), 2, "error: There is no file 'none.py'"),
-        (("optimize", "tiny.py", "--latency", "4"), 2, "error: --latency is '4': the unit is missing."),
-        (("optimize", "tiny.py", "--max-drop", "mlperf"), 2, "error: --max-drop is 'mlperf', which is not a positive number"),
+        (("optimize", "none.py"), 2, "error[usage]: There is no file 'none.py'"),
+        (("optimize", "tiny.py", "--latency", "4"), 2, "error[usage]: --latency is '4': the unit is missing."),
+        (("optimize", "tiny.py", "--max-drop", "mlperf"), 2, "error[usage]: --max-drop is 'mlperf', which is not a positive number"),
         (("optimize", "tiny.py", "--objective", "joy"), 2, "Invalid value for '--objective'"),
         (("optimize", "tiny.py:other"), 2, "the file has no 'other'. It has: model, workload."),
-        (("optimize", "bad.py"), 3, "error: bad.py could not be run: ZeroDivisionError: division by zero"),
-        (("verify", "nowhere"), 2, "error: There is no artifact folder 'nowhere'."),
-        (("measure", "nowhere"), 2, "error: "),
+        (("optimize", "bad.py"), 3, "error[workload]: bad.py could not be run: ZeroDivisionError: division by zero"),
+        (("verify", "nowhere"), 2, "error[artifact]: There is no artifact folder 'nowhere'."),
+        (("measure", "nowhere"), 2, "error[usage]: "),
         (("list", "wishes"), 2, "Invalid value for"),
     ],
 )

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
+import pwd
+import shutil
 import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Iterator
 
 import optuna
 import pytest
@@ -35,7 +42,7 @@ def complete(recipe: Recipe, value: float, **more) -> Trial:
 
 def drop(value: float, upper: float, limit: float, decided: bool | None, low: float = 0.0) -> Drop:
     needed = 900 if decided is None else None
-    return Drop(value=value, low=low, upper=upper, n=400, limit=limit, decided=decided, n_needed=needed)
+    return Drop(value=value, low=low, upper=upper, n=400, limit=limit, decided=decided, n_needed=needed, share=True)
 
 
 def facts(limits: Limits = Limits(), throughput: bool = False) -> Facts:
@@ -150,6 +157,50 @@ def test_a_trial_that_was_running_when_its_study_was_killed_is_not_a_finished_on
     assert storage.trials() == []
     with sqlite3.connect(tmp_path / "study.db") as database:
         assert database.execute("select count(*) from trials").fetchone() == (1,)
+
+
+def test_no_password_and_no_driver(tmp_path) -> None:
+    url = "mssql+pyodbc://me:secret@localhost/studies"
+    with pytest.raises(StorageError) as caught:
+        Storage(url, "x", direction="maximize", identity=IDENTITY)
+    assert str(caught.value) == (
+        "The study's storage mssql+pyodbc://me:***@localhost/studies needs the database driver pyodbc, which is not installed: "
+        "pip install pyodbc."
+    )
+    with pytest.raises(StorageError, match=r"The study's storage nonsense cannot be opened: Could not parse SQLAlchemy URL"):
+        Storage("nonsense", "x", direction="maximize", identity=IDENTITY)
+
+
+@pytest.fixture
+def postgres(tmp_path) -> Iterator[str]:
+    """A PostgreSQL server of the test's own; its URL."""
+    found = sorted(pathlib.Path("/usr/lib/postgresql").glob("*/bin/pg_ctl")) or [shutil.which("pg_ctl")]
+    if found[0] is None or (os.geteuid() == 0 and "postgres" not in {entry.pw_name for entry in pwd.getpwall()}):
+        pytest.skip("no PostgreSQL server is installed here (apt-get install postgresql)")
+    own = {"user": "postgres"} if os.geteuid() == 0 else {}  # the server refuses to run as root
+    with tempfile.TemporaryDirectory(prefix="pg-") as place:
+        if own:
+            shutil.chown(place, "postgres")
+        control = [str(found[-1]), "-D", f"{place}/data", "-w"]
+        quiet = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **own}
+        subprocess.run([*control, "init", "-o", "-A trust -U trim"], **quiet)
+        subprocess.run([*control, "start", "-o", f"-k {place} -c listen_addresses='' -c fsync=off"], **quiet)
+        try:
+            yield f"postgresql+psycopg://trim:secret@/postgres?host={place}"
+        finally:
+            subprocess.run([*control, "stop", "-m", "immediate"], **quiet)
+
+
+def test_postgresql_keeps_trials_too(postgres: str) -> None:
+    storage = Storage(postgres, "x", direction="maximize", identity=IDENTITY)
+    kept = [storage.add(complete(as_written(), 1.0), 1.0), storage.add(complete(EAGER, 2.0, notes=("a → b",)), 2.0)]
+    storage.note("confirmed", {"ok": True})
+    again = Storage(postgres, "x", direction="maximize", identity=IDENTITY)
+    assert again.trials() == kept
+    assert again.noted("confirmed") == {"ok": True}
+    assert "secret" not in again.url
+    with pytest.raises(UsageError, match="was made for another objective"):
+        Storage(postgres, "x", direction="maximize", identity={**IDENTITY, "objective": "size"})
 
 
 EAGER = Recipe(backend=BACKENDS["eager"]())

@@ -107,7 +107,10 @@ def _faithful(recipe: Recipe, executable: Executable, subject: Subject, plan: Pl
         lost = drop(evaluation, reference, scores, outputs, batches, limit)
         figures |= {"baseline_score": reference.scores.value, "score": scores.value, "drop": lost}
         if lost.decided is False or (lost.decided is None and not recipe.exact):
-            return f"On the test data its drop is {lost.value:.3%} (up to {lost.upper:.3%}); the limit is {limit:.3%}."
+            return (
+                f"On the test data its drop is {lost.show(lost.value)} (up to {lost.show(lost.upper)}); the limit is "
+                f"{lost.show(limit)}."
+            )
     return None if parity.ok else f"On the test data: {parity.reason}"
 
 

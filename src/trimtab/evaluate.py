@@ -128,7 +128,8 @@ def _line(
         figures |= {"score": scores.value, "drop": lost}
         if lost.decided is False:
             return State.STOPPED, (
-                f"Rule 'accuracy': the score drops by {lost.value:.3%} (at least {lost.low:.3%}); the limit is {limit:.3%}."
+                f"Rule 'accuracy': the score drops by {lost.show(lost.value)} (at least {lost.show(lost.low)}); the limit is "
+                f"{lost.show(limit)}."
             )
 
     with stage("timing"):

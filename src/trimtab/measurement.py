@@ -79,6 +79,12 @@ class Drop:
     decided: bool | None = None
     n_needed: int | None = None
     method: str = "paired"
+    share: bool = False
+    """Whether the score is a share, such as an accuracy, so that a drop of it reads best in percent."""
+
+    def show(self, amount: float, digits: int = 3) -> str:
+        """``amount`` of this score in words: percent of a share with ``digits`` decimals, else a number in the score's units."""
+        return f"{amount:.{digits}%}" if self.share else f"{amount:.4g}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,11 @@ class Scores:
     n: int
     each: tuple[float, ...] = ()
 
+    def is_share(self, higher_is_better: bool) -> bool:
+        """Whether a drop reads best in percent: scores are right or wrong, or lie between 0 and 1 and more is better."""
+        found = self.each or (self.value,)
+        return set(found) <= {0.0, 1.0} or (higher_is_better and min(found) >= 0 and max(found) <= 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
@@ -120,8 +125,10 @@ def drop(
     """How much score was lost against ``reference``, with bounds: paired per example, or resampled for a whole-set metric."""
     assert reference.scores is not None
     better = evaluation.higher_is_better
+    share = reference.scores.is_share(better)
     if evaluation.metric is None:
-        return paired_drop(reference.scores.each, scores.each, limit=limit, higher_is_better=better)
+        found = paired_drop(reference.scores.each, scores.each, limit=limit, higher_is_better=better)
+        return dataclasses.replace(found, share=share)
     metric = evaluation.metric
     sides = (concatenate(reference.nested()), concatenate(outputs))
     targets = concatenate([batch.target for batch in batches])
@@ -130,7 +137,7 @@ def drop(
         index = torch.as_tensor(indices)
         return float(metric(_rows_at(sides[which], index), _rows_at(targets, index)))
 
-    return bootstrap_drop(metric_of, scores.n, limit=limit, higher_is_better=better)
+    return dataclasses.replace(bootstrap_drop(metric_of, scores.n, limit=limit, higher_is_better=better), share=share)
 
 
 class Fitted:

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+import trimtab
 from trimtab._json import dumps, to_json
-from trimtab.contracts import BACKENDS, CHECKS, PASSES, install_hint, missing_package
-from trimtab.environment import OPTIONAL, Environment, Peaks, measured_peaks
+from trimtab.cli._lazy import late
+from trimtab.cli._progress import waiting
 
-REGISTRIES: dict[str, Mapping[str, Any]] = {"passes": PASSES, "backends": BACKENDS, "checks": CHECKS}
+if TYPE_CHECKING:
+    from trimtab.environment import Environment, Peaks
 
 
 def env_command(
-    refresh: Annotated[bool, typer.Option("--refresh", help="measure the peaks again")] = False,
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure the peaks again.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """What this machine can do, and what is installed. The first time it measures peaks, which takes some seconds.
+    """What this machine can do, and what is installed.
 
-    Example: trimtab env --json
+    The first time it measures peaks, which takes some seconds.
+
+    \b
+    Examples:
+      trimtab env
+      trimtab env --refresh --json
     """
-    environment = Environment.capture()
-    peaks = measured_peaks(environment, refresh=refresh)
+    with waiting("looking at this machine, and measuring its peaks if they are not known yet"):
+        environment = trimtab.Environment.capture()
+        peaks = late("environment").measured_peaks(environment, refresh=refresh)
     if json:
-        missing = {item.package: item.command for item in OPTIONAL if not item.installed}
+        missing = {item.package: item.command for item in late("environment").OPTIONAL if not item.installed}
         typer.echo(
             dumps({"environment": environment, "fingerprint": environment.fingerprint, "peaks": peaks, "missing": missing})
         )
@@ -81,21 +88,26 @@ def _packages_table(found: Environment) -> Table:
     table = _table("package", "version", "what it would bring")
     for name, number in found.versions.items():
         table.add_row(name, number, "")
-    for item in OPTIONAL:
+    for item in late("environment").OPTIONAL:
         if not item.installed:
             table.add_row(item.package, "not installed", f"{item.brings} {item.command}")
     return table
 
 
 def list_command(
-    kind: Annotated[Literal["passes", "backends", "checks"], typer.Argument(help="passes, backends or checks")],
-    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    kind: Annotated[Literal["passes", "backends", "checks"], typer.Argument(help="passes, backends or checks", metavar="KIND")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """What there is, and why one cannot run here.
 
-    Example: trimtab list backends
+    \b
+    Examples:
+      trimtab list backends
+      trimtab list passes --json
     """
-    rows = [_row(cls) for cls in REGISTRIES[kind].values()]
+    with waiting(f"looking for {kind}"):
+        contracts = late("contracts")
+        rows = [_row(cls, contracts) for cls in getattr(contracts, kind.upper()).values()]
     if json:
         typer.echo(dumps(rows))
         return 0
@@ -110,13 +122,13 @@ def list_command(
     return 0
 
 
-def _row(cls: Any) -> dict[str, Any]:
-    package = missing_package(cls.requires)
+def _row(cls: Any, contracts: Any) -> dict[str, Any]:
+    package = contracts.missing_package(cls.requires)
     return {
         "name": cls.name,
         "summary": (inspect.getdoc(cls) or "").splitlines()[0],
         "modes": sorted(cls.modes),
         "exact": cls().exact,
         "fields": {name: [to_json(v) for v in values] for name, values in cls.choices().items()},
-        "why_not": f"{package} is not installed: {install_hint(package)}" if package else None,
+        "why_not": f"{package} is not installed: {contracts.install_hint(package)}" if package else None,
     }

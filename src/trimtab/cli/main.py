@@ -1,45 +1,82 @@
-"""The ``trimtab`` command. Exit codes: 0 done, 1 limits not met, 2 wrong use, 3 the workload itself fails, 130 interrupted."""
+"""The ``trimtab`` command.
+
+Exit codes: 0 done, 1 limits not met or not verified, 2 wrong use, 3 the workload itself fails, 70 a bug in trimtab,
+130 interrupted.
+"""
 
 from __future__ import annotations
 
+import platform
 import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from typer.exceptions import TyperException
 
-from trimtab.cli.environment import env_command, list_command
-from trimtab.cli.measure import measure_command, verify_command
-from trimtab.cli.optimize import optimize_command
-from trimtab.errors import TrimtabError
+from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, again
+from trimtab.cli._lazy import group
 
-EXIT_INTERRUPTED = 130
+COMMANDS = {
+    "optimize": ("trimtab.cli.optimize:optimize_command", "Search, prove, and write the artifact."),
+    "measure": ("trimtab.cli.measure:measure_command", "Time one thing, or two in turns with a confidence interval."),
+    "verify": ("trimtab.cli.measure:verify_command", "Check an artifact here and now: files, outputs, environment, speed."),
+    "report": ("trimtab.cli.report:report_command", "Render a study as one HTML file that needs no network, or as text."),
+    "compare": ("trimtab.cli.report:compare_command", "Two studies side by side: two machines, two versions, two limits."),
+    "env": ("trimtab.cli.environment:env_command", "What this machine can do, and what is installed."),
+    "list": ("trimtab.cli.environment:list_command", "What there is, and why one cannot run here."),
+}
+"""Name -> where the command is, and the first line of its docstring. Nothing of it is imported before it is invoked."""
+
+FIRST_STEPS = """\
+trimtab makes a PyTorch model fast, proves that it is still right, and ships it.
+
+Good to see you. From a model to a proven faster one, in three steps:
+
+  trimtab env                                   what this machine can do
+  trimtab optimize model.py --max-drop 1%       search, prove, write runs/model/artifact
+  trimtab verify runs/model/artifact            replay the proof, here or where it is deployed
+
+model.py holds a trimtab.Workload: your model, its inputs, labelled data and a score.
+`trimtab --help` lists every command, `trimtab optimize --help` its options.
+"""
 
 app = typer.Typer(
     name="trimtab",
-    help="Makes a PyTorch model fast, proves that it is still right, and ships it.",
-    no_args_is_help=True,
+    cls=group(COMMANDS),
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("optimize")(optimize_command)
-app.command("measure")(measure_command)
-app.command("verify")(verify_command)
-app.command("env")(env_command)
-app.command("list")(list_command)
+
+
+@app.callback(invoke_without_command=True)
+def first(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Makes a PyTorch model fast, proves that it is still right, and ships it.
+
+    Example: trimtab optimize model.py --max-drop 1% --budget 10m
+    """
+    if show_version:
+        typer.echo(f"trimtab {version('trimtab')} (torch {_version('torch')}, Python {platform.python_version()})")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(FIRST_STEPS, nl=False)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def main() -> None:
-    """Run the command line; errors of ours become one sentence and an exit code."""
-    try:
-        code = app(standalone_mode=False)
-    except TrimtabError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        code = error.exit_code
-    except TyperException as error:
-        print(error.format_message(), file=sys.stderr)
-        code = 2
-    if code == EXIT_INTERRUPTED:  # typer turns the KeyboardInterrupt into this code
-        print("\ninterrupted; what was finished is kept, and the same command goes on from it", file=sys.stderr)
-    sys.exit(code if isinstance(code, int) else 0)
+    """Run the command line; whatever goes wrong becomes one sentence and an exit code."""
+    with Boundary() as boundary:
+        code = app(prog_name="trimtab", standalone_mode=False)
+        boundary.code = code if isinstance(code, int) else 0
+    if boundary.code == EXIT_INTERRUPTED:  # typer turns the KeyboardInterrupt into this code
+        print(f"\ninterrupted; what was finished is kept. To go on from it: {again(sys.argv[1:])}", file=sys.stderr)
+    sys.exit(boundary.code)

@@ -4,48 +4,60 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import trimtab
 from trimtab._json import dumps
 from trimtab._units import fraction, seconds
-from trimtab.artifact import Verification
-from trimtab.study.compare import compare
-from trimtab.study.verify import verify
+from trimtab.cli._progress import waiting
+
+if TYPE_CHECKING:
+    from trimtab.artifact import Verification
 
 EXIT_NOT_VERIFIED = 1
-Trust = Annotated[bool, typer.Option("--trust", help="allow an artifact that carries native code")]
-Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+Trust = Annotated[bool, typer.Option("--trust", help="Allow an artifact that carries native code.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def measure_command(
-    subject: Annotated[str, typer.Argument(help="an artifact's folder, or a workload: file.py[:name], package.module:name")],
-    vs: Annotated[str | None, typer.Option(help="what to take turns with: another artifact or workload")] = None,
-    time: Annotated[str, typer.Option(help="most time for sampling")] = "10s",
-    width: Annotated[str, typer.Option(help="stop when the ratio's interval is this narrow")] = "2%",
+    subject: Annotated[str, typer.Argument(help="An artifact's folder, or a workload: file.py[:name], package.module:name.")],
+    vs: Annotated[str | None, typer.Option(help="What to take turns with: another artifact or workload.")] = None,
+    time: Annotated[str, typer.Option(help="Most time for sampling.")] = "10s",
+    width: Annotated[str, typer.Option(help="Stop when the ratio's interval is this narrow.")] = "2%",
     trust: Trust = False,
     json: Json = False,
 ) -> int:
     """Time one thing, or two in turns with a confidence interval.
 
-    Example: trimtab measure runs/digits/artifact --vs examples/digits.py
+    \b
+    Examples:
+      trimtab measure model.py
+      trimtab measure runs/digits/artifact --vs examples/digits.py
+      trimtab measure runs/old/artifact --vs runs/new/artifact --width 1%
     """
-    found = compare(subject, vs, seconds=seconds(time, "--time"), width=fraction(width, "--width"), trust=trust)
+    most, narrow = seconds(time, "--time"), fraction(width, "--width")
+    with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
+        found = trimtab.compare(subject, vs, seconds=most, width=narrow, trust=trust)
     typer.echo(dumps(found) if json else str(found))
     return 0
 
 
 def verify_command(
-    artifact: Annotated[pathlib.Path, typer.Argument(help="the folder of an artifact")],
+    artifact: Annotated[pathlib.Path, typer.Argument(help="The folder of an artifact.")],
     trust: Trust = False,
     json: Json = False,
 ) -> int:
     """Check an artifact here and now: files, outputs, environment, speed.
 
-    Example: trimtab verify runs/digits/artifact
+    \b
+    Examples:
+      trimtab verify runs/digits/artifact
+      trimtab verify runs/digits/artifact --json
     """
-    found = verify(artifact, trust=trust)
+    with waiting(f"verifying {artifact}: files, outputs, environment, speed"):
+        found = trimtab.verify(artifact, trust=trust)
     typer.echo(dumps(found) if json else "\n".join(_lines(found)))
     return 0 if found.ok else EXIT_NOT_VERIFIED
 

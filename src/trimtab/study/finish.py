@@ -138,7 +138,8 @@ def _improved(study: Study, found: Best, lost: list[str]) -> str:
         tuned = confirmation.against_tuned
         words += f" and {tuned.value:.2f}x the tuned original ({tuned.low:.2f} to {tuned.high:.2f})"
     if confirmation.drop is not None:
-        words += f"; its score drops by {confirmation.drop.value:.3%}, at most {confirmation.drop.upper:.3%}"
+        lost_score = confirmation.drop
+        words += f"; its score drops by {lost_score.show(lost_score.value)}, at most {lost_score.show(lost_score.upper)}"
     first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
     if study.options.objective == "size" and first is not None and first.size_mb and found.trial.size_mb:
         words += f"; it has {found.trial.size_mb:.3g} MB, where the original has {first.size_mb:.3g} MB"

@@ -71,6 +71,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "inputs": subject.candidate.signature.describe(),
         "threads": torch.get_num_threads(),
         "splits": subject.splits.examples(),
+        "share": _is_share(subject, reference),
     }
 
 
@@ -197,6 +198,11 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
 def authkey() -> bytes:
     """The key of this study's sockets."""
     return bytes.fromhex(os.environ[AUTHKEY])
+
+
+def _is_share(subject: Subject, reference: Reference) -> bool:
+    evaluation = subject.workload.evaluation
+    return evaluation is not None and reference.scores is not None and reference.scores.is_share(evaluation.higher_is_better)
 
 
 def _fingerprint(subject: Subject, reference: Reference) -> str:

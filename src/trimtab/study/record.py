@@ -37,6 +37,8 @@ class Prepared:
     threads: int
     splits: Mapping[str, int]
     """Examples in each of calibration, selection and test."""
+    share: bool = False
+    """Whether the score is a share, such as an accuracy, so that drops of it are shown in percent."""
 
     def why_not(self, recipe: Recipe) -> str | None:
         """The first reason against a recipe that was known before it was tried."""

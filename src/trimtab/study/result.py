@@ -36,10 +36,12 @@ class Ladder:
     """The four rungs, as written to best; ``str()`` of it is a table."""
 
     rungs: tuple[Mapping[str, Any], ...]
+    share: bool = False
+    """Whether the score is a share, so that its drop is shown in percent."""
 
     def __str__(self) -> str:
         lines = [f"{'rung':<11} {'speed-up':<22} {'latency':>10} {'score':>8} {'drop (up to)':>18}  recipe"]
-        return "\n".join([*lines, *(_line(rung) for rung in self.rungs)])
+        return "\n".join([*lines, *(_line(rung, self.share) for rung in self.rungs)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,11 @@ class Result:
         rungs = [verdict.entry(trial, limits, rung=rung) for rung, trial in found.items() if trial is not None]
         if self.best is not None:
             rungs.append(verdict.entry(self.best.trial, limits, rung="best", confirmed=self.best.confirmation))
-        return Ladder(tuple(rungs))
+        return Ladder(tuple(rungs), share=self.study.prepared.share)
+
+    def all_notes(self) -> list[str]:
+        """What was assumed, what went on, and whether the machine was quiet, in sentences."""
+        return [*self.study.prepared.notes, *self.study.notes, *busy(self.study.trials)]
 
     def to_json(self) -> dict[str, Any]:
         """The answer as ``trimtab optimize --json`` prints it."""
@@ -131,7 +137,7 @@ class Result:
             "foreign_cpu": None if comparison is None else comparison.foreign,
             "stolen_cpu": None if comparison is None else comparison.stolen,
             "verdict": self.sentence,
-            "notes": [*study.prepared.notes, *study.notes, *busy(study.trials)],
+            "notes": self.all_notes(),
         }
 
 
@@ -147,10 +153,11 @@ def busy(trials: list[Trial]) -> list[str]:
     ]
 
 
-def _line(rung: Mapping[str, Any]) -> str:
+def _line(rung: Mapping[str, Any], share: bool) -> str:
     speedup, latency, drop = rung["speedup"], rung["latency_ms"]["median"], rung["drop"]
     times = "-" if speedup["value"] is None else f"{speedup['value']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
     ms = "-" if latency is None else f"{latency:.3g} ms"
     score = "-" if rung["score"]["value"] is None else f"{rung['score']['value']:.4f}"
-    lost = "-" if drop["value"] is None else f"{drop['value']:.2%} ({drop['upper']:.2%})"
+    shown = {name: "-" if value is None else f"{value:.2%}" if share else f"{value:.3g}" for name, value in drop.items()}
+    lost = "-" if drop["value"] is None else f"{shown['value']} ({shown['upper']})"
     return f"{rung['rung']:<11} {times:<22} {ms:>10} {score:>8} {lost:>18}  {rung['recipe']}"

@@ -96,6 +96,9 @@ class Study:
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
         self.startup_s = time.monotonic() - self._began
+        if doubtful := verdict.doubt(options.limits, self.prepared.score, self.prepared.share):
+            self.notes.append(doubtful)
+            self.progress.remark(doubtful)
         self._claim()
         self.storage = Storage(
             options.storage or f"sqlite:///{folder / 'study.db'}",
@@ -108,6 +111,12 @@ class Study:
         self._left_out: list[Trial] = []
         """Recipes that the time left was too short for; they are not finished, and the next run asks for them again."""
         self.sampler: Sampler = Ladder() if options.sampler == "ladder" else Tpe(self.storage.study, options.seed)
+        self.progress.opened(self)
+
+    @property
+    def leader(self) -> Trial | None:
+        """The best finished trial that keeps the limits, as far as the search can tell."""
+        return next(iter(verdict.ranked(self._trials, self.options.limits, self.options.objective)), None)
 
     @property
     def trials(self) -> list[Trial]:

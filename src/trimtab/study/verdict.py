@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from trimtab.confirm import Confirmation
+from trimtab.errors import UsageError
 from trimtab.evaluate import Objective
 from trimtab.measurement import Drop, Interval, Measurement
 from trimtab.trial import State, Trial
@@ -14,6 +15,8 @@ from trimtab.workload import Limits
 
 Status = Literal["improved", "kept_original", "limits_not_met"]
 Rung = Literal["as_written", "tuned", "lossless", "best"]
+LARGE_DROP = 0.2
+"""Who means to lose a fifth of the score is rare; who forgets the percent sign is not."""
 RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
 
 
@@ -24,6 +27,26 @@ class Miss:
     limit: str
     excess: float
     words: str
+
+
+def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
+    """A sentence about an accuracy limit that is so large for this score that another unit was probably meant.
+
+    Raises:
+        UsageError: the limit lets everything pass.
+    """
+    given = limits.max_drop
+    if not isinstance(given, (int, float)) or not share or score is None or given < LARGE_DROP:
+        return None
+    if given >= 1:
+        raise UsageError(
+            f"max_drop is {given:g}, but the score is a share between 0 and 1 ({score:.4f} as written) and cannot drop by that "
+            f"much. If {given:g}% was meant, write --max-drop {given:g}% or max_drop={given / 100:g}."
+        )
+    return (
+        f"max_drop allows the score to drop by {given:.0%} ({score:.4f} as written). If {given:g}% was meant, write "
+        f"--max-drop {given:g}% or max_drop={given / 100:g}."
+    )
 
 
 def misses(trial: Trial, limits: Limits) -> list[Miss]:
@@ -51,15 +74,15 @@ def _accuracy(trial: Trial) -> Miss | None:
         return None  # an exact recipe was held to floating-point noise already, which proves more than a score can
     excess = drop.upper / drop.limit if drop.limit else float("inf")
     if drop.decided is False:
-        return Miss("accuracy", excess, f"Its drop of {drop.value:.3%} is beyond the limit of {drop.limit:.3%}.")
+        return Miss("accuracy", excess, f"Its drop of {drop.show(drop.value)} is beyond the limit of {drop.show(drop.limit)}.")
     more = (
         f"about {drop.n_needed} would" if drop.n_needed else "more of them would hardly help, for the drop itself is too close"
     )
     return Miss(
         "accuracy",
         excess,
-        f"Undecidable with {drop.n} examples: its drop is {drop.value:.3%}, but up to {drop.upper:.3%} cannot be excluded and "
-        f"the limit is {drop.limit:.3%}; {more}.",
+        f"Undecidable with {drop.n} examples: its drop is {drop.show(drop.value)}, but up to {drop.show(drop.upper)} cannot be "
+        f"excluded and the limit is {drop.show(drop.limit)}; {more}.",
     )
 
 

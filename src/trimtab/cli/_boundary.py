@@ -1,0 +1,81 @@
+"""Where everything that a command raises ends: one sentence on standard error, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import TracebackType
+from typing import Self
+
+from typer.exceptions import TyperException
+
+from trimtab.errors import BUG, EXIT_BUG, TrimtabError, UsageError
+
+EXIT_INTERRUPTED = 130
+DEBUG = "TRIMTAB_DEBUG"
+"""Environment variable: ``1`` prints the traceback of whatever goes wrong."""
+
+
+class Boundary:
+    """A context that turns an exception into ``error[code]: sentence`` and :attr:`code`.
+
+    Ctrl-C and ``SystemExit`` pass. An exception that is not one of ours is a bug: its traceback goes into a file.
+    """
+
+    def __init__(self) -> None:
+        self.code = 0
+        """The exit code."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if os.environ.get(DEBUG, "") not in ("", "0"):
+            traceback.print_exception(error)
+        name, self.code, sentence = _told(error)
+        print(f"error[{name}]: {sentence}", file=sys.stderr)
+        return True
+
+
+def _told(error: Exception) -> tuple[str, int, str]:
+    """The code, the exit code and the sentence of ``error``."""
+    if isinstance(error, TrimtabError):
+        return error.code, error.exit_code, str(error)
+    if isinstance(error, TyperException):
+        words = " ".join(error.format_message().split()).replace("Value error, ", "")
+        context = getattr(error, "ctx", None)
+        hint = f" See: {context.command_path} --help" if context is not None else ""
+        return UsageError.code, UsageError.exit_code, f"{words}{hint}"
+    what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    return (
+        BUG,
+        EXIT_BUG,
+        f"trimtab itself failed: {what} This is a bug in trimtab and not in your model. {_kept(error)} {DEBUG}=1 prints it.",
+    )
+
+
+def _kept(error: Exception) -> str:
+    """Write the traceback of ``error`` into a file, with what one needs to know about it; says where."""
+    where = f"trimtab {version('trimtab')}, Python {platform.python_version()}, {platform.platform()}"
+    head = f"{where}\n$ {again(sys.argv[1:])}\n\n"
+    try:
+        handle, name = tempfile.mkstemp(prefix="trimtab-bug-", suffix=".txt")
+        os.close(handle)
+        pathlib.Path(name).write_text(head + "".join(traceback.format_exception(error)), encoding="utf-8")
+    except OSError as reason:
+        return f"Its traceback could not be written ({reason})."
+    return f"Its traceback is in {name}; please send it to us."
+
+
+def again(arguments: Sequence[str]) -> str:
+    """The command with ``arguments`` that goes on where this one ended; ``--fresh`` would begin anew and is left out."""
+    return shlex.join(["trimtab", *(word for word in arguments if word != "--fresh")])

@@ -1,0 +1,289 @@
+"""Progress in the terminal: a live view where there is one, lines of text elsewhere, and a spinner for shorter waits."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.study.progress import INTERRUPTED, Progress
+
+if TYPE_CHECKING:
+    from trimtab.measurement import Interval
+    from trimtab.study.sampler import Ask
+    from trimtab.study.study import Study
+    from trimtab.trial import Trial
+
+REFRESHES = 4
+"""Pictures a second. Drawing one takes about a millisecond, which must stay far below what is being measured."""
+LONGEST_REASON = 240
+"""Characters of a reason that a live line shows; the log and the report have all of it."""
+MARKS = {"COMPLETE": "✓", "SKIPPED": "–", "FAILED": "✗", "MISMATCH": "≠", "STOPPED": "■"}
+PLAIN_MARKS = {"COMPLETE": "+", "SKIPPED": "-", "FAILED": "x", "MISMATCH": "!", "STOPPED": "."}
+STYLES = {"COMPLETE": "green", "SKIPPED": "dim", "FAILED": "red", "MISMATCH": "yellow", "STOPPED": "dim"}
+STATES = {"COMPLETE": "measured", "SKIPPED": "skipped", "FAILED": "failed", "MISMATCH": "wrong outputs", "STOPPED": "given up"}
+STAGES = {
+    "as_written": "measuring the model as written",
+    "tuned": "tuning PyTorch itself",
+    "lossless": "trying runtimes that keep full precision",
+    "precision": "trying less precision, within the accuracy limit",
+    "knobs": "turning the knobs of the best so far",
+    "tpe": "searching the whole space, guided by what was found",
+}
+"""Stages of the search in plain words."""
+
+
+def times(ratio: Interval) -> str:
+    """``1.23x (1.20 to 1.26)``."""
+    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def outcome(trial: Trial) -> str:
+    """The figures of a trial: speed-up, drop, and size where it is known."""
+    parts = [times(trial.speedup)] if trial.speedup else []
+    if trial.drop:
+        lost = trial.drop
+        parts.append(f"drop {lost.show(lost.value, 2)} (up to {lost.show(lost.upper, 2)})")
+    if trial.size_mb is not None:
+        parts.append(f"{trial.size_mb:.3g} MB")
+    return ", ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """``1:02`` or ``1:02:03``."""
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class View(Progress):
+    """What every view knows. A context; what it shows is gone or finished when it is left."""
+
+    def __init__(self, console: Console, budget_s: float | None, trials: int | None) -> None:
+        self.console = console
+        self.budget_s = budget_s
+        self.trials = trials
+        """At most so many new trials."""
+        self.cut_short = False
+        """Whether Ctrl-C came."""
+        self.since = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Nothing to end."""
+
+    def interrupted(self) -> None:
+        """Say so."""
+        self.cut_short = True
+        super().interrupted()
+
+
+class Quiet(View):
+    """Shows nothing."""
+
+
+class Lines(View):
+    """Lines of text: what runs, what came out, the time that has passed. For pipes, logs and plain terminals."""
+
+    def __init__(self, console: Console, budget_s: float | None, trials: int | None) -> None:
+        super().__init__(console, budget_s, trials)
+        self._stage = ""
+        self._waiting: collections.deque[str] = collections.deque()
+        self._printing = False
+
+    def stage(self, words: str) -> None:
+        """Say it once."""
+        if words != self._stage:
+            self._stage = words
+            self._say(f"{self._clock()} {words}")
+
+    def opened(self, study: Study) -> None:
+        """What is there already."""
+        if study.trials:
+            self._say(f"{self._clock()} going on from {len(study.trials)} trials of an earlier run")
+
+    def remark(self, sentence: str) -> None:
+        """A line of its own."""
+        self._say(f"note: {sentence}")
+
+    def began(self, ask: Ask, finished: int) -> None:
+        """Which recipe is tried now."""
+        self._say(f"{self._clock()} trial {finished}: {ask.stage}: {ask.recipe}")
+
+    def ended(self, trial: Trial, study: Study) -> None:
+        """How it came out."""
+        if trial.state == "SKIPPED":
+            self._say(f"{self._clock()} trial {trial.number}: {trial.recipe}: skipped: {trial.reason}")
+            return
+        words = ": ".join(part for part in (outcome(trial), trial.reason) if part)
+        self._say(f"           {trial.state.lower()} {words} [{trial.seconds:.0f} s]")
+
+    def _clock(self) -> str:
+        passed = time.monotonic() - self.since
+        left = "" if self.budget_s is None else f"/{self.budget_s:.0f}"
+        return f"[{passed:4.0f}{left} s]"
+
+    def _say(self, text: str) -> None:
+        self._waiting.append(text)
+        if self._printing:  # a signal handler spoke while a line was being printed; streams do not take that
+            return
+        self._printing = True
+        try:
+            while self._waiting:
+                self.console.print(self._waiting.popleft(), markup=False, highlight=False, soft_wrap=True)
+        finally:
+            self._printing = False
+
+
+class Board(View):
+    """A live view: finished trials scroll away above it, and below stands what runs, the best so far and the time left."""
+
+    def __init__(self, console: Console, budget_s: float | None, trials: int | None) -> None:
+        super().__init__(console, budget_s, trials)
+        self._ascii = not console.encoding.lower().startswith("utf")
+        self._spinner = Spinner("line" if self._ascii else "dots")
+        self._words = "starting"
+        self._running: tuple[int, str, float] | None = None
+        self._best: Text | None = None
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._earlier = 0
+        self._live = Live(self, console=console, refresh_per_second=REFRESHES, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def stage(self, words: str) -> None:
+        """Show it at the next picture; nothing is drawn here, for a signal handler may have called."""
+        if not self.cut_short or words == INTERRUPTED:
+            self._words = words
+        if words != "searching":
+            self._running = None
+
+    def interrupted(self) -> None:
+        """Say so, and go on showing what runs."""
+        self.cut_short, self._words = True, INTERRUPTED
+
+    def opened(self, study: Study) -> None:
+        """The best of an earlier run is the best so far."""
+        self._earlier = len(study.trials)
+        self._tally(study)
+
+    def remark(self, sentence: str) -> None:
+        """Above the view, where it stays."""
+        self.console.print(Text(f"note: {sentence}", style="yellow"))
+
+    def began(self, ask: Ask, finished: int) -> None:
+        """Which recipe is tried now."""
+        if not self.cut_short:
+            self._words = STAGES.get(ask.stage, ask.stage)
+        self._running = (finished, str(ask.recipe), time.monotonic())
+
+    def ended(self, trial: Trial, study: Study) -> None:
+        """Move it above the view, where it stays."""
+        self._running = None
+        self._tally(study)
+        self.console.print(self._row(trial))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        now = time.monotonic()
+        grid = _grid()
+        self._spinner.text = ""
+        grid.add_row(self._spinner.render(now), Text(self._words, style="bold"), Text(self._time(now), style="bold"))
+        if self._running is not None:
+            number, recipe, since = self._running
+            grid.add_row("", Text.assemble(("now   ", "dim"), f"trial {number}: {recipe}"), f"{now - since:.0f} s")
+        if self._best is not None:
+            grid.add_row("", Text.assemble(("best  ", "dim"), self._best), "")
+        if self._counts:
+            grid.add_row("", Text.assemble(("done  ", "dim"), self._tallied()), "")
+        yield grid
+
+    def _row(self, trial: Trial) -> Table:
+        style = STYLES[trial.state]
+        reason = trial.reason or ""
+        if len(reason) > LONGEST_REASON:
+            reason = f"{reason[:LONGEST_REASON].rstrip()} ..."
+        figures = outcome(trial) if trial.state == "COMPLETE" else ""
+        words = "; ".join(part for part in (figures, reason) if part)
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(style=style, width=1)
+        grid.add_column(justify="right", style="dim")
+        grid.add_column(ratio=1, overflow="fold")
+        grid.add_column(justify="right", style="dim", no_wrap=True)
+        state = "" if trial.state == "COMPLETE" else f"{STATES[trial.state]}: "
+        quiet = "dim" if style == "dim" else ""
+        text = Text.assemble((f"{trial.recipe}  ", quiet), (state, style), (words, "dim" if state else ""))
+        took = f"{trial.seconds:.0f} s" if trial.state != "SKIPPED" else ""
+        grid.add_row((PLAIN_MARKS if self._ascii else MARKS)[trial.state], str(trial.number), text, took)
+        return grid
+
+    def _tally(self, study: Study) -> None:
+        self._counts = collections.Counter(str(trial.state) for trial in study.trials)
+        if (best := study.leader) is not None:
+            self._best = Text.assemble((outcome(best), "green"), f"  {best.recipe}")
+
+    def _tallied(self) -> str:
+        total = sum(self._counts.values())
+        of = "" if self.trials is None else f" of {self.trials + self._earlier}"
+        parts = [f"{self._counts[state]} {word}" for state, word in STATES.items() if self._counts[state]]
+        return f"{total}{of} trials: {', '.join(parts)}"
+
+    def _time(self, now: float) -> str:
+        passed = now - self.since
+        if self.budget_s is None:
+            return clock(passed)
+        return f"{clock(passed)}, {clock(self.budget_s - passed)} left"
+
+
+def _grid() -> Table:
+    """Three columns of one-line cells: a mark, words that are cut where they do not fit, and a time."""
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(width=1)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    return grid
+
+
+def view(console: Console, *, plain: bool, quiet: bool, budget_s: float | None, trials: int | None) -> View:
+    """The view that fits: live only on a terminal that can move its cursor."""
+    live = console.is_terminal and not console.is_dumb_terminal and not plain
+    kind = Quiet if quiet else Board if live else Lines
+    return kind(console, budget_s, trials)
+
+
+@contextlib.contextmanager
+def waiting(words: str) -> Iterator[None]:
+    """A spinner with ``words`` and the seconds on standard error while the context lasts; nothing where no one watches."""
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield
+        return
+    with Live(_Wait(words, console), console=console, refresh_per_second=REFRESHES, transient=True):
+        yield
+
+
+class _Wait:
+    def __init__(self, words: str, console: Console) -> None:
+        self._words, self._since = words, time.monotonic()
+        self._spinner = Spinner("dots" if console.encoding.lower().startswith("utf") else "line")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        now = time.monotonic()
+        grid = _grid()
+        grid.add_row(self._spinner.render(now), self._words, f"{now - self._since:.0f} s")
+        yield grid
