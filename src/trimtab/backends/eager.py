@@ -84,6 +84,9 @@ class FlatExecutable(Executable):
 class Eager(Backend):
     """PyTorch's eager mode: the reference that everything else is measured against.
 
+    It pays where nothing else does: tiny networks, control flow that depends on data, operators that no other runtime knows.
+    It takes every model and needs nothing, and it is what ships where no other form is provably faster. An artifact of it
+    holds an exported program or, where that is impossible, frozen TorchScript.
     Source: https://docs.pytorch.org/docs/stable/notes/autograd.html#inference-mode
     """
 

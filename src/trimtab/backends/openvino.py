@@ -98,6 +98,11 @@ class OpenVinoExecutable(Executable):
 class OpenVino(Backend):
     """Intel's OpenVINO: compiles the whole graph with oneDNN kernels; often the fastest runtime on x86 CPUs.
 
+    Pays on convolutional networks and transformers, in float32 already, because it fuses and lays out the whole graph.
+    ``int8_static`` pays most on convolutions. ``int8_weights`` is worth a try on every transformer: it needs no data, and on
+    CPUs with VNNI the plugin quantizes activations too, at run time (on one machine BERT and MiniLM ran 2.4 times as fast at
+    batch 1). It pays least on recurrent networks: on one machine a small LSTM ran slower than in eager mode, in every
+    precision. Each new size of the inputs beyond the one that it was built for runs a second, more general compilation.
     Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference.html
     """
 

@@ -15,8 +15,8 @@ from trimtab.contracts import Pass
 class Autocast(Pass):
     """Run matrix multiplications and convolutions in 16 bits, the rest in 32.
 
-    Pays where the processor multiplies 16-bit numbers itself (AVX512-BF16, AMX, tensor cores). Elsewhere they are emulated:
-    BERT runs at 0.4 of its speed on a CPU with neither, which a measurement finds out.
+    Pays where the processor multiplies 16-bit numbers itself (AVX512-BF16, AMX, tensor cores). Elsewhere they are emulated: on
+    one CPU without them BERT ran at 0.4 of its speed, which a measurement finds out.
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html
     """
 

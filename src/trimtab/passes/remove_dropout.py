@@ -15,9 +15,10 @@ from trimtab.contracts import Pass
 class RemoveDropout(Pass):
     """Replace dropout layers by the identity, which they are at inference.
 
-    Saves a module call each in eager mode and gives exporters a graph without them; some runtimes keep an export's dropout as
-    an operator, which stops the fusion of what stands around it. Calls of ``functional.dropout`` are left alone: in evaluation
-    mode they return their input, and nothing in the module says that they are there.
+    Pays a little in eager mode, where each is a module call, and where a runtime would keep an export's dropout as an
+    operator, which stops the fusion of what stands around it; most exporters take it out by themselves. Calls of
+    ``functional.dropout`` are left alone: in evaluation mode they return their input, and nothing in the module says that they
+    are there.
     Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html (dropout is for training only).
     """
 

@@ -14,8 +14,8 @@ from trimtab.contracts import Choice, Pass
 class Threads(Pass):
     """Share an operator between this many threads.
 
-    The default of most runtimes is every core. Fewer pay on small networks, where handing out the work costs more than doing
-    it, and wherever several copies of a model share a machine.
+    The default of most runtimes is every core. Fewer threads pay on small networks, where handing out the work costs more than
+    doing it, and wherever several copies of a model share a machine.
     Source: https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html
     """
 

@@ -22,6 +22,7 @@ from trimtab.study.finish import CONFIRM, CONFIRM_FOLDER, EXPLAIN, explain, fini
 from trimtab.study.progress import Progress
 from trimtab.study.record import RECORD
 from trimtab.study.result import ARTIFACT, Result
+from trimtab.study.storage import shown
 from trimtab.study.study import OWNER, PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS, Options, Study
 from trimtab.workload import Limits, Workload
 
@@ -57,7 +58,7 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        self._progress.stage("interrupted: finishing with the best so far; press Ctrl-C again to stop at once")
+        self._progress.interrupted()
 
 
 def optimize(
@@ -159,6 +160,7 @@ def command_line(
         "--trial-time": None if options.trial_s == default.trial_s else f"{options.trial_s:g}s",
         "--timing": None if options.timing_s == default.timing_s else f"{options.timing_s:g}s",
         "--seed": options.seed or None,
+        "--storage": None if options.storage is None else shown(options.storage),
         "--out": folder,
     }
     words = [word for name, value in given.items() if value is not None for word in (name, str(value))]

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from trimtab._json import from_json, to_json
 from trimtab.errors import StorageError, UsageError
@@ -21,6 +22,8 @@ from trimtab.trial import State, Trial
 
 STATES = {State.COMPLETE: TrialState.COMPLETE, State.STOPPED: TrialState.PRUNED}
 TRIAL = "trial"
+DRIVERS = {"psycopg": "pip install 'trimtab[postgres]'"}
+"""Drivers that an extra of ours brings."""
 
 
 class Storage:
@@ -32,7 +35,8 @@ class Storage:
     """
 
     def __init__(self, url: str, name: str, *, direction: Literal["minimize", "maximize"], identity: Mapping[str, Any]) -> None:
-        self.url = url
+        self.url = shown(url)
+        """As it may be shown: without its password."""
         with self._guard("opened"), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             verbosity = optuna.logging.get_verbosity()
@@ -117,12 +121,27 @@ class Storage:
     def _guard(self, verb: str) -> Iterator[None]:
         try:
             yield
-        except (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, ImportError) as error:
-            reason = str(error.__cause__ or error).splitlines()[0]
+        except ImportError as error:
+            missing = (error.__cause__ if isinstance(error.__cause__, ImportError) else error).name or str(error)
+            hint = DRIVERS.get(missing, f"pip install {missing}")
             raise StorageError(
-                f"The study's storage {self.url} cannot be {verb}: {reason}. If the disk is full, free space; finished trials "
-                "are kept, and the same command goes on from them."
+                f"The study's storage {self.url} needs the database driver {missing}, which is not installed: {hint}."
             ) from error
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError) as error:
+            reason = str(error.__cause__ or error).splitlines()[0]
+            kept = " If the disk is full, free space." if verb == "written" else ""
+            raise StorageError(
+                f"The study's storage {self.url} cannot be {verb}: {reason}.{kept} Finished trials are kept, and the same "
+                "command goes on from them."
+            ) from error
+
+
+def shown(url: str) -> str:
+    """``url`` as it may be shown and kept: without its password."""
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        return url  # not a URL at all, which opening it will say
 
 
 def _numbered(trial: Trial, number: int) -> Trial:
