@@ -108,8 +108,9 @@ def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
     if dataclasses.is_dataclass(value) and isinstance(value, Mapping):
         return _branch("record", value, leaves, where, type(value).__name__)
     if isinstance(value, Mapping):
-        record = isinstance(value, Record)
-        return _branch("record" if record else "dict", value, leaves, where, value.class_name if record else None)
+        if isinstance(value, Record):
+            return _branch("record", value, leaves, where, value.class_name)
+        return _branch("dict", value, leaves, where, None)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         shallow = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _branch("record", shallow, leaves, where, type(value).__name__)

@@ -66,14 +66,19 @@ def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:
         raise UsageError(f"The data's {spec.name!r} is {got}, the example's is {want}. Make them alike.")
 
 
-def _named(groups: Sequence[Sequence[tuple[str, int]]]) -> Dims:
+def name_groups(groups: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
+    """A name for each group of ``(tensor, axis)`` that is one dimension; ``batch`` is what leads most tensors."""
     leads = [sum(axis == 0 for _, axis in places) for places in groups]
     batch = leads.index(max(leads)) if any(leads) else None
-    used: set[str] = set()
-    dims: Dims = {}
+    names: list[str] = []
     for number, places in enumerate(groups):
-        name = BATCH if number == batch else _unused("{}_{}".format(*places[0]), used)
-        used.add(name)
+        names.append(BATCH if number == batch else _unused("{}_{}".format(*places[0]), {BATCH, *names}))
+    return names
+
+
+def _named(groups: Sequence[Sequence[tuple[str, int]]]) -> Dims:
+    dims: Dims = {}
+    for name, places in zip(name_groups(groups), groups, strict=True):
         for tensor, axis in places:
             dims.setdefault(tensor, {})[axis] = Dim(name)
     return dims

@@ -129,6 +129,8 @@ class Workload:
     """Of the split of the data."""
     notes: tuple[str, ...] = ()
     """Sentences about what was assumed when this was made; they are shown with the results."""
+    reference: tuple[str, ...] = ()
+    """The words of the command line that stand for this, where it came from a file that is no Python."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):

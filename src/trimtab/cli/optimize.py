@@ -14,15 +14,19 @@ from trimtab._json import dumps
 from trimtab._units import megabytes, seconds
 from trimtab.cli._boundary import again
 from trimtab.cli._progress import view
+from trimtab.errors import UsageError
 
 if TYPE_CHECKING:
     from trimtab.study.result import Result
+    from trimtab.workload import Workload
 
 EXIT_LIMITS = 1
 
 
 def optimize_command(
-    workload: Annotated[str, typer.Argument(help="file.py, file.py:name or package.module:name")],
+    workload: Annotated[
+        str, typer.Argument(help="file.py[:name], package.module:name, model.pt2, model.pt, model.onnx or hf:FOLDER")
+    ],
     max_drop: Annotated[
         str | None, typer.Option(metavar="SHARE", help="Largest drop of the score: 0.5%, 0.005, mlperf-99, mlperf-99.9.")
     ] = None,
@@ -52,6 +56,13 @@ def optimize_command(
     trial_time: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one trial.")] = "10m",
     timing: Annotated[str, typer.Option(metavar="TIME", help="Most time for timing one trial.")] = "5s",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the tpe sampler.")] = 0,
+    inputs: Annotated[
+        pathlib.Path | None, typer.Option(metavar="FILE", help="Real inputs of a model file: .npz, .safetensors [random].")
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=1x3x8", help="Size of an input of a model file; may be repeated.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="What the model of hf:FOLDER is for.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Progress as lines, as where stdout is no terminal.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -83,7 +94,8 @@ def optimize_command(
     console = Console(stderr=json)
     with view(console, plain=plain, quiet=quiet, budget_s=budget_s, trials=trials) as progress:
         limits = trimtab.Limits.parse(max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size)
-        result = trimtab.optimize(workload, limits=limits, progress=progress, **options)
+        subject = brought(workload, inputs, shape, task)
+        result = trimtab.optimize(subject, limits=limits, progress=progress, **options)
     if json:
         typer.echo(dumps(result))
     else:
@@ -91,6 +103,19 @@ def optimize_command(
     if progress.cut_short and not quiet:
         console.print(f"interrupted before the search was done. To go on: {again(sys.argv[1:])}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
+
+
+def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None, task: str | None) -> Workload | str:
+    """The workload with its options, where it has any."""
+    if inputs is None and not shape and task is None:
+        return workload
+    shapes: dict[str, str] = {}
+    for item in shape or ():
+        name, equals, sizes = item.rpartition("=")
+        if not equals:
+            raise UsageError(f"--shape {item!r} names no input; write it as --shape images=1x3x224x224.")
+        shapes[name] = sizes
+    return trimtab.load_workload(workload, inputs=inputs, shapes=shapes, task=task)
 
 
 def show(result: Result) -> None:

@@ -2,27 +2,108 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pathlib
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trimtab.errors import UsageError
+from trimtab.intake.forms import inputs_of
+from trimtab.intake.program import ProgramFile
 from trimtab.intake.script import read_script
+from trimtab.intake.torchscript import ScriptFile
 from trimtab.workload import Workload
 
-FORMS = "file.py, file.py:name or package.module:name"
+FORMS = "file.py, file.py:name, package.module:name, a model file (.pt2, .pt, .onnx) or hf:FOLDER"
+SCRIPTS = (".pt", ".pth", ".jit", ".ts", ".torchscript")
+_NAMED = re.compile(r"\.py(:[A-Za-z_]\w*)?$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
-def load_workload(reference: str | os.PathLike[str]) -> Workload:
-    """The workload that ``file.py``, ``file.py:name`` or ``package.module:name`` refers to.
+def load_workload(
+    reference: str | os.PathLike[str],
+    *,
+    inputs: str | os.PathLike[str] | None = None,
+    shapes: Mapping[str, str | Sequence[int]] | None = None,
+    task: str | None = None,
+) -> Workload:
+    """The workload that ``reference`` stands for.
 
-    The name may be a :class:`Workload` or a function that returns one; without a name it is ``workload``, or the only workload
-    in the file. The file's folder is put on ``sys.path``, as ``python file.py`` does.
+    - ``file.py``, ``file.py:name``, ``package.module:name``: a :class:`Workload` in Python or a function that returns one;
+      without a name it is ``workload``, or the only workload in the file. The file's folder is put on ``sys.path``.
+    - ``model.pt2`` (:func:`torch.export.save`), ``model.pt`` (TorchScript), ``model.onnx``: a model file, read without running
+      anything in it. Without ``inputs`` the inputs are random, and the workload's notes say so.
+    - ``hf:FOLDER``: a transformers model, offline.
+
+    Args:
+        reference: as above.
+        inputs: for model files, a ``.npz``, ``.npy`` or ``.safetensors`` file with real inputs by name, as rows.
+        shapes: for model files, sizes of the example inputs by name: ``"1x3x224x224"``, ``"1x16:int64"`` or a sequence.
+        task: for ``hf:FOLDER``, what the model is for, where it is not what its configuration says.
 
     Raises:
-        UsageError: no such file, module or name, or it is not a workload.
-        WorkloadError: the file raised while it was run; the user's exception is the cause.
+        UsageError: no such file, module or name, it is not a workload, or an argument does not fit it.
+        IntegrityError: a model file is damaged, or holds what no plain model needs.
+        WorkloadError: a Python file raised while it was run; the user's exception is the cause.
     """
     text = os.fspath(reference)
-    if re.search(r"\.py(:[A-Za-z_]\w*)?$", text) or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
+    given = {"inputs": inputs, "shapes": shapes, "task": task}
+    if _NAMED.search(text):
+        _none_of(given, text, ())
         return read_script(text)
+    path = pathlib.Path(text)
+    if path.suffix in (".pt2", *SCRIPTS):
+        _none_of(given, text, ("inputs", "shapes"))
+        found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
+        return dataclasses.replace(found, reference=_words(text, given))
     raise UsageError(f"{text!r} is not a workload. Write {FORMS}.")
+
+
+def is_python(reference: str) -> bool:
+    """Whether the reference names Python code, which every worker process then runs for itself."""
+    return _NAMED.search(reference) is not None
+
+
+def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
+    if not path.is_file():
+        raise UsageError(f"There is no file {str(path)!r} (looked in {pathlib.Path.cwd()}).")
+    absolute = str(path.resolve())
+    model: Any
+    if path.suffix == ".pt2":
+        model = ProgramFile(absolute)
+        form = model.form()
+    else:
+        model = ScriptFile(absolute)
+        form = model.form(inputs, shapes)
+    found = inputs_of(form, inputs, shapes)
+    return Workload(
+        model=model,
+        inputs=found.example,
+        name=_name(path.stem),
+        calibration=found.calibration,
+        dynamic=form.dims or None,
+        notes=found.notes,
+    )
+
+
+def _name(text: str) -> str:
+    """``text`` as a workload may be called."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "model"
+
+
+def _words(text: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The reference and its options as the command line says them."""
+    words = [text]
+    for name, shape in (given["shapes"] or {}).items():
+        words += ["--shape", f"{name}={shape if isinstance(shape, str) else 'x'.join(map(str, shape))}"]
+    words += [word for name in ("inputs", "task") if given[name] for word in (f"--{name}", os.fspath(given[name]))]
+    return tuple(words)
+
+
+def _none_of(given: Mapping[str, Any], text: str, taken: Sequence[str]) -> None:
+    for name, value in given.items():
+        if value and name not in taken:
+            option = {"inputs": "--inputs", "shapes": "--shape", "task": "--task"}[name]
+            use = {"inputs": "model files", "shapes": "model files", "task": "hf:FOLDER"}[name]
+            raise UsageError(f"{option} is for {use}; {text!r} brings its own. Leave it out.")

@@ -18,6 +18,7 @@ from trimtab._json import write_json
 from trimtab._units import seconds
 from trimtab.errors import StorageError, UsageError
 from trimtab.evaluate import Objective
+from trimtab.intake.load import is_python, load_workload
 from trimtab.study.finish import CONFIRM, CONFIRM_FOLDER, EXPLAIN, explain, finish
 from trimtab.study.progress import Progress
 from trimtab.study.record import RECORD
@@ -81,7 +82,8 @@ def optimize(
     """Search for the recipe that makes ``workload`` fastest within ``limits``, prove it, and write its artifact.
 
     Args:
-        workload: a :class:`Workload`, or a reference such as ``"model.py:workload"``.
+        workload: a :class:`Workload`, or a reference such as ``"model.py:workload"``, ``"model.onnx"`` or ``"hf:FOLDER"``
+            (:func:`trimtab.load_workload` says which there are).
         limits: what a recipe must keep; one percent of the score may be lost if nothing is said.
         budget: time for everything, as ``"10m"`` or in seconds; ``None`` ends when the search has nothing left to try.
         trials: at most so many new trials.
@@ -115,6 +117,8 @@ def optimize(
         seed=seed,
     )
     limit_s = None if budget is None else seconds(budget, "budget")
+    if isinstance(workload, str) and not is_python(workload):
+        workload = load_workload(workload)
     folder = run_folder(workload, out)
     if fresh:
         forget(folder)
@@ -144,7 +148,7 @@ def command_line(
     workload: Workload | str, options: Options, budget: str | float | None, trials: int | None, folder: pathlib.Path
 ) -> str:
     """The command that goes on with a study, or makes it again; what it leaves out is at its default."""
-    if isinstance(workload, Workload):
+    if isinstance(workload, Workload) and not workload.reference:
         return f"trimtab.optimize(workload, out={str(folder)!r}, ...)  # {workload.name}, a workload made in Python"
     limits, default = options.limits, Options()
     given = {
@@ -164,7 +168,8 @@ def command_line(
         "--out": folder,
     }
     words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    return shlex.join(["trimtab", "optimize", workload, *words])
+    source = workload.reference if isinstance(workload, Workload) else (workload,)
+    return shlex.join(["trimtab", "optimize", *source, *words])
 
 
 @contextlib.contextmanager

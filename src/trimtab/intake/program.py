@@ -1,0 +1,146 @@
+"""Workloads from ``.pt2`` files, the exported programs that :func:`torch.export.save` writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from trimtab._archive import load_program
+from trimtab._tree import flatten
+from trimtab.dims import name_groups
+from trimtab.errors import UsageError
+from trimtab.intake.forms import Form
+from trimtab.signature import Dim, input_names, parameter_names
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramFile:
+    """Builds the module of an exported program."""
+
+    path: str
+
+    def __call__(self) -> nn.Module:
+        """The module, whose weights are the file's."""
+        return _module(load_program(self.path))
+
+    def form(self) -> Form:
+        """What the program takes.
+
+        Raises:
+            IntegrityError: the file is damaged or holds what no plain model needs.
+            UsageError: the program was exported in training mode, or takes something else than tensors.
+        """
+        program = load_program(self.path)
+        module = _module(program)
+        if in_training(program.graph):
+            raise UsageError(
+                f"{self.path} was exported in training mode: it drops out values or updates statistics. Export it again after "
+                "model.eval()."
+            )
+        return _form(program, module, pathlib.Path(self.path).name)
+
+
+def _module(program: ExportedProgram) -> fx.GraphModule:
+    """The program as a module that can be put into evaluation mode like any other; it is in it by its graph."""
+    module: fx.GraphModule = program.module(check_guards=False)
+    module._forward_pre_hooks.clear()  # input guards; executables check their inputs themselves
+    for name in ("train", "eval"):
+        module.__dict__.pop(name, None)  # torch puts functions here that refuse to be called
+    return module.eval()
+
+
+def in_training(graph: fx.Graph) -> bool:
+    """Whether the graph holds dropout or batch normalisation as in training."""
+    return any(_trains(node) for node in graph.nodes if node.op == "call_function")
+
+
+def _trains(node: fx.Node) -> bool:
+    name = str(node.target)
+    if name.startswith(("aten.dropout", "aten.native_dropout", "aten.feature_dropout")):
+        return bool(node.args[-1])
+    return name.startswith("aten.batch_norm") and bool(node.args[5])
+
+
+def _form(program: ExportedProgram, module: nn.Module, source: str) -> Form:
+    values = [node.meta.get("val") for node in _user_inputs(program)]
+    args, kwargs = pytree.tree_unflatten([_stand_in(value) for value in values], program.call_spec.in_spec)
+    leaves, structure = flatten((tuple(args), dict(kwargs)), f"The input of {source}")
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    names = input_names(parameter_names(module.forward, len(args)), structure)
+    shapes, hints = _shapes(program, names, tensors)
+    return Form(
+        source=source,
+        names=tuple(names),
+        dtypes=tuple(leaf.dtype for leaf in leaves),
+        shapes=shapes,
+        structure=structure,
+        hints=hints,
+        bounds=_bounds(program, names),
+    )
+
+
+def _user_inputs(program: ExportedProgram) -> Iterator[fx.Node]:
+    wanted = set(program.graph_signature.user_inputs)
+    constants = [name for name in wanted if not isinstance(name, str)]
+    assert not constants or all(name is None or isinstance(name, (int, float, bool)) for name in constants)
+    return (node for node in program.graph.nodes if node.op == "placeholder" and node.name in wanted)
+
+
+def _stand_in(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty([1] * value.dim(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _shapes(
+    program: ExportedProgram, names: list[str], tensors: list[torch.Tensor]
+) -> tuple[tuple[tuple[int | Dim, ...], ...], dict[str, int]]:
+    """Sizes with a dimension for every plain symbol; sizes that are computed from symbols keep what they were."""
+    places: dict[str, list[tuple[str, int]]] = {}
+    sizes: dict[str, Any] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        for axis, size in enumerate(tensor.shape):
+            if isinstance(size, torch.SymInt):
+                places.setdefault(str(size.node.expr), []).append((name, axis))
+                sizes[str(size.node.expr)] = size.node
+    computed = {str(symbol) for node in sizes.values() if not node.expr.is_Symbol for symbol in node.expr.free_symbols}
+    free = {text: where for text, where in places.items() if sizes[text].expr.is_Symbol and text not in computed}
+    dims = dict(zip(free, name_groups(list(free.values())), strict=True))
+    bounded = {text: _dim(program, sizes[text].expr, name) for text, name in dims.items()}
+
+    def size_of(size: int | torch.SymInt) -> int | Dim:
+        if isinstance(size, int):
+            return size
+        found = bounded.get(str(size.node.expr))
+        return found if found is not None else int(size.node.hint)
+
+    hints = {dim.name: int(sizes[text].hint) for text, dim in bounded.items() if sizes[text].has_hint()}
+    return tuple(tuple(size_of(size) for size in tensor.shape) for tensor in tensors), hints
+
+
+def _dim(program: ExportedProgram, symbol: Any, name: str) -> Dim:
+    found = program.range_constraints.get(symbol)
+    if found is None:
+        return Dim(name)
+    upper = int(found.upper) if found.upper.is_number and found.upper < 2**31 else None
+    return Dim(name, max(int(found.lower), 1), upper)
+
+
+def _bounds(program: ExportedProgram, names: list[str]) -> dict[str, int]:
+    """How many entries the tables have that integer inputs look up, where an input is looked up as it is."""
+    found: dict[str, int] = {}
+    for name, node in zip(
+        names, (n for n in _user_inputs(program) if isinstance(n.meta.get("val"), torch.Tensor)), strict=True
+    ):
+        for user in node.users:
+            if str(user.target).startswith("aten.embedding") and user.args[1] is node and isinstance(user.args[0], fx.Node):
+                rows = int(user.args[0].meta["val"].shape[0])
+                found[name] = min(rows, found.get(name, rows))
+    return found
