@@ -13,23 +13,36 @@ _MEGABYTES = {"b": 1e-6, "kb": 1e-3, "mb": 1.0, "gb": 1e3, "kib": 1024e-6, "mib"
 
 
 def seconds(text: str | float, name: str) -> float:
-    """Seconds in a duration such as ``4ms`` or ``10m``; a bare number is refused because its unit is a guess."""
-    return text if isinstance(text, (int, float)) else _with_unit(text, _SECONDS, name, "4ms, 90s or 10m")
+    """Seconds in a duration such as ``4ms`` or ``10m``; a bare number in a text is refused because its unit is a guess."""
+    return positive(text, name) if isinstance(text, (int, float)) else _with_unit(text, _SECONDS, name, "4ms, 90s or 10m")
 
 
 def megabytes(text: str | float, name: str) -> float:
     """Megabytes (10**6 bytes) in a size such as ``5MB`` or ``1.5GiB``."""
-    return text if isinstance(text, (int, float)) else _with_unit(text, _MEGABYTES, name, "5MB or 1.5GB")
+    return positive(text, name) if isinstance(text, (int, float)) else _with_unit(text, _MEGABYTES, name, "5MB or 1.5GB")
 
 
 def fraction(text: str | float, name: str) -> float:
-    """A fraction from ``0.5%`` or ``0.005``."""
+    """A fraction from ``0.5%`` or ``0.005``; a plain number may be above 1, percent may not be above 100."""
     if isinstance(text, (int, float)):
         return float(text)
     number, unit = _split(text, name, "0.5% or 0.005")
     if unit not in ("", "%"):
         raise UsageError(f"{name} is {text!r}: {unit!r} is not a unit of a share. Write it like 0.5% or 0.005.")
+    if unit and number > 100:
+        raise UsageError(f"{name} is {text!r}, more than all there is. Write it like 0.5% or 0.005.")
     return number / 100 if unit else number
+
+
+def positive(value: float, name: str) -> float:
+    """``value`` itself.
+
+    Raises:
+        UsageError: it is not above zero.
+    """
+    if not value > 0:
+        raise UsageError(f"{name} is {value}; it must be above zero.")
+    return value
 
 
 def _with_unit(text: str, units: dict[str, float], name: str, example: str) -> float:
@@ -38,6 +51,8 @@ def _with_unit(text: str, units: dict[str, float], name: str, example: str) -> f
     if factor is None:
         given = f"{unit!r} is not a unit of it" if unit else "the unit is missing"
         raise UsageError(f"{name} is {text!r}: {given}. Write it like {example}.")
+    if number == 0:
+        raise UsageError(f"{name} is {text!r}; it must be above zero. Write it like {example}.")
     return number * factor
 
 

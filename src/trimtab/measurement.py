@@ -83,7 +83,7 @@ class Drop:
     """Whether the score is a share, such as an accuracy, so that a drop of it reads best in percent."""
 
     def show(self, amount: float, digits: int = 3) -> str:
-        """``amount`` of this score in words: percent of a share with ``digits`` decimals, else a number in the score's units."""
+        """``amount`` of this score in words: percent of a share, with so many ``digits``, else a number in its own units."""
         return f"{amount:.{digits}%}" if self.share else f"{amount:.4g}"
 
 

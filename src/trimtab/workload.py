@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 import re
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -232,7 +236,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class user_code:
-    """Turns whatever the user's code raises into a :class:`WorkloadError` that carries it as its cause."""
+    """Turns whatever the user's code raises into a :class:`WorkloadError` that carries it as its cause and says where."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -242,4 +246,15 @@ class user_code:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, (UsageError, WorkloadError)):
-            raise WorkloadError(f"{self.what}: {type(error).__name__}: {error}") from error
+            raise WorkloadError(f"{self.what}: {type(error).__name__}: {error}{_place(error)}") from error
+
+
+def _place(error: Exception) -> str:
+    """`` (model.py, line 12)``: the line of the user's own code that is nearest to where ``error`` was raised."""
+    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(pathlib.Path(__file__).parent))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(("<", *(library + os.sep for library in libraries)))]
+    if not own:
+        return ""
+    path, here = pathlib.Path(own[-1].filename), pathlib.Path.cwd()
+    return f" ({path.relative_to(here) if path.is_relative_to(here) else path}, line {own[-1].lineno})"

@@ -53,6 +53,7 @@ def _told(error: Exception) -> tuple[str, int, str]:
     if isinstance(error, TyperException):
         words = " ".join(error.format_message().split()).replace("Value error, ", "")
         context = getattr(error, "ctx", None)
+        words += "" if words.endswith((".", "?", "!", ")")) else "."
         hint = f" See: {context.command_path} --help" if context is not None else ""
         return UsageError.code, UsageError.exit_code, f"{words}{hint}"
     what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]

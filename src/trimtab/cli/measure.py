@@ -10,7 +10,7 @@ import typer
 
 import trimtab
 from trimtab._json import dumps
-from trimtab._units import fraction, seconds
+from trimtab._units import fraction, positive, seconds
 from trimtab.cli._progress import waiting
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def measure_command(
       trimtab measure runs/digits/artifact --vs examples/digits.py
       trimtab measure runs/old/artifact --vs runs/new/artifact --width 1%
     """
-    most, narrow = seconds(time, "--time"), fraction(width, "--width")
+    most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width")
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
         found = trimtab.compare(subject, vs, seconds=most, width=narrow, trust=trust)
     typer.echo(dumps(found) if json else str(found))

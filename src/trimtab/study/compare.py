@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from trimtab._manifest import MANIFEST
+from trimtab.errors import ArtifactError
 from trimtab.evaluate import Objective
 from trimtab.measure import pairs
 from trimtab.measure.remote import RemoteRunner
@@ -78,6 +79,8 @@ def in_turns(jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, sec
 def _serve(what: str | os.PathLike[str], trust: bool) -> dict[str, Any]:
     if (pathlib.Path(what) / MANIFEST).exists():
         return {"artifact": os.fspath(what), "trust": trust, "baseline": False}
+    if pathlib.Path(what).is_dir():
+        raise ArtifactError(f"{os.fspath(what)!r} is no artifact: it has no {MANIFEST}. Give the folder that has one.")
     return {"workload": {"reference": os.fspath(what)}, "recipe": as_written().to_json(), "fresh": False}
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Self
 
 from trimtab._json import write_json
-from trimtab._units import seconds
+from trimtab._units import positive, seconds
 from trimtab.errors import StorageError, UsageError
 from trimtab.evaluate import Objective
 from trimtab.intake.load import is_python, load_workload
@@ -119,7 +119,11 @@ def optimize(
     limit_s = None if budget is None else seconds(budget, "budget")
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
+    for name, value in (("trials", trials), ("trial_seconds", trial_seconds), ("timing_seconds", timing_seconds)):
+        positive(1 if value is None else value, name)
     folder = run_folder(workload, out)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"The run folder {folder} is a file. Give a folder with --out.")
     if fresh:
         forget(folder)
     with Interrupt(progress) as interrupt, disk_errors(folder):

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trimtab import errors
-from trimtab.errors import MeasurementError
+from trimtab.errors import ArtifactError, MeasurementError, UsageError, WorkloadError
 from trimtab.recipe import Recipe
 from trimtab.study.jobs import AUTHKEY, READY
 from trimtab.study.process import POLL_S, RESULT, WorkerProcess
@@ -72,9 +72,10 @@ class Rivals:
             time.sleep(POLL_S)
         if (folder / RESULT).exists():
             result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-            raise getattr(errors, result.get("error", ""), MeasurementError)(
-                f"The process that holds {name} ended: {result.get('message', 'no message')}"
-            )
+            kind = getattr(errors, result.get("error", ""), MeasurementError)
+            message = result.get("message", "no message")
+            users = issubclass(kind, (UsageError, WorkloadError, ArtifactError))  # whose sentences say all
+            raise kind(message if users else f"The process that holds {name} ended: {message}")
         state = "did not get ready in time" if process.alive else "ended"
         raise MeasurementError(f"The process that holds {name} {state}; its last words were:\n{process.log_tail(8)}")
 

@@ -38,6 +38,7 @@ TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "
 OWNER = "workload.json"
 KEEP = 3
 """Trials whose files are kept on disk: the best few, so that the next one can ship if the first does not hold."""
+SEED_IT = " If you changed nothing, something in it is random: call torch.manual_seed before the model and data are made."
 HOPELESS = 0.5
 """A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
 
@@ -363,6 +364,8 @@ class Study:
             raise UsageError(
                 f"The run folder {self.folder} was made for another workload ({known['name']}, {known['fingerprint']}; this is "
                 f"{owner['name']}, {owner['fingerprint']}). Use --out FOLDER for this one, or --fresh to forget the other."
+                + SEED_IT
+                * (known["name"] == owner["name"])
             )
         write_json(path, owner)
 
