@@ -10,11 +10,12 @@ import typer
 from rich.console import Console
 
 import trimtab
-from trimtab._json import dumps
+from trimtab._json import dumps, to_json
 from trimtab._units import megabytes, seconds
 from trimtab.cli._boundary import again
+from trimtab.cli._lazy import late
 from trimtab.cli._progress import view
-from trimtab.errors import UsageError
+from trimtab.errors import TrimtabError, UsageError
 
 if TYPE_CHECKING:
     from trimtab.study.result import Result
@@ -96,10 +97,11 @@ def optimize_command(
         limits = trimtab.Limits.parse(max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size)
         subject = brought(workload, inputs, shape, task)
         result = trimtab.optimize(subject, limits=limits, progress=progress, **options)
+    report = reported(result, console)
     if json:
-        typer.echo(dumps(result))
+        typer.echo(dumps(to_json(result) | {"report": report}))
     else:
-        show(result)
+        show(result, report)
     if progress.cut_short and not quiet:
         console.print(f"interrupted before the search was done. To go on: {again(sys.argv[1:])}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
@@ -118,7 +120,16 @@ def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None,
     return trimtab.load_workload(workload, inputs=inputs, shapes=shapes, task=task)
 
 
-def show(result: Result) -> None:
+def reported(result: Result, console: Console) -> str | None:
+    """The file of the report. The answer stands without it, so that it cannot be written is a note and no error."""
+    try:
+        return str(late("report").write(result.study.folder))
+    except TrimtabError as error:
+        console.print(f"note: {error}", markup=False, highlight=False, soft_wrap=True)
+        return None
+
+
+def show(result: Result, report: str | None) -> None:
     """The answer, for reading."""
     console = Console(highlight=False, soft_wrap=True)
     console.print()
@@ -133,4 +144,6 @@ def show(result: Result) -> None:
     elif result.best is not None:
         why = result.best.confirmation.reason or result.best.trial.reason or "see the log of its confirmation"
         console.print(f"artifact: none; {why}", markup=False)
+    if report is not None:
+        console.print(f"report:   {report}  (opens in any browser, without a network)", markup=False)
     console.print(f"study:    {result.study.folder}  ({len(result.trials)} trials, {result.seconds:.0f} s)", markup=False)

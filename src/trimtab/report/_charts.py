@@ -14,6 +14,8 @@ from trimtab.report._rows import Row, labelled
 from trimtab.study.record import Record
 from trimtab.trial import State
 
+VAGUE = 10.0
+"""A speed-up of which the bounds are further apart than by this factor has no place in a chart."""
 SERIES = 8
 """Colours that the theme has for backends; further ones begin again."""
 AREA = 34
@@ -79,32 +81,32 @@ def ladder(record: Record) -> Chart | None:
         "x": [found.value for found in intervals],
         "text": [f" {words.speed(found)}" for found in intervals],
         "textposition": "none",
+        "width": 0.42,
         "marker": {"color": ["@accent" if name == "best" else "@quiet" for name in names]},
         "error_x": _bars([(f.value - f.low, f.high - f.value) for f in intervals]),
         "hovertext": [f"<b>{safe(n)}</b><br>{wrapped(r['recipe'])}" for n, (r, _) in zip(names, rungs, strict=True)],
         "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
     }
-    labels = [
-        _label(min(max(found.high, found.value), reach), name, words.speed(found))
-        for name, found in zip(names, intervals, strict=True)
-    ]
+    labels = [_label(name, words.speed(found)) for name, found in zip(names, intervals, strict=True)]
     said = "; ".join(f"{name} {words.speed(found)}" for name, found in zip(names, intervals, strict=True))
     layout = {
-        "xaxis": {"title": {"text": "speed-up over the model as written"}, "range": [0, 1.42 * reach], "ticksuffix": "x"},
-        "yaxis": {"autorange": "reversed"},
+        "xaxis": {"title": {"text": "speed-up over as written"}, "range": [0, 1.06 * reach], "ticksuffix": "x"},
+        "yaxis": {"autorange": "reversed", "showgrid": False},
         "annotations": labels,
         "shapes": [_line(x=1.0, colour="@grid-strong")],
         "showlegend": False,
     }
-    return Chart("ladder", f"Speed-up of each rung over the model as written: {said}.", [bars], layout, 110 + 52 * len(rungs))
+    return Chart("ladder", f"Speed-up of each rung over the model as written: {said}.", [bars], layout, 90 + 62 * len(rungs))
 
 
 def _usable(found: Interval | None) -> bool:
     return found is not None and all(words.known(value) is not None for value in (found.value, found.low, found.high))
 
 
-def _label(x: float, y: str, text: str) -> dict[str, Any]:
-    return {"x": x, "y": y, "text": safe(text), "xanchor": "left", "xshift": 8, "showarrow": False, "font": {"color": "@ink"}}
+def _label(y: str, text: str) -> dict[str, Any]:
+    """The figures of a bar, above its beginning, where a narrow screen has room for them too."""
+    place = {"x": 0, "y": y, "xanchor": "left", "yanchor": "bottom", "yshift": 13}
+    return place | {"text": safe(text), "showarrow": False, "font": {"color": "@ink"}}
 
 
 def _bars(both: Sequence[tuple[float, float]]) -> dict[str, Any]:
@@ -115,8 +117,8 @@ def _bars(both: Sequence[tuple[float, float]]) -> dict[str, Any]:
         "arrayminus": [max(0.0, down) for down, _ in both],
         "array": [max(0.0, up) for _, up in both],
         "color": "@ink",
-        "thickness": 1.2,
-        "width": 4,
+        "thickness": 1.4,
+        "width": 0,
     }
 
 
@@ -142,6 +144,11 @@ def points(record: Record, rows: Sequence[Row]) -> list[Point]:
     return [point for index, row in enumerate(rows) if (point := _point(index, row, record)) is not None]
 
 
+def drawable(speed: Interval | None) -> bool:
+    """Whether a speed-up is known well enough to be drawn."""
+    return speed is not None and _usable(speed) and 0 < speed.high <= VAGUE * speed.low
+
+
 def _point(index: int, row: Row, record: Record) -> Point | None:
     trial = row.trial
     scale = 100.0 if words.in_percent(record) else 1.0
@@ -152,7 +159,7 @@ def _point(index: int, row: Row, record: Record) -> Point | None:
         error = trial.parity.centred_error if trial.parity else None
         figures = None if error is None else (error, error, error)
     speed = trial.speedup
-    if speed is None or not _usable(speed) or figures is None or any(words.known(figure) is None for figure in figures):
+    if speed is None or not drawable(speed) or figures is None or any(words.known(figure) is None for figure in figures):
         return None
     return Point(
         *(index, *figures, speed, words.known(trial.size_mb), trial.recipe.backend.name, row.keeps),
@@ -187,7 +194,8 @@ def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:
     data = [_front_line(best, place)]
     for index, backend in enumerate(backends):
         own = [point for point in found if point.backend == backend]
-        data.append(_trace(backend, f"@series-{index % SERIES}", own, best, place, largest))
+        colour = f"@series-{index % SERIES}"
+        data += [_trace(backend, colour, own, best, place, largest), _key(backend, colour)]
     about = (
         f"Speed-up against {'drop of the score' if labelled(record) else 'error of the outputs'} of {len(found)} trials; "
         f"{len(best)} of them are not beaten in both. The table of trials holds the same figures."
@@ -224,11 +232,13 @@ def _trace(
     along = [
         (p.speed.value - p.speed.low, p.speed.high - p.speed.value) if s else nothing for p, s in zip(own, shown, strict=True)
     ]
-    error = {"color": colour, "width": 3, "thickness": 1}
+    error = {"color": colour}
     return {
         "type": "scatter",
         "mode": "markers",
         "name": safe(name),
+        "legendgroup": name,
+        "showlegend": False,
         "x": [place(point.x) for point in own],
         "y": [point.speed.value for point in own],
         "error_x": _bars(across) | error,
@@ -249,6 +259,19 @@ def _trace(
     }
 
 
+def _key(name: str, colour: str) -> dict[str, Any]:
+    """The backend's place in the legend, which would else take the look of its first point."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": safe(name),
+        "legendgroup": name,
+        "x": [None],
+        "y": [None],
+        "marker": {"color": colour, "size": 11},
+    }
+
+
 def _pareto_layout(
     record: Record, rows: Sequence[Row], found: Sequence[Point], place: Callable[[float], float]
 ) -> dict[str, Any]:
@@ -261,10 +284,14 @@ def _pareto_layout(
         for point in found
         if rows[point.row].ships
     ]
-    unit = " in percent points" if words.in_percent(record) else ""
-    across = {"title": {"text": f"drop of the score{unit} (less is better)"}, "zeroline": True}
+    across = {"title": {"text": "drop of the score"}, "zeroline": True}
     if not labelled(record):
-        across = {"title": {"text": "error of the outputs (less is better)"}, "type": "log", "exponentformat": "power"}
+        across = {
+            "title": {"text": "error of the outputs"},
+            "type": "log",
+            "exponentformat": "power",
+            "dtick": 1,
+        }
     elif words.in_percent(record):
         across["ticksuffix"] = "%"
     top = max(min(point.speed.high, 1.3 * point.speed.value) for point in found)

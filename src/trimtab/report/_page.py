@@ -36,6 +36,7 @@ def html(record: Record, folder: pathlib.Path) -> str:
         finalize=_shown,
     )
     rows = _rows.rows(record)
+    placed = {point.row for point in _charts.points(record, rows)}
     found = (_charts.ladder(record), _charts.pareto(record, rows), roofline(record))
     charts = {chart.name: chart for chart in found if chart is not None}
     scripts = {name: _source(name) for name in ("theme", "app")} | {"plotly": get_plotlyjs().replace("</script", "<\\/script")}
@@ -50,6 +51,7 @@ def html(record: Record, folder: pathlib.Path) -> str:
         labelled=_rows.labelled(record),
         reason_length=_rows.REASON,
         left_out=len(record.trials) - len(rows),
+        undrawn=sum(row.trial.speedup is not None for n, row in enumerate(rows) if n not in placed),
         states=sorted({str(row.trial.state) for row in rows}),
         backends=sorted({row.trial.recipe.backend.name for row in rows}),
         charts=charts,

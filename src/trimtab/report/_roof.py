@@ -41,8 +41,8 @@ def roofline(record: Record) -> Chart | None:
         for name, _, place in models
     )
     layout = {
-        "xaxis": {"type": "log", "title": {"text": "operations per byte moved"}, "exponentformat": "power"},
-        "yaxis": {"type": "log", "title": {"text": "billion operations a second"}, "exponentformat": "power"},
+        "xaxis": {"type": "log", "title": {"text": "operations per byte moved"}, "exponentformat": "power", "dtick": 1},
+        "yaxis": {"type": "log", "title": {"text": "billion operations a second"}, "exponentformat": "power", "dtick": 1},
         "legend": {"orientation": "h", "y": -0.24, "x": 0},
         "hovermode": "closest",
     }

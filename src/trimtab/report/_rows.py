@@ -59,13 +59,13 @@ class Column:
 
 SPEED = Column("speed-up", "Against the model as written, in turns, with its 95% interval; above 1 is faster.")
 LATENCY = Column("latency", "Median time of one call.")
-DROP = Column("drop (at most)", "How much of the score is lost on the selection data, and the upper bound of that.")
+DROP = Column("drop (≤ bound)", "How much of the score is lost on the selection data, and the upper bound of that.")
 ERROR = Column("error", "Root mean square error of the outputs, relative to what the reference varies by.", minor=True)
 REST = (
     Column("size", "Of the files that ship.", minor=True),
     Column("peak memory", "Of a fresh process that loads it and calls it.", minor=True),
     Column("cold start", "Load and first call.", minor=True),
-    Column("tried for", "What the whole trial took, compilation and scoring included.", minor=True),
+    Column("took", "What the whole trial took, compilation and scoring included.", minor=True),
 )
 
 

@@ -74,28 +74,26 @@ def _trials(record: Record) -> Iterator[str]:
 def _figures(row: Row, record: Record) -> str:
     trial = row.trial
     error = words.error(trial.parity.centred_error if trial.parity else None)
-    loss = f"drop {words.lost(trial.drop.upper, record)}" if trial.drop else f"error {error}" if not labelled(record) else ""
+    loss = f"drop ≤ {words.lost(trial.drop.upper, record)}" if trial.drop else f"error {error}" if not labelled(record) else ""
     return f"{words.speed(trial.speedup):<23} {loss:<18} {words.megabytes(trial.size_mb):>12}"
 
 
 def _reasons(record: Record) -> Iterator[str]:
     if left := _why.left(record):
-        yield words.clipped(f"WHY  {left}", WIDTH)
-    for side in _why.sides(record):
-        yield words.clipped(f"{side.title}: {side.summary}", WIDTH)
-    for name, _, place in placed(record):
-        yield words.clipped(
-            f"{SIDES[name]}: {words.digits(place.achieved)} of {words.digits(place.attainable)} billion operations a second, "
-            f"{words.share(place.share, 0)} of what {place.bound} allows",
-            WIDTH,
-        )
+        yield from _wrapped(f"WHY  {left}", 2, hang=5)
+    places = {name: place for name, _, place in placed(record)}
+    for side, name in zip(_why.sides(record), (name for name in SIDES if name in record.explanations), strict=True):
+        slowest = ", ".join(f"{bar.name} {bar.share}" for bar in side.bars[:3]) or "operators not known"
+        place = places.get(name)
+        roof = "" if place is None else f"; {words.share(place.share, 0)} of what {place.bound} allows here"
+        yield from _wrapped(f"{side.title}: {slowest}{roof}", 2, hang=4)
 
 
 def _trusted(record: Record) -> Iterator[str]:
     confirmed = "; ".join(f"{name}: {value}" for name, value in _trust.confirmation(record)[:3])
-    yield words.clipped(f"TRUST  {confirmed}", WIDTH)
+    yield from _wrapped(f"TRUST  {confirmed}", 2, hang=7)
     if quiet := _trust.noise(record):
-        yield words.clipped("; ".join(f"{name}: {value}" for name, value in quiet), WIDTH)
+        yield from _wrapped("; ".join(f"{name}: {value}" for name, value in quiet), 2, hang=4)
     split = ", ".join(f"{name} {size:,}" for name, size in record.prepared.splits.items())
     yield words.clipped(f"examples: {split or 'none'}; undecidable trials: {len(_trust.undecided(record))}", WIDTH)
     for note in _trust.notes(record)[:2]:

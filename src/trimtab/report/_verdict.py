@@ -45,7 +45,9 @@ def headline(record: Record) -> str:
         key, what = ("size_mb", "size") if record.objective == "size" else ("peak_mb", "memory")
         after = rung(record, "best") or {}
         return f"{words.megabytes(after.get(key))} of {what} instead of {words.megabytes(first.get(key))}"
-    ratio = words.times(found.speedup.value) if found is not None and found.speedup is not None else words.UNKNOWN
+    if found is None or found.speedup is None:
+        return words.STATUS_WORDS[record.status]
+    ratio = words.times(found.speedup.value)
     return f"{ratio} the throughput of as written" if record.objective == "throughput" else f"{ratio} as fast as written"
 
 
@@ -94,7 +96,8 @@ def conditions(record: Record) -> str:
     pairs = "" if found is None else f", {words.count(found.pairs, 'pair')} of timings taken in turns"
     threads = words.count(record.prepared.threads, "thread")
     inputs = words.clipped(record.prepared.inputs, 200)
-    return f"Measured on {words.plain(record.environment.cpu)}, {threads} by default, inputs {inputs}{pairs}."
+    where = f"{words.plain(record.environment.cpu)} on {words.plain(record.started)[:10]}"
+    return f"Measured on {where}, {threads} unless the recipe says otherwise, inputs {inputs}{pairs}."
 
 
 def tiles(record: Record) -> list[Tile]:

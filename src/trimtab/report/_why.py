@@ -70,9 +70,9 @@ def _shown(found: Explanation) -> list[OperatorTime]:
 def _bar(found: OperatorTime, longest: float) -> Bar:
     return Bar(
         name=words.clipped(found.name, 90),
-        time=words.milliseconds(found.self_ms),
+        time=f"{words.digits(found.self_ms)} ms" if longest >= 1 else f"{words.digits(1e3 * found.self_ms)} µs",
         share=words.share(found.share),
-        calls=words.digits(found.calls),
+        calls=f"{found.calls:.3g}",
         width=round(100 * found.self_ms / longest, 2) if longest else 0.0,
     )
 

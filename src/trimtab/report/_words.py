@@ -156,10 +156,10 @@ def lost(value: float | None, record: Record) -> str:
 
 
 def drop(found: Drop | None, record: Record) -> str:
-    """``0.20% (at most 0.55%)``."""
+    """``0.20% (≤ 0.55%)``."""
     if found is None:
         return UNKNOWN
-    return f"{lost(found.value, record)} (at most {lost(found.upper, record)})"
+    return f"{lost(found.value, record)} (≤ {lost(found.upper, record)})"
 
 
 def parity(found: Parity | None) -> str:
