@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pathlib
+import re
 import sys
 import typing
 from collections.abc import Mapping
@@ -52,6 +53,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, text in pages().items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Show a file of the repository where a page says ``<!-- include PATH -->``."""
+    return re.sub(
+        r"<!-- include (\S+) -->", lambda m: f'```python title="{m[1]}"\n{(ROOT / m[1]).read_text("utf-8")}```', markdown
+    )
 
 
 def pages() -> dict[str, str]:

@@ -5,6 +5,8 @@ How a block of code is meant stands in an HTML comment before it, which readers 
 - ``<!-- save -->``: Python, or any other text, that is written to the file that its title names.
 - ``<!-- run -->``: commands that are run; ``<!-- run with: --trials 3 -->`` adds options that make them quick.
 - ``<!-- do not run -->``: Python that is only parsed.
+- ``<!-- include tests/plugin/suites.py -->``: no block, but a file of the repository, which has tests of its own.
+- ``<!-- goes on from start.md -->``: the page is run behind another one, in its folder.
 - ``<!-- said -->``: sentences of ours; each piece of them between dots stands in the source.
 
 Python without a comment is run, all of a page in one program and in the order of the page; commands without one are parsed.
@@ -13,6 +15,7 @@ Python without a comment is run, all of a page in one program and in the order o
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import os
 import pathlib
@@ -48,11 +51,6 @@ class Block(NamedTuple):
     language: str
     title: str
     text: str
-
-    @property
-    def included(self) -> bool:
-        """Whether it shows a file of the repository, which has tests of its own."""
-        return self.text.startswith("--8<--")
 
     @property
     def commands(self) -> list[str]:
@@ -191,20 +189,29 @@ def program(page: pathlib.Path) -> Iterator[str]:
             options = block.mark.partition("with: ")[2]
             for line in block.commands:
                 yield f"subprocess.run({f'{line} {options}'!r}, shell=True, check=True)"
-        elif block.language == "python" and block.mark != "do not run" and not block.included:
+        elif block.language == "python" and block.mark != "do not run":
             yield block.text
 
 
-RUN = [page for page in PAGES if page.is_relative_to(DOCS) and list(program(page))]
+def runs() -> dict[str, list[str]]:
+    """The programs to run: those of single pages, and of pages that go on from one another."""
+    found: dict[str, list[str]] = {}
+    later = {page: re.search(r"<!-- goes on from (\S+) -->", page.read_text(encoding="utf-8")) for page in PAGES}
+    for page in sorted((page for page in PAGES if page.is_relative_to(DOCS)), key=lambda page: later[page] is not None):
+        first = later[page]
+        if lines := list(program(page)):
+            found.setdefault(first[1] if first else name(page), []).extend(lines)
+    return found
 
 
-@pytest.mark.parametrize("page", RUN, ids=name)
-def test_what_a_page_shows_is_run(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    script = "\n".join(["import pathlib", "import subprocess", *program(page)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("page", "lines"), runs().items(), ids=runs())
+def test_what_a_page_shows_is_run(page: str, lines: list[str], tmp_path: pathlib.Path) -> None:
+    script = "\n".join(["import pathlib", "import subprocess", *lines])
     (tmp_path / "page.py").write_text(script, encoding="utf-8")
     environment = {**os.environ, "PATH": PATH, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=580, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
@@ -212,16 +219,14 @@ def test_what_a_page_shows_is_run(page: pathlib.Path, tmp_path: pathlib.Path) ->
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_python_that_is_not_run_parses(page: pathlib.Path) -> None:
     for block in blocks(page):
-        if block.language == "python" and not block.included:
+        if block.language == "python":
             assert ast.parse(textwrap.dedent(block.text)) is not None
 
 
-def test_recipes_on_the_generated_pages_are_right() -> None:
-    """The pages of passes and backends show recipes, which can be made and which nothing speaks against."""
-    shown = subprocess.run(
-        [sys.executable, "-c", "import gen_pages\nfor page in gen_pages.pages().values(): print(page)"],
-        cwd=DOCS, capture_output=True, text=True, timeout=120, check=True,
-    ).stdout  # fmt: skip
+def test_recipes_on_the_generated_pages_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of passes and backends show recipes, which can be made and whose settings are carried out."""
+    monkeypatch.syspath_prepend(DOCS)
+    shown = "\n".join(importlib.import_module("gen_pages").pages().values())
     recipes = [text for _, language, _, text in FENCE.findall(shown) if language == "python" and "Recipe" in text]
     assert len(recipes) == len(PASSES) + len(BACKENDS)
     for text in recipes:
