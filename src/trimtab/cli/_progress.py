@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
@@ -44,7 +45,8 @@ STAGES = {
 
 def times(ratio: Interval) -> str:
     """``1.23x (1.20 to 1.26)``."""
-    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
+    value, low, high = (f"{x:.2f}" if x < 1000 else f"{x:.3g}" for x in (ratio.value, ratio.low, ratio.high))
+    return f"{value}x ({low} to {high})"
 
 
 def outcome(trial: Trial) -> str:
@@ -146,6 +148,18 @@ class Lines(View):
             self._printing = False
 
 
+class Reflowing(Live):
+    """A live display that survives a terminal made narrower, which breaks each of its lines into several."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Tell rich how many lines its last picture has become; it counts those that it wrote."""
+        render = getattr(self, "_live_render", None)
+        shape = getattr(render, "_shape", None)
+        if render is not None and shape is not None and self.console.width < shape[0]:
+            render._shape = (self.console.width, shape[1] * math.ceil(shape[0] / self.console.width))
+        return super().process_renderables(renderables)
+
+
 class Board(View):
     """A live view: finished trials scroll away above it, and below stands what runs, the best so far and the time left."""
 
@@ -158,7 +172,7 @@ class Board(View):
         self._best: Text | None = None
         self._counts: collections.Counter[str] = collections.Counter()
         self._earlier = 0
-        self._live = Live(self, console=console, refresh_per_second=REFRESHES, transient=True)
+        self._live = Reflowing(self, console=console, refresh_per_second=REFRESHES, transient=True)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -203,7 +217,8 @@ class Board(View):
         now = time.monotonic()
         grid = _grid()
         self._spinner.text = ""
-        grid.add_row(self._spinner.render(now), Text(self._words, style="bold"), Text(self._time(now), style="bold"))
+        words = Text(self._words, style="bold", no_wrap=False, overflow="fold")
+        grid.add_row(self._spinner.render(now), words, Text(self._time(now), style="bold"))
         if self._running is not None:
             number, recipe, since = self._running
             grid.add_row("", Text.assemble(("now   ", "dim"), f"trial {number}: {recipe}"), f"{now - since:.0f} s")
@@ -273,7 +288,7 @@ def waiting(words: str) -> Iterator[None]:
     if not console.is_terminal or console.is_dumb_terminal:
         yield
         return
-    with Live(_Wait(words, console), console=console, refresh_per_second=REFRESHES, transient=True):
+    with Reflowing(_Wait(words, console), console=console, refresh_per_second=REFRESHES, transient=True):
         yield
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -78,6 +80,7 @@ def optimize_command(
       trimtab optimize model.py:workload --latency 4ms --size 5MB --budget 10m
       trimtab optimize model.py --objective throughput --json > result.json
     """
+    _find(workload)
     budget_s = None if budget is None else seconds(budget, "--budget")
     options: dict[str, Any] = {
         "budget": budget_s,
@@ -129,21 +132,36 @@ def reported(result: Result, console: Console) -> str | None:
         return None
 
 
+def _find(workload: str) -> None:
+    """Miss a file before torch is imported, which takes seconds.
+
+    Raises:
+        UsageError: the reference names a Python file that does not exist.
+    """
+    path = pathlib.Path(re.sub(r":[A-Za-z_]\w*$", "", workload))
+    if path.suffix == ".py" and not path.is_file():
+        raise UsageError(f"There is no file {str(path)!r} (looked in {pathlib.Path.cwd()}).")
+
+
 def show(result: Result, report: str | None) -> None:
     """The answer, for reading."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.print()
-    console.print(str(result.ladder()), markup=False)
-    console.print()
-    console.print(result.sentence, markup=False)
+    console = Console(highlight=False)
+    say = functools.partial(console.print, markup=False, soft_wrap=not console.is_terminal)
+    say()
+    for line in str(result.ladder()).splitlines():
+        figures, _, recipe = line.rpartition("  ")
+        wide = console.is_terminal and len(line) > console.width
+        say(f"{figures.rstrip()}\n            {recipe}" if wide else line)
+    say()
+    say(result.sentence)
     for note in result.all_notes():
-        console.print(f"note: {note}", markup=False)
+        say(f"note: {note}")
     artifact = result.best.artifact if result.best is not None else None
     if artifact is not None:
-        console.print(f"artifact: {artifact.path}  (python {artifact.path}/run.py runs it without trimtab)", markup=False)
+        say(f"artifact: {artifact.path}  (python {artifact.path}/run.py runs it without trimtab)")
     elif result.best is not None:
         why = result.best.confirmation.reason or result.best.trial.reason or "see the log of its confirmation"
-        console.print(f"artifact: none; {why}", markup=False)
+        say(f"artifact: none; {why}")
     if report is not None:
-        console.print(f"report:   {report}  (opens in any browser, without a network)", markup=False)
-    console.print(f"study:    {result.study.folder}  ({len(result.trials)} trials, {result.seconds:.0f} s)", markup=False)
+        say(f"report:   {report}  (opens in any browser, without a network)")
+    say(f"study:    {result.study.folder}  ({len(result.trials)} trials, {result.seconds:.0f} s)")
