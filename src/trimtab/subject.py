@@ -49,11 +49,13 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     notes = list(workload.notes)
     with user_code("The workload's model could not be built"):
         model = workload.build_model()
+    _check_model(model)
     if model.training:
         notes.append("The model came in training mode; it is measured, and ships, in evaluation mode.")
     model.eval()
-    splits = split(workload)
     args, kwargs = as_call(workload.inputs)
+    _check_example(args, kwargs)
+    splits = split(workload)
     dynamic = _dims(workload, model, splits, notes)
     calibration = _calibration(workload, model, splits)
     make = functools.partial(Candidate.of, model, args, kwargs, calibration=calibration, scratch=scratch)
@@ -68,6 +70,33 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         stand_ins = _stand_ins(candidate)
         splits = dataclasses.replace(splits, selection=stand_ins, test=stand_ins)
     return Subject(workload=workload, candidate=candidate, splits=splits, notes=(*notes, *splits.notes))
+
+
+def _check_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse example inputs that could only fail later, with a worse explanation."""
+    leaves, _ = flatten((args, kwargs), "the example inputs")
+    if not leaves:
+        given = repr(kwargs or args)
+        raise UsageError(
+            f"The workload's inputs hold no tensor: they are {given if len(given) < 80 else given[:76] + ' ...'}. Give what "
+            "the model is called with, such as inputs=images[:1]."
+        )
+    for leaf in leaves:
+        if leaf.is_meta:
+            raise UsageError("The workload's inputs are on the meta device, where tensors have no values. Give real ones.")
+        if leaf.is_floating_point() and (bad := int(torch.isnan(leaf).sum())):
+            raise UsageError(f"The workload's inputs hold NaN: {bad} of {leaf.numel()} values. Give clean ones.")
+
+
+def _check_model(model: nn.Module) -> None:
+    bare = next(
+        (name for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor) and tensor.is_meta), None
+    )
+    if bare is not None:
+        raise WorkloadError(
+            f"The model's {bare!r} is on the meta device, where tensors have no values. Load its weights before you hand it "
+            "over."
+        )
 
 
 def _calibration(workload: Workload, model: nn.Module, splits: Splits) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
