@@ -17,6 +17,7 @@ from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, again
 from trimtab.cli._lazy import group
 
 COMMANDS = {
+    "init": ("trimtab.cli.init:init_command", "Write a commented workload file to start from. It runs as it is."),
     "optimize": ("trimtab.cli.optimize:optimize_command", "Search, prove, and write the artifact."),
     "measure": ("trimtab.cli.measure:measure_command", "Time one thing, or two in turns with a confidence interval."),
     "verify": ("trimtab.cli.measure:verify_command", "Check an artifact here and now: files, outputs, environment, speed."),

@@ -17,7 +17,7 @@ import torch
 
 from trimtab._tree import Structure, flatten, unflatten
 from trimtab.capture import Call
-from trimtab.dims import Dims
+from trimtab.dims import BATCH, Dims
 from trimtab.errors import UsageError
 from trimtab.signature import Dim, dtype_name
 
@@ -49,6 +49,8 @@ class Form:
     """Sizes that the dynamic dimensions had when the file was written, by their names."""
     bounds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """For integer inputs that look something up: how many entries the table has."""
+    ones: frozenset[str] = frozenset()
+    """Inputs that are all ones where no real ones are given, such as masks of padding."""
 
     @property
     def dims(self) -> Dims:
@@ -116,7 +118,7 @@ def inputs_of(form: Form, inputs: str | pathlib.Path | None, shapes: Shapes) -> 
     sizes, assumed = _sizes(form, stated)
     generator = torch.Generator().manual_seed(0)
     leaves = [
-        random_tensor(shape, dtype, generator, form.bounds.get(name))
+        torch.ones(shape, dtype=dtype) if name in form.ones else random_tensor(shape, dtype, generator, form.bounds.get(name))
         for name, dtype, shape in zip(form.names, form.dtypes, sizes, strict=True)
     ]
     return Inputs(example=form.place(leaves), calibration=None, notes=_about_random(form, assumed))
@@ -246,11 +248,12 @@ def _about_random(form: Form, assumed: Mapping[str, int]) -> tuple[str, ...]:
         "on them, but nothing is proven about real data, and quantizers that must see data are not tried. Give --inputs "
         "FILE.npz or FILE.safetensors with real ones."
     )
-    if guessed := [n for n, d in zip(form.names, form.dtypes, strict=True) if not d.is_floating_point and n not in form.bounds]:
+    integers = [name for name, dtype in zip(form.names, form.dtypes, strict=True) if not dtype.is_floating_point]
+    if guessed := [name for name in integers if name not in form.bounds and name not in form.ones]:
         note += f" Integers are 0 and 1 ({', '.join(guessed)})."
-    if not assumed:
+    sizes = ", ".join(f"{name}={size}" for name, size in assumed.items() if (name, size) != (BATCH, 1))
+    if not sizes:
         return (note,)
-    sizes = ", ".join(f"{name}={size}" for name, size in assumed.items())
     return note, f"The file leaves sizes open, and these were taken: {sizes}. Say others with --shape {form.names[0]}=..."
 
 

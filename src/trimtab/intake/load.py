@@ -11,6 +11,7 @@ from typing import Any
 
 from trimtab.errors import UsageError
 from trimtab.intake.forms import inputs_of
+from trimtab.intake.hf import TransformersFolder, transformers_inputs
 from trimtab.intake.program import ProgramFile
 from trimtab.intake.script import read_script
 from trimtab.intake.torchscript import ScriptFile
@@ -57,6 +58,8 @@ def load_workload(
         _none_of(given, text, ("inputs", "shapes"))
         found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
         return dataclasses.replace(found, reference=_words(text, given))
+    if text.startswith("hf:"):
+        return dataclasses.replace(_from_folder(text[3:], inputs, shapes or {}, task), reference=_words(text, given))
     raise UsageError(f"{text!r} is not a workload. Write {FORMS}.")
 
 
@@ -81,6 +84,22 @@ def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[
         model=model,
         inputs=found.example,
         name=_name(path.stem),
+        calibration=found.calibration,
+        dynamic=form.dims or None,
+        notes=found.notes,
+    )
+
+
+def _from_folder(
+    folder: str, inputs: str | os.PathLike[str] | None, shapes: Mapping[str, str | Sequence[int]], task: str | None
+) -> Workload:
+    path = pathlib.Path(folder).expanduser().resolve()
+    model = TransformersFolder(str(path), task)
+    form, found = transformers_inputs(model, None if inputs is None else pathlib.Path(inputs), shapes)
+    return Workload(
+        model=model,
+        inputs=found.example,
+        name=_name(path.name),
         calibration=found.calibration,
         dynamic=form.dims or None,
         notes=found.notes,

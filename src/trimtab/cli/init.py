@@ -1,0 +1,29 @@
+"""``trimtab init``."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from trimtab.intake.starter import write_starter
+
+
+def init_command(
+    kind: Annotated[str, typer.Argument(help="image, text, tabular, custom, or a folder with a transformers model")] = "custom",
+    output: Annotated[
+        pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write [workload.py].")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+) -> int:
+    """Write a commented workload file to start from. It runs as it is.
+
+    \b
+    Examples:
+      trimtab init image -o classifier.py
+      trimtab init ./my-bert
+    """
+    path = write_starter(kind, output, force=force)
+    typer.echo(f"Wrote {path}. It runs as it is; what to replace is marked REPLACE. Try: trimtab optimize {path} --trials 3")
+    return 0

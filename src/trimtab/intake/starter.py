@@ -1,0 +1,79 @@
+"""Workload files to start from: they run as they are, and say what to replace."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import jinja2
+
+from trimtab.errors import UsageError
+
+KINDS = ("image", "text", "tabular", "custom")
+FOLDER = "folder"
+
+
+def write_starter(kind: str, path: str | pathlib.Path | None = None, *, force: bool = False) -> pathlib.Path:
+    """Write a commented workload file and return where it is.
+
+    Args:
+        kind: one of :data:`KINDS`, or a folder with a transformers model in it.
+        path: where to write; ``workload.py`` by default, or the folder's name.
+        force: overwrite a file that is there.
+
+    Raises:
+        UsageError: there is no such kind or folder, or a file is in the way.
+    """
+    folder = None if kind in KINDS else _model_folder(kind)
+    target = pathlib.Path(path or ("workload.py" if folder is None else f"{_word(folder.name)}.py"))
+    if target.suffix != ".py":
+        raise UsageError(f"{target} is no name for a Python file; let it end in .py.")
+    if target.exists() and not (force and target.is_file()):
+        raise UsageError(f"{target} is there already. Write to another file with -o, or overwrite it with --force.")
+    if not target.parent.is_dir():
+        raise UsageError(f"There is no folder {str(target.parent)!r} to write {target.name} into. Make it first.")
+    facts = {"file": str(target), "name": _word(target.stem)}
+    text = render(kind, facts) if folder is None else render(FOLDER, facts | _folder_facts(folder))
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}. Choose another place with -o.") from error
+    return target
+
+
+def render(kind: str, facts: dict[str, str]) -> str:
+    """The text of a starter."""
+    loader = jinja2.FileSystemLoader(pathlib.Path(__file__).with_name("starters"))
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    return environment.get_template(f"{kind}.py.jinja").render(facts)
+
+
+def _model_folder(kind: str) -> pathlib.Path:
+    folder = pathlib.Path(kind.removeprefix("hf:")).expanduser()
+    if not folder.is_dir():
+        raise UsageError(
+            f"{kind!r} is neither a kind of workload ({', '.join(KINDS)}) nor a folder with a transformers model in it."
+        )
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"{folder} has no config.json, so there is no transformers model in it. Name a kind: {', '.join(KINDS)}."
+        )
+    return folder.resolve()
+
+
+def _folder_facts(folder: pathlib.Path) -> dict[str, str]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{folder / 'config.json'} cannot be read: {error}. It must be the JSON that transformers wrote."
+        ) from error
+    saved = config.get("architectures") if isinstance(config, dict) else None
+    what = saved[0] if isinstance(saved, list) and saved else "a model"
+    return {"folder": json.dumps(str(folder), ensure_ascii=False), "architecture": re.sub(r"\W+", " ", f"Saved as {what}")}
+
+
+def _word(text: str) -> str:
+    """``text`` as a file or a workload may be called."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-_") or "workload"
