@@ -56,10 +56,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Show a file of the repository where a page says ``<!-- include PATH -->``."""
-    return re.sub(
-        r"<!-- include (\S+) -->", lambda m: f'```python title="{m[1]}"\n{(ROOT / m[1]).read_text("utf-8")}```', markdown
-    )
+    """Show a file of the repository where a page says ``<!-- include PATH -->``, and a picture, once it was taken."""
+
+    def code(found: re.Match[str]) -> str:
+        return f'```python title="{found[1]}"\n{(ROOT / found[1]).read_text(encoding="utf-8")}```'
+
+    def picture(found: re.Match[str]) -> str:
+        return f"![{found[2]}]({found[1]})" if (ROOT / "docs" / found[1]).exists() else ""
+
+    return re.sub(r"<!-- picture (\S+): ([^\n]+) -->", picture, re.sub(r"<!-- include (\S+) -->", code, markdown))
 
 
 def pages() -> dict[str, str]:

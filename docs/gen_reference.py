@@ -21,11 +21,11 @@ from trimtab.contracts import BACKENDS, CHECKS, PASSES
 def cli_page() -> str:
     """Every command with its arguments and options."""
     root: Any = typer.main.get_command(app)
-    out = ["# Command line", markdown(root.help or ""), EXITS]
+    out = ["# Command line", markdown(console(inspect.cleandoc(root.help or ""))), EXITS]
     with root.make_context("trimtab", [], resilient_parsing=True) as context:
         for name in root.list_commands(context):
             command = root.get_command(context, name)
-            out += [f"## trimtab {name}", console(markdown(inspect.cleandoc(command.help or "")))]
+            out += [f"## trimtab {name}", markdown(console(inspect.cleandoc(command.help or "")))]
             out.append(f"```text\ntrimtab {name} {' '.join(command.collect_usage_pieces(context))}\n```")
             out.append(table(["", "value", "default", "what it says"], [option(p) for p in command.params]))
     return "\n\n".join(out) + "\n"
@@ -40,16 +40,21 @@ EXITS = (
 
 def console(text: str) -> str:
     """The help of a command with its examples as code."""
-    return re.sub(
-        r"^(?:Examples?: )?(trimtab .+)$|^Examples?: *$", lambda m: f"`{m[1]}`  " if m[1] else "", text, flags=re.MULTILINE
-    )
+    text = re.sub(r"^Examples?: *$", "", text.replace("\b\n", ""), flags=re.MULTILINE)
+    return re.sub(r"^(?:Examples?: | *)(trimtab .+)$", r"- `\1`", text, flags=re.MULTILINE)
 
 
 def option(parameter: Any) -> list[str]:
     """The row of one argument or option: how it is written, its value, its default, its help."""
     argument = parameter.param_type_name == "argument"
     spelling = parameter.name.upper() if argument else " ".join([*parameter.opts, *parameter.secondary_opts])
-    default = "*required*" if parameter.required else "-" if parameter.default in (None, False) else f"`{parameter.default}`"
+    default = (
+        "*required*"
+        if parameter.required
+        else "-"
+        if parameter.default is None or parameter.default is False
+        else f"`{parameter.default}`"
+    )
     shown = "flag" if getattr(parameter, "is_flag", False) else kind(parameter.type_descriptor.annotation)
     return [f"`{spelling}`", shown, default, markdown(parameter.help or "", flat=True)]
 
@@ -83,7 +88,7 @@ def api_page() -> str:
 
 def registry(name: str) -> str:
     """What a registry holds."""
-    known = {"PASSES": PASSES, "BACKENDS": BACKENDS, "CHECKS": CHECKS}[name]
+    known: dict[str, Any] = {"PASSES": PASSES, "BACKENDS": BACKENDS, "CHECKS": CHECKS}[name]
     held = ", ".join(f"`{key}`" for key in known) or "none yet"
     return f"A mapping from name to class, plug-ins of installed packages included. Here: {held}."
 
