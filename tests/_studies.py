@@ -89,9 +89,7 @@ def comparison(speed: float) -> Comparison:
 def drop(value: float, limit: float, upper: float | None = None) -> Drop:
     upper = value + 0.004 if upper is None else upper
     decided = True if upper <= limit else False if value - 0.004 > limit else None
-    return Drop(
-        value=value, low=value - 0.004, upper=upper, n=500, limit=limit, decided=decided, n_needed=2400, share=True
-    )
+    return Drop(value=value, low=value - 0.004, upper=upper, n=500, limit=limit, decided=decided, n_needed=2400, share=True)
 
 
 def recipes(count: int) -> list[Recipe]:
