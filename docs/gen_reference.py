@@ -88,8 +88,8 @@ def api_page() -> str:
 
 def registry(name: str) -> str:
     """What a registry holds."""
-    known: dict[str, Any] = {"PASSES": PASSES, "BACKENDS": BACKENDS, "CHECKS": CHECKS}[name]
-    held = ", ".join(f"`{key}`" for key in known) or "none yet"
+    known: dict[str, Any] = {"PASSES": PASSES, "BACKENDS": BACKENDS, "CHECKS": CHECKS}
+    held = ", ".join(f"`{key}`" for key in known[name]) or "none yet"
     return f"A mapping from name to class, plug-ins of installed packages included. Here: {held}."
 
 
