@@ -39,12 +39,14 @@ WRITTEN_MS = 0.42
 PEAKS = Peaks(
     fingerprint="0123456789ab",
     threads=2,
-    rates=tuple(
-        Rate(kind=kind, device="cpu", threads=threads, unit=unit, value=value * threads)  # type: ignore[arg-type]
-        for threads in (1, 2)
-        for kind, unit, value in (("float32", "GFLOP/s", 98.0), ("int8", "GOP/s", 390.0), ("memory", "GB/s", 11.0))
-    )
-    + (Rate(kind="bfloat16", device="cpu", threads=2, unit="GFLOP/s", value=None, reason="this processor has no bfloat16"),),
+    rates=(
+        *(
+            Rate(kind=kind, device="cpu", threads=threads, unit=unit, value=value * threads)  # type: ignore[arg-type]
+            for threads in (1, 2)
+            for kind, unit, value in (("float32", "GFLOP/s", 98.0), ("int8", "GOP/s", 390.0), ("memory", "GB/s", 11.0))
+        ),
+        Rate(kind="bfloat16", device="cpu", threads=2, unit="GFLOP/s", value=None, reason="this processor has no bfloat16"),
+    ),
 )
 ENVIRONMENT = Environment(
     cpu="Example CPU 9000",

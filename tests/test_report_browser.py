@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from _studies import broken, record, recipes, with_logs
 
+from _studies import broken, recipes, record, with_logs
 from trimtab.report import write
 from trimtab.study.record import Record
 
@@ -75,7 +75,8 @@ def shown(page: Any) -> list[int]:
 def column(page: Any, name: str) -> list[str]:
     """The keys of a column as they stand."""
     script = """(name) => {
-      const place = [...document.querySelectorAll("#trials-table thead th")].findIndex(each => each.textContent.trim() === name);
+      const headings = [...document.querySelectorAll("#trials-table thead th")];
+      const place = headings.findIndex(each => each.textContent.trim() === name);
       return [...document.querySelectorAll("#trials-table tbody tr:not([hidden])")].map(row => row.cells[place].dataset.key);
     }"""
     return page.evaluate(script, name)

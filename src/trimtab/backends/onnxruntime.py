@@ -101,7 +101,7 @@ class OnnxRuntime(Backend):
         words = "float32" if self.precision == "f32" else "int8 weights and activations"
         where = {"auto": "", "all": " in every operator", "linear": " in matrix products"}[self.operators]
         ranges = ", ranges taken at run time" if self.precision == "int8_dynamic" else ""
-        waiting = "" if self.spinning else ", threads that sleep while they wait"
+        waiting = "" if self.spinning else ", idle threads asleep"
         return f"ONNX Runtime, {words}{where}{ranges}{waiting}"
 
     @property

@@ -73,21 +73,25 @@ def ladder(record: Record) -> Chart | None:
         return None
     names = [words.RUNG_WORDS.get(rung["rung"], str(rung["rung"])) for rung, _ in rungs]
     intervals = [found for _, found in rungs]
-    reach = max(min(found.high, 1.6 * found.value) for found in intervals)
+    shown = [found.low if words.vague(found) else found.value for found in intervals]
+    reach = max(end if words.vague(found) else found.high for end, found in zip(shown, intervals, strict=True))
     bars = {
         "type": "bar",
         "orientation": "h",
         "y": names,
-        "x": [found.value for found in intervals],
+        "x": shown,
         "text": [f" {words.speed(found)}" for found in intervals],
         "textposition": "none",
         "width": 0.42,
-        "marker": {"color": ["@accent" if name == "best" else "@quiet" for name in names]},
-        "error_x": _bars([(f.value - f.low, f.high - f.value) for f in intervals]),
+        "marker": {
+            "color": ["@accent" if name == "best" else "@quiet" for name in names],
+            "opacity": [0.45 if words.vague(found) else 1.0 for found in intervals],
+        },
+        "error_x": _bars([(0.0, 0.0) if words.vague(f) else (f.value - f.low, f.high - f.value) for f in intervals]),
         "hovertext": [f"<b>{safe(n)}</b><br>{wrapped(r['recipe'])}" for n, (r, _) in zip(names, rungs, strict=True)],
         "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
     }
-    labels = [_label(name, words.speed(found)) for name, found in zip(names, intervals, strict=True)]
+    labels = [_label(name, _figure(found)) for name, found in zip(names, intervals, strict=True)]
     said = "; ".join(f"{name} {words.speed(found)}" for name, found in zip(names, intervals, strict=True))
     layout = {
         "xaxis": {"title": {"text": "speed-up over as written"}, "range": [0, 1.06 * reach], "ticksuffix": "x"},
@@ -97,6 +101,11 @@ def ladder(record: Record) -> Chart | None:
         "showlegend": False,
     }
     return Chart("ladder", f"Speed-up of each rung over the model as written: {said}.", [bars], layout, 90 + 62 * len(rungs))
+
+
+def _figure(found: Interval) -> str:
+    """A speed-up with its bounds, which come first where only the lower one is sure."""
+    return f"{words.quoted(found)} ({words.span(found)})"
 
 
 def _usable(found: Interval | None) -> bool:

@@ -15,7 +15,7 @@ from trimtab.trial import State, Trial
 
 MOST, LEAST, EACH = 600_000, 120_000, 12_000
 """Bytes of the report for the texts of all trials, of few and of many of them, and of one."""
-ROW = 1_300
+ROW = 2_200
 """Bytes of the report that a trial takes without them."""
 BROKEN = 4
 """How much more of its texts is kept of a trial that broke."""

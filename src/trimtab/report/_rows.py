@@ -16,7 +16,7 @@ from trimtab.trial import State, Trial
 
 MAXIMUM = 200 + (MOST - LEAST) // ROW
 """Rows that one report can carry."""
-REASON = 280
+REASON = 240
 """Letters of a reason that stand in the table; a click shows all of it."""
 
 

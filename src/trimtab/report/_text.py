@@ -96,7 +96,9 @@ def _trusted(record: Record) -> Iterator[str]:
         yield from _wrapped("; ".join(f"{name}: {value}" for name, value in quiet), 2, hang=4)
     split = ", ".join(f"{name} {size:,}" for name, size in record.prepared.splits.items())
     yield words.clipped(f"examples: {split or 'none'}; undecidable trials: {len(_trust.undecided(record))}", WIDTH)
-    for note in _trust.notes(record)[:2]:
+    if doubt := _verdict.doubt(record):
+        yield words.clipped(doubt, WIDTH)
+    for note in _trust.notes(record)[: 1 if doubt else 2]:
         yield words.clipped(f"note: {note}", WIDTH)
 
 

@@ -93,7 +93,7 @@ def data(record: Record) -> list[Fact]:
 def undecided(record: Record) -> list[str]:
     """Trials of which the data could not tell whether they keep the limit of the drop, a sentence for each."""
     return [
-        f"{words.plain(str(t.recipe))}: a drop of {words.drop(t.drop, record)} against a limit of "
+        f"{words.clipped(str(t.recipe), 200)}: a drop of {words.drop(t.drop, record)} against a limit of "
         f"{words.lost(t.drop.limit, record)} cannot be decided with {words.count(t.drop.n, 'example')}"
         + (f"; about {t.drop.n_needed:,} would tell." if t.drop.n_needed else "; more would hardly help.")
         for t in record.trials
@@ -104,7 +104,7 @@ def undecided(record: Record) -> list[str]:
 def notes(record: Record) -> list[str]:
     """Whatever else was said, once each."""
     peaks = () if record.peaks is None else record.peaks.notes
-    return list(dict.fromkeys(map(words.plain, (*record.prepared.notes, *record.notes, *peaks))))
+    return words.some((*record.prepared.notes, *record.notes, *peaks))
 
 
 def machine(record: Record) -> list[Fact]:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trimtab.evaluate import UNRELIABLE
 from trimtab.report import _words as words
 from trimtab.report._rows import labelled
 from trimtab.study import verdict
@@ -47,13 +48,13 @@ def headline(record: Record) -> str:
         return f"{words.megabytes(after.get(key))} of {what} instead of {words.megabytes(first.get(key))}"
     if found is None or found.speedup is None:
         return words.STATUS_WORDS[record.status]
-    ratio = words.times(found.speedup.value)
+    ratio = words.quoted(found.speedup)
     return f"{ratio} the throughput of as written" if record.objective == "throughput" else f"{ratio} as fast as written"
 
 
 def sentence(record: Record) -> str:
     """The verdict, as the study gave it."""
-    return words.plain(record.sentence) or RUNNING
+    return words.clipped(record.sentence, 2000) or RUNNING
 
 
 def rung(record: Record, name: str) -> Mapping[str, Any] | None:
@@ -112,13 +113,13 @@ def _speed(record: Record) -> Iterator[Tile]:
         trial = leader(record)
         if trial is not None and trial.speedup is not None:
             below = f"{words.span(trial.speedup)} in the search, not confirmed"
-            yield Tile("best so far" if record.status is None else "speed-up", words.times(trial.speedup.value), below)
+            yield Tile("best so far" if record.status is None else "speed-up", words.quoted(trial.speedup), below)
         return
     if found.speedup is not None:
-        yield Tile("speed-up over as written", words.times(found.speedup.value), f"{words.span(found.speedup)}, 95% interval")
+        yield Tile("speed-up over as written", words.quoted(found.speedup), f"{words.span(found.speedup)}, 95% interval")
     if found.against_tuned is not None:
         below = f"{words.span(found.against_tuned)}, 95% interval"
-        yield Tile("speed-up over tuned", words.times(found.against_tuned.value), below)
+        yield Tile("speed-up over tuned", words.quoted(found.against_tuned), below)
     if best is not None:
         yield Tile("median latency", words.milliseconds(best["latency_ms"]["median"]), _from(first, "latency_ms"))
     if found.throughput is not None:
@@ -149,6 +150,17 @@ def _from(first: Mapping[str, Any] | None, key: str) -> str:
     else:
         before = words.duration(first[key]) if key == "cold_s" else words.megabytes(first[key])
     return "" if before == words.UNKNOWN else f"{before} as written"
+
+
+def doubt(record: Record) -> str:
+    """A warning where the figures of the answer rest on a machine that was too busy; else empty."""
+    found = record.confirmation.comparison if record.confirmation is not None else None
+    if found is None or found.ratio.width <= UNRELIABLE:
+        return ""
+    return (
+        f"The machine was too busy while this was measured: the interval of the speed-up goes from {words.span(found.ratio)}. "
+        "Only its lower bound is safe to quote; measure again when the machine is quiet."
+    )
 
 
 def rungs(record: Record) -> list[dict[str, str]]:

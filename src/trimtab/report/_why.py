@@ -52,7 +52,7 @@ def _side(title: str, found: Explanation, longest: float) -> Side:
         source=words.plain(found.source),
         bars=tuple(_bar(each, longest) for each in _shown(found)),
         summary=" ".join(_summary(found)),
-        notes=tuple(map(words.plain, found.notes)),
+        notes=tuple(words.some(found.notes)),
     )
 
 
@@ -127,7 +127,7 @@ def _roof_line(name: str, found: Explanation) -> tuple[str, ...]:
 
 def said(record: Record) -> list[str]:
     """What the runtime said of what ships: operators that it could not run natively, sizes that it could not keep."""
-    return [] if record.winner is None else list(dict.fromkeys(map(words.plain, record.winner.notes)))
+    return [] if record.winner is None else words.some(record.winner.notes)
 
 
 def uncounted(record: Record) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trimtab.measurement import Drop, Interval, Parity
@@ -12,6 +12,8 @@ from trimtab.recipe import Recipe
 from trimtab.study.record import Record
 
 UNKNOWN = "not measured"
+VAGUE = 2.0
+"""A speed-up of which the upper bound is more than so many times the lower one is quoted by its lower bound."""
 MANY = 1e3
 """A bound of a speed-up beyond this says only that next to nothing is known, as on a machine that is never quiet."""
 RUNG_WORDS = {"as_written": "as written", "tuned": "tuned", "lossless": "lossless", "best": "best"}
@@ -45,6 +47,14 @@ def clipped(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 1].rstrip() + "…"
 
 
+def some(lines: Iterable[str], most: int = 20, length: int = 600) -> list[str]:
+    """Up to ``most`` different ones of ``lines``, each of up to ``length`` letters, and how many others there are."""
+    found = list(dict.fromkeys(clipped(line, length) for line in lines))
+    if len(found) <= most + 1:
+        return found
+    return [*found[:most], f"… and {len(found) - most:,} others, which `trimtab report RUN --json` lists."]
+
+
 def digits(value: float | None, count: int = 3) -> str:
     """``value`` to ``count`` significant digits, with thousands marked and without an exponent where that is readable."""
     value = known(value)
@@ -70,7 +80,7 @@ def span(interval: Interval | None) -> str:
     """``2.41 to 2.66``; empty where nothing is known."""
     if interval is None or known(interval.low) is None or known(interval.high) is None:
         return ""
-    high = f"over {MANY:,.0f}" if interval.high > MANY else times(interval.high)[:-1]
+    high = f">{MANY:.0f}" if interval.high > MANY else times(interval.high)[:-1]
     return f"{times(interval.low)[:-1]} to {high}"
 
 
@@ -80,6 +90,18 @@ def speed(interval: Interval | None) -> str:
         return UNKNOWN
     bounds = span(interval)
     return times(interval.value) + (f" ({bounds})" if bounds else "")
+
+
+def vague(interval: Interval) -> bool:
+    """Whether the bounds are too far apart for the value between them to be quoted."""
+    return not interval.high <= VAGUE * interval.low
+
+
+def quoted(interval: Interval | None) -> str:
+    """``2.53x``, or what is sure where the interval is too wide for one number: ``at least 1.20x``."""
+    if interval is None or known(interval.value) is None:
+        return UNKNOWN
+    return f"at least {times(interval.low)}" if vague(interval) else times(interval.value)
 
 
 def milliseconds(value: float | None) -> str:

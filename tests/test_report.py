@@ -1,0 +1,444 @@
+"""The report without a browser: what it says, what it leaves out, how large it gets, and the commands that make it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from _studies import BACKENDS, comparison, confirmed, interval, recipes, record, with_logs
+from trimtab._json import from_json, to_json
+from trimtab.cli.report import report_command
+from trimtab.contracts import BACKENDS as REGISTERED
+from trimtab.contracts import PASSES, Technique
+from trimtab.errors import StorageError, UsageError
+from trimtab.measurement import Drop, Interval
+from trimtab.report import _charts, _logs, _rows, _words, html, side_by_side, text, write
+from trimtab.study.record import Record
+from trimtab.trial import State
+from trimtab.workload import Limits
+
+WORKLOAD = """
+import torch, trimtab
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+
+def workload():
+    inputs = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
+    labels = model().eval()(inputs).argmax(1)
+    score = lambda output, target: output.argmax(1) == target
+    return trimtab.Workload(
+        name="small", model=model, inputs=inputs[:1], evaluation=trimtab.Evaluation(data=(inputs, labels), score=score)
+    )
+"""
+
+
+def page(found: Record, folder: pathlib.Path) -> str:
+    """The report without plotly's own source."""
+    whole = html(found, folder)
+    return re.sub(r"<script>/\*\*\n\* plotly\.js.*?</script>", "", whole, count=1, flags=re.DOTALL)
+
+
+def data(whole: str) -> dict[str, Any]:
+    """What the page hands to its script."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', whole, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path
+
+
+# ---- figures and recipes in words
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "not measured"),
+        (math.nan, "not measured"),
+        (math.inf, "not measured"),
+        (0.0, "0"),
+        (1234.6, "1,235"),
+        (0.00123456, "0.00123"),
+        (12.345, "12.3"),
+        (-2.5, "-2.50"),
+        (1e9, "1.00e+09"),
+    ],
+)
+def test_numbers_read_well_and_unknown_ones_are_said_to_be(value: float | None, shown: str) -> None:
+    assert _words.digits(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("ms", "shown"), [(0.0004, "400 ns"), (0.025, "25.0 µs"), (0.42, "0.420 ms"), (81.0, "81.0 ms"), (2500.0, "2.50 s")]
+)
+def test_latencies_come_in_the_unit_that_suits_them(ms: float, shown: str) -> None:
+    assert _words.milliseconds(ms) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.31, "0.31 s"), (59.9, "60 s"), (60.0, "1 min 0 s"), (187.0, "3 min 7 s"), (3900.0, "1 h 5 min")]
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert _words.duration(seconds) == shown
+
+
+def test_a_vague_speed_up_is_quoted_by_its_lower_bound() -> None:
+    assert _words.quoted(Interval(2.5, 2.4, 2.6)) == "2.50x"
+    assert _words.quoted(Interval(149.0, 3.88, 5722.0)) == "at least 3.88x"
+    assert _words.speed(Interval(149.0, 3.88, 5722.0)) == "149x (3.88 to >1000)"
+    assert _words.speed(Interval(2.0, math.nan, math.nan)) == "2.00x"
+
+
+@pytest.mark.parametrize("cls", [*PASSES.values(), *REGISTERED.values()], ids=lambda cls: cls.name)
+def test_every_technique_says_what_it_is(cls: type[Technique]) -> None:
+    words = cls().describe()
+    assert words
+    assert words == words.strip().rstrip(".")
+    assert "\n" not in words
+    assert len(words) < 80
+
+
+def test_a_recipe_in_words_names_data_and_threads() -> None:
+    found = record(12)
+    static, threaded = recipes(2 + 7)[2], recipes(20)[16]
+    assert _words.recipe(static, found) == ("OpenVINO, int8 weights and activations, calibrated on 256 examples, 2 threads")
+    assert _words.recipe(threaded, found).count("thread") == 1
+
+
+def test_scores_that_are_no_shares_are_not_shown_in_percent(folder: pathlib.Path) -> None:
+    found = record(6)
+    prepared = dataclasses.replace(found.prepared, score=23.4, share=False)
+    found = dataclasses.replace(found, prepared=prepared, limits=Limits(max_drop=0.5))
+    assert ("drop of the score", "0.500") in _words.limits(found)
+    assert _words.drop(Drop(value=0.25, low=0.1, upper=0.4, n=10), found) == "0.250 (≤ 0.400)"
+    axis = _charts.pareto(found, _rows.rows(found))
+    assert axis is not None
+    assert "ticksuffix" not in axis.layout["xaxis"]
+
+
+# ---- charts
+
+
+def test_the_front_is_what_no_other_trial_beats() -> None:
+    found = record(24, failed=2)
+    points = _charts.points(found, _rows.rows(found))
+    best = _charts.front(points)
+    assert best == sorted(best, key=lambda point: point.x)
+    for point in points:
+        beaten = any(p.x <= point.x and p.speed.value >= point.speed.value and p is not point for p in best)
+        assert (point in best) or beaten
+
+
+def test_colours_size_and_limits_of_the_front() -> None:
+    found = record(24, failed=2, limits=Limits(max_drop=0.02, latency_ms=0.2))
+    chart = _charts.pareto(found, _rows.rows(found))
+    assert chart is not None
+    keys = {trace["name"]: trace["marker"]["color"] for trace in chart.data if trace.get("showlegend", True)}
+    assert set(keys) == {"eager", "onnxruntime", "openvino", "torchscript"}
+    assert len(set(keys.values())) == 4
+    assert [note["text"] for note in chart.layout["annotations"]][:2] == ["limit 2.00%", "limit 0.200 ms"]
+    assert {trace["marker"]["sizemode"] for trace in chart.data if "customdata" in trace} == {"area"}
+
+
+def test_without_labels_the_front_is_drawn_over_the_error_of_the_outputs() -> None:
+    found = record(12, labels=False)
+    chart = _charts.pareto(found, _rows.rows(found))
+    assert chart is not None
+    assert chart.layout["xaxis"]["type"] == "log"
+    assert all(x > 0 for trace in chart.data for x in trace["x"] if x is not None)  # the exact original too
+    assert "limit 5.00%" in [note["text"] for note in chart.layout["annotations"]]
+
+
+def test_what_is_hardly_known_is_not_drawn_and_that_is_said(folder: pathlib.Path) -> None:
+    found = record(8, failed=0)
+    vague = dataclasses.replace(found.trials[3], speedup=Interval(50.0, 0.01, 1e20))
+    found = dataclasses.replace(found, trials=(*found.trials[:3], vague, *found.trials[4:]))
+    assert len(_charts.points(found, _rows.rows(found))) == 7
+    assert "Not drawn: 1 trial," in page(found, folder)
+
+
+def test_a_busy_machine_is_said_to_be_one_at_the_top(folder: pathlib.Path) -> None:
+    found = record(8)
+    assert found.confirmation is not None
+    wide = dataclasses.replace(found.confirmation, speedup=Interval(9.0, 3.0, 27.0))
+    wide = dataclasses.replace(wide, comparison=dataclasses.replace(comparison(9.0), ratio=Interval(9.0, 3.0, 27.0)))
+    found = dataclasses.replace(found, confirmation=wide)
+    said = page(found, folder)
+    assert "digits: at least 3.00x as fast as written" in said
+    assert "The machine was too busy while this was measured: the interval of the speed-up goes from 3.00 to 27.00." in said
+    assert "The machine was too busy" in text(found)
+
+
+def test_figures_that_are_not_finite_become_unknown_and_never_break_the_page(folder: pathlib.Path) -> None:
+    found = record(8)
+    strange = dataclasses.replace(
+        found.trials[3],
+        speedup=Interval(math.nan, math.nan, math.inf),
+        size_mb=math.nan,
+        drop=dataclasses.replace(found.trials[3].drop, upper=math.inf),  # type: ignore[type-var]
+    )
+    found = dataclasses.replace(found, trials=(*found.trials[:3], strange, *found.trials[4:]))
+    again = from_json(Record, json.loads(json.dumps(to_json(found))))
+    for each in (found, again):
+        assert "NaN" not in json.dumps(data(page(each, folder)))
+        assert text(each)
+
+
+# ---- the page
+
+
+def test_the_page_says_what_the_record_holds(folder: pathlib.Path) -> None:
+    found = record(24, failed=2)
+    said = page(found, with_logs(found, folder))
+    for words in (
+        "digits: 3.91x as fast as written",
+        "calibrated on 256 examples",
+        "3.80 to 4.03, 95% interval",
+        "at most 0.60%; score 97.60% to 97.40%",
+        "Measured on Example CPU 9000 on 2026-11-21",
+        "24 trials: 22 complete, 2 failed.",
+        "Convolution (brgconv_avx512_1x1_I8)",
+        "OpenVINO could not run NonMaxSuppression natively.",
+        "is left in Convolution (brgconv_avx512_1x1_I8) (75%)",
+        "256 examples: quantizers see it",
+        "spread of the original against itself (A/A)",
+        "trimtab optimize examples/digits.py --max-drop 2% --out runs/digits",
+        "trimtab verify runs/digits/artifact",
+        "ab" * 32,
+        "not measured: this processor has no bfloat16",
+        "No formula counts the operations of aten::sort",
+    ):
+        assert words in said.replace("&#39;", "'"), words
+
+
+def test_undecidable_trials_are_listed_with_what_would_decide(folder: pathlib.Path) -> None:
+    found = record(12, failed=0)
+    lossy = next(index for index, trial in enumerate(found.trials) if not trial.recipe.exact)
+    open_ = Drop(value=0.018, low=0.01, upper=0.03, n=500, limit=0.02, decided=None, n_needed=9000, share=True)
+    trials = [dataclasses.replace(t, drop=open_) if n == lossy else t for n, t in enumerate(found.trials)]
+    said = page(dataclasses.replace(found, trials=tuple(trials)), folder)
+    assert "a drop of 1.80% (≤ 3.00%) against a limit of 2.00% cannot be decided with 500 examples; about 9,000 would" in said
+
+
+def test_a_page_fetches_nothing_and_its_policy_names_its_scripts(folder: pathlib.Path) -> None:
+    whole = html(record(3), folder)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', whole)
+    assert policy is not None
+    assert "default-src &#39;none&#39;" in policy[1]
+    assert policy[1].count("sha256-") == 3
+    assert "unsafe-inline" not in policy[1].split("style-src")[0]
+    links = re.findall(r'(?:src|href)="([^"]*)"', page(record(3), folder))
+    assert all(link.startswith(("#", "data:")) for link in links)
+
+
+def test_text_with_anything_in_it_is_escaped(folder: pathlib.Path) -> None:
+    attack = "<script>alert(1)</script>\x00\x1b[31m\ud800"
+    found = dataclasses.replace(record(4), workload=attack, sentence=attack, notes=(attack,), artifact=attack, command=attack)
+    said = page(found, folder)
+    assert "<script>alert" not in said
+    assert "\x00" not in said
+    assert "\x1b" not in said
+    said.encode("utf-8")
+
+
+@pytest.mark.parametrize("count", [200, 1500])
+def test_the_page_stays_below_six_megabytes(count: int, folder: pathlib.Path) -> None:
+    found = record(count, failed=3)
+    long = "why " * 700
+    trials = [dataclasses.replace(t, notes=(long,), reason=long, traceback=long * 3) for t in found.trials]
+    found = dataclasses.replace(found, trials=tuple(trials))
+    logs = {trial.number: "\x1b[1m<é>\u2028 " * 150_000 for trial in found.trials[-3:]}
+    path = write(with_logs(found, folder, logs))
+    assert path.stat().st_size < 6_000_000
+    shown = data(path.read_text(encoding="utf-8"))["trials"]
+    if count == 200:
+        assert len(shown) == 200
+        assert sum("log" in trial for trial in shown) == 200
+    else:
+        assert f"The last {count - len(shown)} of them have no room here" in path.read_text(encoding="utf-8")
+
+
+def test_only_logs_inside_the_run_folder_are_taken_along(tmp_path: pathlib.Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the password", encoding="utf-8")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "link.txt").symlink_to(secret)
+    found = record(3)
+    trials = [
+        dataclasses.replace(trial, log=log)
+        for trial, log in zip(found.trials, ("../secret.txt", str(secret), "link.txt"), strict=True)
+    ]
+    assert "the password" not in page(dataclasses.replace(found, trials=tuple(trials)), run)
+
+
+def test_a_log_is_cut_to_its_end_and_says_so(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "log.txt").write_text("first\n" + "middle\n" * 5000 + "last", encoding="utf-8")
+    found = _logs.tail(tmp_path, "log.txt", 2000)
+    assert found is not None
+    assert found.cut
+    assert found.text.endswith("last")
+    assert "first" not in found.text
+    assert len(_logs.embedded(found.text)) <= 2000
+    assert _logs.tail(tmp_path, "none.txt", 2000) is None
+
+
+def test_embedded_json_cannot_leave_its_element() -> None:
+    value = {"a": "</script><!--\u2028", "b": [1.5, None, math.nan]}
+    written = _logs.embedded(value)
+    assert "<" not in written
+    assert "\u2028" not in written
+    assert json.loads(written) == {"a": "</script><!--\u2028", "b": [1.5, None, None]}
+
+
+# ---- text and two sides
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"count": 0, "status": None},
+        {"count": 6, "status": None},
+        {"count": 1, "failed": 0, "status": "kept_original"},
+        {"count": 5, "failed": 5, "status": "limits_not_met"},
+        {"count": 200, "failed": 40},
+        {"count": 24, "labels": False},
+    ],
+)
+def test_the_text_fits_a_screen(options: dict[str, Any]) -> None:
+    found = record(**options)
+    long = "A sentence that goes on and on without any end in sight, " * 20
+    worst = dataclasses.replace(
+        found, workload="w" * 150, sentence=long, notes=(long, long, long), command="trimtab optimize " + "x/" * 300
+    )
+    for each in (found, worst):
+        lines = text(each).splitlines()
+        assert 5 <= len(lines) <= 40
+        assert max(map(len, lines)) <= 100
+
+
+def test_the_text_says_the_same() -> None:
+    said = text(record(24))
+    for words in ("digits: 3.91x as fast as written", "as written", "TRIALS 24 trials", "WHY ", "TRUST ", "AGAIN ", "* 4."):
+        assert words.strip() in " ".join(said.split()) or words in said, words
+
+
+def test_two_studies_side_by_side_name_what_differs() -> None:
+    left = record(12, failed=0)
+    changed = [
+        dataclasses.replace(t, state=State.FAILED, reason="It crashed.", speedup=None) if n == 4 else t
+        for n, t in enumerate(left.trials)
+    ]
+    changed[5] = dataclasses.replace(changed[5], speedup=interval(40.0))
+    other = next(trial for trial in left.trials if trial.recipe.backend.name == "torchscript")
+    right = dataclasses.replace(
+        left,
+        trials=tuple(changed),
+        limits=Limits(max_drop=0.01),
+        best=other.recipe.hash,
+        confirmation=confirmed(other, labels=True, limit=0.02),
+        environment=dataclasses.replace(
+            left.environment, cpu="Another CPU", versions={**left.environment.versions, "torch": "2.14"}
+        ),
+    )
+    found = side_by_side(left, right)
+    lines = {line.name: line for line in found.lines}
+    assert lines["processor"].differs
+    assert (lines["version of torch"].left, lines["version of torch"].right) == ("2.13.0", "2.14")
+    assert "version of openvino" not in lines
+    assert not lines["system"].differs
+    said = "\n".join(found.differences)
+    assert "Their limits differ" in said
+    assert "The machines differ" in said
+    assert f"{left.trials[4].recipe} is COMPLETE on the left and FAILED on the right: It crashed." in said
+    assert f"{left.trials[5].recipe}: " in said
+    assert f"What ships on the right, {other.recipe}, is COMPLETE at" in said
+    assert all(len(line) <= 100 for line in str(found).splitlines())
+    assert to_json(found)["lines"][0] == {"name": "workload", "left": "digits", "right": "digits", "differs": False}
+
+
+def test_equal_studies_differ_in_nothing() -> None:
+    found = side_by_side(record(12), record(12))
+    assert found.differences == ()
+    assert str(found).endswith("Nothing that matters differs.")
+
+
+def test_recipes_of_every_backend_have_a_place_in_the_builder() -> None:
+    assert len({recipe.hash for recipe in recipes(3 * len(BACKENDS))}) == 3 * len(BACKENDS)
+
+
+# ---- files and commands
+
+
+def command(*arguments: str, folder: pathlib.Path, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_a_report_that_cannot_be_written_or_read_is_a_sentence(tmp_path: pathlib.Path) -> None:
+    run = with_logs(record(2), tmp_path)
+    with pytest.raises(UsageError, match=r"The report cannot be written to .*: no such file or directory\. Name a file in a"):
+        write(run, tmp_path / "none" / "report.html")
+    (run / "record.json").write_text('{"schema": 1}', encoding="utf-8")
+    with pytest.raises(StorageError, match="record.json cannot be read: Record: field 'workload' is missing"):
+        write(run)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, dict[str, Any]]:
+    """A real study through the real command line."""
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "small.py").write_text(WORKLOAD, encoding="utf-8")
+    options = ("--max-drop", "5%", "--timing", "300ms", "--trials", "3", "--json")
+    return folder, json.loads(command("optimize", "small.py", *options, folder=folder))
+
+
+def test_optimize_writes_the_report_of_what_it_found(study: tuple[pathlib.Path, dict[str, Any]]) -> None:
+    folder, result = study
+    path = folder / result["report"]
+    assert path.parent == folder / "runs" / "small"
+    whole = path.read_text(encoding="utf-8")
+    assert len(data(whole)["trials"]) == len(result["trials"])
+    assert any("log" in trial for trial in data(whole)["trials"])
+    said = re.sub(r"\s+", " ", whole.replace("&#39;", "'").replace("&#34;", '"'))
+    assert " ".join(result["conditions"]["verdict"].split()) in said
+    assert result["environment"]["cpu"] in said
+
+
+def test_the_commands_render_a_real_study(study: tuple[pathlib.Path, dict[str, Any]]) -> None:
+    folder, _ = study
+    said = command("report", "runs/small", "--text", folder=folder)
+    assert said.startswith("small: ")
+    assert len(said.splitlines()) <= 40
+    written = command("report", "runs/small", "-o", "elsewhere.html", folder=folder)
+    assert (folder / written.strip()).read_text(encoding="utf-8").startswith("<!doctype html>")
+    sides = json.loads(command("compare", "runs/small", "runs/small", "--json", folder=folder))
+    assert sides["differences"] == []
+
+
+def test_the_json_of_a_report_is_the_record(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = record(3)
+    report_command(with_logs(found, tmp_path), json=True)
+    assert from_json(Record, json.loads(capsys.readouterr().out)) == found
+    report_command(tmp_path, as_text=True, output=tmp_path / "report.txt")
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.txt")
+    assert (tmp_path / "report.txt").read_text(encoding="utf-8") == text(found) + "\n"
+    with pytest.raises(UsageError, match="nowhere is not a folder. Give the run folder of a study"):
+        report_command(pathlib.Path("nowhere"))
