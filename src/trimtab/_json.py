@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import math
 import os
@@ -78,7 +79,7 @@ def fields_from_json(cls: type[T], data: Any) -> T:
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - set(fields)):
         raise UsageError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(fields) or 'none'}.")
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not optional:
@@ -108,6 +109,12 @@ def dumps(value: Any, *, indent: int | None = 2) -> str:
     return json.dumps(
         to_json(value), indent=indent, separators=separators, sort_keys=indent is None, allow_nan=False, ensure_ascii=False
     )
+
+
+@functools.cache
+def type_hints(cls: type[Any]) -> Mapping[str, Any]:
+    """The types of the fields of ``cls``. Python evaluates them anew each time, which for a study of 1500 trials takes 15 s."""
+    return typing.get_type_hints(cls)
 
 
 def _read(hint: Any, data: Any, where: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
 
-from trimtab._json import fields_from_json, fields_to_json
+from trimtab._json import fields_from_json, fields_to_json, type_hints
 from trimtab._registry import Registry
 from trimtab._tree import unflatten
 from trimtab.candidate import Candidate, Settings
@@ -54,7 +54,7 @@ class Technique(abc.ABC):
     """Import names of optional packages, each in :data:`~trimtab.environment.OPTIONAL` or a plug-in's own affair."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = type_hints(type(self))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if typing.get_origin(hints[field.name]) is Literal and value not in typing.get_args(hints[field.name]):
