@@ -31,6 +31,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 import typer.main
+from _pytest.mark import ParameterSet
 
 import trimtab
 from trimtab import errors
@@ -204,8 +205,13 @@ def runs() -> dict[str, list[str]]:
     return found
 
 
+def marked(page: str, lines: list[str]) -> ParameterSet:
+    """The parameters of a page, marked as slow where a study is run."""
+    return pytest.param(page, lines, marks=[pytest.mark.slow] if any("trimtab optimize" in line for line in lines) else [])
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("page", "lines"), runs().items(), ids=runs())
+@pytest.mark.parametrize(("page", "lines"), [marked(*item) for item in runs().items()], ids=runs())
 def test_what_a_page_shows_is_run(page: str, lines: list[str], tmp_path: pathlib.Path) -> None:
     script = "\n".join(["import pathlib", "import subprocess", *lines])
     (tmp_path / "page.py").write_text(script, encoding="utf-8")
