@@ -79,7 +79,7 @@ def fields_from_json(cls: type[T], data: Any) -> T:
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - set(fields)):
         raise UsageError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(fields) or 'none'}.")
-    hints = type_hints(cls)
+    hints = type_hints(cls)  # type: ignore[arg-type]  # mypy takes a class of T for something that has no hash
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not optional:
