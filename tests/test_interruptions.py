@@ -119,7 +119,7 @@ def test_ctrl_c_ends_with_the_best_so_far_and_twice_at_once(tmp_path) -> None:
     again.send_signal(signal.SIGINT)
     output, _ = again.communicate(timeout=30)
     assert again.returncode == 130
-    assert "interrupted; what was finished is kept, and the same command goes on from it" in output
+    assert "interrupted; what was finished is kept. To go on from it: trimtab optimize " in output
     assert workers_that_stay(tmp_path) == []
 
 

@@ -226,10 +226,18 @@ def _number(value: Any, what: str) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, (str, bytes)) or not isinstance(value, (int, float, np.number)):
-        raise WorkloadError(f"Evaluation {what} returned {value!r}, a {type(value).__name__}; it must return one number.")
+        raise WorkloadError(f"Evaluation {what} returned {_shown(value)}; it must return one number.")
     if not np.isfinite(float(value)):
         raise WorkloadError(f"Evaluation {what} returned {value!r}; it must be a finite number.")
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    """A wrong value in few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) < 60 else text[:56] + ' ...'}, a {type(value).__name__}"
 
 
 def _numbers(found: Any, rows: int) -> list[float]:
@@ -237,10 +245,7 @@ def _numbers(found: Any, rows: int) -> list[float]:
     if values is None and isinstance(found, (list, tuple, np.ndarray)) and not any(isinstance(v, str) for v in found):
         values = torch.as_tensor(np.asarray(found, dtype=float))
     if values is None or values.is_complex():
-        raise WorkloadError(
-            f"Evaluation score returned {found!r}, a {type(found).__name__}; it must return a tensor with one score per "
-            "example."
-        )
+        raise WorkloadError(f"Evaluation score returned {_shown(found)}; it must return a tensor with one score per example.")
     values = values.detach().double().flatten()
     if rows and len(values) != rows:
         raise WorkloadError(
@@ -248,7 +253,11 @@ def _numbers(found: Any, rows: int) -> list[float]:
             "a number about the whole set use metric=... instead."
         )
     if not torch.isfinite(values).all():
-        raise WorkloadError(f"Evaluation score returned {int((~torch.isfinite(values)).sum())} scores that are not finite.")
+        bad = int((~torch.isfinite(values)).sum())
+        raise WorkloadError(
+            f"Evaluation score returned {bad} of {len(values)} scores that are NaN or infinite. Mend the score, or leave out "
+            "the examples that it cannot judge."
+        )
     return [float(value) for value in values]
 
 

@@ -66,6 +66,11 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         if workload.dynamic is not None or not dynamic:
             raise
         candidate = _as_far_as_it_goes(make, dynamic, notes)
+    if not candidate.signature.outputs:
+        nothing = unflatten(candidate.signature.output_structure, [])
+        raise WorkloadError(
+            f"The model returns no tensor: its output is {nothing!r}. Return what it computes from its forward."
+        )
     if not splits.selection:
         stand_ins = _stand_ins(candidate)
         splits = dataclasses.replace(splits, selection=stand_ins, test=stand_ins)

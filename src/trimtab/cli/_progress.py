@@ -165,8 +165,8 @@ class Board(View):
 
     def __init__(self, console: Console, budget_s: float | None, trials: int | None) -> None:
         super().__init__(console, budget_s, trials)
-        self._ascii = not console.encoding.lower().startswith("utf")
-        self._spinner = Spinner("line" if self._ascii else "dots")
+        self._marks = MARKS if _unicode(console) else PLAIN_MARKS
+        self._spinner = Spinner("dots" if _unicode(console) else "line")
         self._words = "starting"
         self._running: tuple[int, str, float] | None = None
         self._best: Text | None = None
@@ -215,8 +215,7 @@ class Board(View):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         now = time.monotonic()
-        grid = _grid()
-        self._spinner.text = ""
+        grid = _grid(console)
         words = Text(self._words, style="bold", no_wrap=False, overflow="fold")
         grid.add_row(self._spinner.render(now), words, Text(self._time(now), style="bold"))
         if self._running is not None:
@@ -244,7 +243,7 @@ class Board(View):
         quiet = "dim" if style == "dim" else ""
         text = Text.assemble((f"{trial.recipe}  ", quiet), (state, style), (words, "dim" if state else ""))
         took = f"{trial.seconds:.0f} s" if trial.state != "SKIPPED" else ""
-        grid.add_row((PLAIN_MARKS if self._ascii else MARKS)[trial.state], str(trial.number), text, took)
+        grid.add_row(self._marks[trial.state], str(trial.number), text, took)
         return grid
 
     def _tally(self, study: Study) -> None:
@@ -265,11 +264,15 @@ class Board(View):
         return f"{clock(passed)}, {clock(self.budget_s - passed)} left"
 
 
-def _grid() -> Table:
+def _unicode(console: Console) -> bool:
+    return console.encoding.lower().startswith("utf")
+
+
+def _grid(console: Console) -> Table:
     """Three columns of one-line cells: a mark, words that are cut where they do not fit, and a time."""
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(width=1)
-    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis" if _unicode(console) else "crop")
     grid.add_column(justify="right", no_wrap=True)
     return grid
 
@@ -295,10 +298,10 @@ def waiting(words: str) -> Iterator[None]:
 class _Wait:
     def __init__(self, words: str, console: Console) -> None:
         self._words, self._since = words, time.monotonic()
-        self._spinner = Spinner("dots" if console.encoding.lower().startswith("utf") else "line")
+        self._spinner = Spinner("dots" if _unicode(console) else "line")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         now = time.monotonic()
-        grid = _grid()
+        grid = _grid(console)
         grid.add_row(self._spinner.render(now), self._words, f"{now - self._since:.0f} s")
         yield grid

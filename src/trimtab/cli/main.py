@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 limits not met or not verified, 2 wrong use, 3 the workloa
 
 from __future__ import annotations
 
+import io
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -31,14 +32,14 @@ COMMANDS = {
 FIRST_STEPS = """\
 trimtab makes a PyTorch model fast, proves that it is still right, and ships it.
 
-Good to see you. From a model to a proven faster one, in three steps:
+Good to see you. From your model to a proven faster one in three steps:
 
-  trimtab env                                   what this machine can do
-  trimtab optimize model.py --max-drop 1%       search, prove, write runs/model/artifact
-  trimtab verify runs/model/artifact            replay the proof, here or where it is deployed
+  trimtab init                          write workload.py; put your model in
+  trimtab optimize workload.py          search, prove, write the artifact
+  trimtab report runs/workload --open   the verdict, and why all others lost
 
-model.py holds a trimtab.Workload: your model, its inputs, labelled data and a score.
-`trimtab --help` lists every command, `trimtab optimize --help` its options.
+`trimtab init --help` has templates for images, text and tables.
+`trimtab --help` lists every command, `trimtab env` says what this machine has.
 """
 
 app = typer.Typer(
@@ -75,6 +76,9 @@ def _version(package: str) -> str:
 
 def main() -> None:
     """Run the command line; whatever goes wrong becomes one sentence and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # names and reasons are the user's, and may not fit an old terminal
     with Boundary() as boundary:
         code = app(prog_name="trimtab", standalone_mode=False)
         boundary.code = code if isinstance(code, int) else 0

@@ -81,6 +81,11 @@ def _serve(what: str | os.PathLike[str], trust: bool) -> dict[str, Any]:
         return {"artifact": os.fspath(what), "trust": trust, "baseline": False}
     if pathlib.Path(what).is_dir():
         raise ArtifactError(f"{os.fspath(what)!r} is no artifact: it has no {MANIFEST}. Give the folder that has one.")
+    if not pathlib.Path(what).suffix and ":" not in os.fspath(what):
+        raise ArtifactError(
+            f"There is no artifact folder {os.fspath(what)!r}. A workload is written file.py, file.py:name or "
+            "package.module:name."
+        )
     return {"workload": {"reference": os.fspath(what)}, "recipe": as_written().to_json(), "fresh": False}
 
 

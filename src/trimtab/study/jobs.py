@@ -32,7 +32,7 @@ from trimtab.reference import Reference, refer
 from trimtab.study import space
 from trimtab.subject import Subject, fresh, prepare
 from trimtab.trial import Trial
-from trimtab.workload import Workload
+from trimtab.workload import Workload, user_code
 
 AUTHKEY = "TRIMTAB_AUTHKEY"
 """Environment variable that carries the key of the study's sockets to its workers, and to nobody else."""
@@ -57,6 +57,9 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     subject = prepare(read_workload(job["workload"]))
     call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
     reference = refer(call, subject.splits.selection, subject.workload.evaluation)
+    for args, kwargs in subject.candidate.calibration[:1]:
+        with user_code("The model failed on the calibration data"):
+            call(*args, **kwargs)
     reference.save(pathlib.Path(job["reference"]))
     example = {str(i): leaf.contiguous() for i, leaf in enumerate(subject.candidate.leaves)}
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
