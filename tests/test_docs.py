@@ -133,6 +133,12 @@ def test_links_lead_somewhere(site: pathlib.Path, html: dict[str, Html]) -> None
     assert broken == []
 
 
+def test_what_the_readme_links_to_is_there() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = [urldefrag(link)[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not urlsplit(link).scheme]
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
 def test_pages_load_nothing_from_elsewhere(html: dict[str, Html]) -> None:
     assert {load for found in html.values() for load in found.loads if urlsplit(load).netloc} == set()
 
