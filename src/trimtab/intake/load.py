@@ -12,6 +12,7 @@ from typing import Any
 from trimtab.errors import UsageError
 from trimtab.intake.forms import inputs_of
 from trimtab.intake.hf import TransformersFolder, transformers_inputs
+from trimtab.intake.onnx import OnnxFile
 from trimtab.intake.program import ProgramFile
 from trimtab.intake.script import read_script
 from trimtab.intake.torchscript import ScriptFile
@@ -54,7 +55,7 @@ def load_workload(
         _none_of(given, text, ())
         return read_script(text)
     path = pathlib.Path(text)
-    if path.suffix in (".pt2", *SCRIPTS):
+    if path.suffix in (".pt2", ".onnx", *SCRIPTS):
         _none_of(given, text, ("inputs", "shapes"))
         found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
         return dataclasses.replace(found, reference=_words(text, given))
@@ -73,20 +74,23 @@ def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[
         raise UsageError(f"There is no file {str(path)!r} (looked in {pathlib.Path.cwd()}).")
     absolute = str(path.resolve())
     model: Any
-    if path.suffix == ".pt2":
-        model = ProgramFile(absolute)
-        form = model.form()
-    else:
+    notes: tuple[str, ...] = ()
+    if path.suffix in SCRIPTS:
         model = ScriptFile(absolute)
         form = model.form(inputs, shapes)
+    else:
+        model = (ProgramFile if path.suffix == ".pt2" else OnnxFile)(absolute)
+        form = model.form()
     found = inputs_of(form, inputs, shapes)
+    if isinstance(model, OnnxFile):
+        form, notes = model.proven(form, found.example)
     return Workload(
         model=model,
         inputs=found.example,
         name=_name(path.stem),
         calibration=found.calibration,
         dynamic=form.dims or None,
-        notes=found.notes,
+        notes=(*notes, *found.notes),
     )
 
 

@@ -1,0 +1,164 @@
+"""Workloads from ONNX files, brought back to PyTorch and proven equal to ONNX Runtime's answer before anything is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab._tree import flatten
+from trimtab.candidate import resized
+from trimtab.contracts import require
+from trimtab.dims import BATCH, dim_names, without
+from trimtab.errors import IntegrityError, UsageError
+from trimtab.intake._onnx_graph import graph_inputs, identifier, import_graph
+from trimtab.intake._onnx_ops import DTYPES
+from trimtab.intake.forms import Form, structure_of
+from trimtab.signature import Dim
+from trimtab.workload import as_call
+
+TOLERANCE = 1e-3
+"""Largest difference to ONNX Runtime, as a share of the largest value; two correct float32 runtimes differ by far less."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnnxFile:
+    """Builds the PyTorch module of an ONNX file."""
+
+    path: str
+
+    def __call__(self) -> nn.Module:
+        """The module, with the file's weights; nothing that the file says is run as code.
+
+        Raises:
+            UsageError: the file holds something that PyTorch cannot say, or is not known here.
+            IntegrityError: the file is no ONNX model or is damaged.
+        """
+        return import_graph(read_model(self.path))
+
+    def form(self) -> Form:
+        """What the graph takes."""
+        items = graph_inputs(read_model(self.path, weights=False))
+        source = pathlib.Path(self.path).name
+        names = tuple(identifier(item.name) for item in items)
+        return Form(
+            source=source,
+            names=names,
+            dtypes=tuple(_dtype(item, source) for item in items),
+            shapes=tuple(_shape(item, name, source) for item, name in zip(items, names, strict=True)),
+            structure=structure_of([torch.empty(1, device="meta") for _ in items], {}),
+        )
+
+    def proven(self, form: Form, example: Any) -> tuple[Form, tuple[str, ...]]:
+        """``form`` with those dynamic sizes that really may vary, and notes; the import is compared with ONNX Runtime.
+
+        Raises:
+            UsageError: the two do not agree, which is the importer's fault; says by how much.
+        """
+        module = self()
+        session = _session(self.path)
+        args, _ = as_call(example)
+        if reason := _apart(module, session, list(args)):
+            raise UsageError(
+                f"{form.source} was brought back to PyTorch, but {reason}. It cannot be used; please report the model, and "
+                "start from the PyTorch model that it was exported from."
+            )
+        refused = set()
+        for name in dim_names(form.dims):
+            leaves = [_other(leaf, shape, name) for leaf, shape in zip(args, form.shapes, strict=True)]
+            if _apart(module, session, leaves):
+                refused.add(name)
+        kept = without(form.dims, refused)
+        sizes = [
+            tuple(
+                size if isinstance(size, int) or size.name not in refused else leaf.shape[axis]
+                for axis, size in enumerate(shape)
+            )
+            for shape, leaf in zip(form.shapes, args, strict=True)
+        ]
+        assert set(dim_names(kept)).isdisjoint(refused)
+        notes: tuple[str, ...] = (
+            f"{form.source} was brought back to PyTorch; its answers are those of ONNX Runtime on the example inputs.",
+        )
+        if refused:
+            notes += (f"The file leaves {', '.join(sorted(refused))} open, but only the example's size works; it is fixed.",)
+        return dataclasses.replace(form, shapes=tuple(sizes)), notes
+
+
+def read_model(path: str, *, weights: bool = True) -> Any:
+    """The ``onnx.ModelProto`` in ``path`` with its functions inlined; weights beside the file are read from its own folder.
+
+    Raises:
+        IntegrityError: it is no ONNX model, or a weight lies outside the folder.
+    """
+    onnx = require("onnx")
+    protobuf = require("google.protobuf.message")
+    try:
+        model = onnx.load(path, load_external_data=weights)
+        if not model.graph.node or not model.ir_version:
+            raise IntegrityError(f"{path} is no ONNX model: it has no nodes.")
+        return onnx.inliner.inline_local_functions(model) if model.functions else model
+    except (protobuf.DecodeError, onnx.checker.ValidationError, ValueError, OSError) as error:
+        raise IntegrityError(f"{path} is no ONNX model that can be read: {error}") from error
+
+
+def _session(path: str) -> Any:
+    runtime, errors = require("onnxruntime"), require("onnxruntime.capi.onnxruntime_pybind11_state")
+    try:
+        return runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except (errors.Fail, errors.InvalidGraph, errors.InvalidProtobuf, errors.NotImplemented, errors.RuntimeException) as error:
+        raise UsageError(f"{path} does not load into ONNX Runtime, so nothing can be compared with it: {error}") from error
+
+
+def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str | None:
+    """How the two differ on ``leaves``, in words; ``None`` if they agree."""
+    names = [item.name for item in session.get_inputs()]
+    runtime = require("onnxruntime.capi.onnxruntime_pybind11_state")
+    try:
+        wanted = session.run(None, {name: leaf.numpy() for name, leaf in zip(names, leaves, strict=True)})
+    except (runtime.Fail, runtime.InvalidArgument, runtime.RuntimeException) as error:
+        return f"ONNX Runtime itself fails on these inputs: {str(error).splitlines()[0][:200]}"
+    try:
+        with torch.no_grad():
+            found = flatten(module(*leaves), "output")[0]
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        return f"it fails: {str(error).splitlines()[0][:200]}"
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        other = torch.as_tensor(theirs)
+        if ours.shape != other.shape:
+            return f"its output {number} has the shape {list(ours.shape)} where ONNX Runtime gives {list(other.shape)}"
+        worst = float((ours.double() - other.double()).abs().nan_to_num().max()) if ours.numel() else 0.0
+        if worst > TOLERANCE * max(float(other.double().abs().nan_to_num().max()) if ours.numel() else 0.0, TOLERANCE):
+            return f"its output {number} is off by {worst:.3g} from what ONNX Runtime gives"
+    return None
+
+
+def _other(leaf: torch.Tensor, shape: tuple[int | Dim, ...], name: str) -> torch.Tensor:
+    words = [size.name if isinstance(size, Dim) else size for size in shape]
+    now = next((leaf.shape[axis] for axis, word in enumerate(words) if word == name), None)
+    return leaf if now is None else resized(leaf, words, name, now + 1)
+
+
+def _dtype(item: Any, source: str) -> torch.dtype:
+    number = item.type.tensor_type.elem_type
+    if number not in DTYPES:
+        raise UsageError(f"{source} takes {item.name!r}, which is no tensor of numbers. Only tensors can be given to it here.")
+    return DTYPES[number]
+
+
+def _shape(item: Any, name: str, source: str) -> tuple[int | Dim, ...]:
+    if not item.type.tensor_type.HasField("shape"):
+        raise UsageError(f"{source} does not say how many axes {item.name!r} has. Export it again with its shapes.")
+    sizes: list[int | Dim] = []
+    for axis, dim in enumerate(item.type.tensor_type.shape.dim):
+        if dim.HasField("dim_value") and dim.dim_value > 0:
+            sizes.append(int(dim.dim_value))
+            continue
+        word = re.sub(r"\W", "_", dim.dim_param)
+        unnamed = BATCH if axis == 0 else f"{name}_{axis}"
+        sizes.append(Dim(word if word.isidentifier() else f"dim_{word}" if word else unnamed))
+    return tuple(sizes)

@@ -1,0 +1,166 @@
+"""ONNX files as workloads: operators against ONNX's own cases, whole models of both exporters, and what is refused."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnx.backend.test.case.node import collect_testcases
+from torch import nn
+
+import trimtab
+from trimtab.candidate import Candidate
+from trimtab.errors import IntegrityError, UsageError
+from trimtab.intake._onnx_graph import import_graph
+from trimtab.intake._onnx_ops import OPS
+from trimtab.subject import prepare
+from trimtab.testing.models import CASES
+
+EMPTY = ("uint16", "uint32", "uint64", "empty_set", "same_values")
+"""Cases of types that torch does not compute with, of tensors without elements, and where any of several answers is right."""
+PADS = {"test_averagepool_2d_pads", "test_averagepool_2d_pads_count_include_pad"}
+"""Averages over windows that lie mostly in the padding: torch refuses them, with an error, when they are run."""
+
+
+def answers(model: onnx.ModelProto, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        found = import_graph(model)(*inputs)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def with_constants(model: onnx.ModelProto, arrays: list[np.ndarray[Any, Any]]) -> onnx.ModelProto:
+    """All inputs but the first as weights, as they mostly are."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for item, array in list(zip(model.graph.input, arrays, strict=False))[1:]:
+        copy.graph.initializer.append(numpy_helper.from_array(array, item.name))
+    return copy
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+def test_operators_say_what_onnx_says_or_refuse_in_a_sentence() -> None:
+    right, wrong, refused = set(), [], 0
+    for case in collect_testcases(None):
+        kinds = {node.op_type for node in case.model.graph.node} if case.model is not None else {"none"}
+        if not kinds <= {*OPS, "LSTM", "GRU", "Constant"} or any(word in case.name for word in EMPTY) or case.name in PADS:
+            continue
+        inputs, outputs = case.data_sets[0]
+        if any(not isinstance(a, (np.ndarray, np.generic)) or a.dtype.kind not in "fiub" for a in (*inputs, *outputs)):
+            continue
+        arrays = [np.asarray(array) for array in inputs]
+        for model, used in ((case.model, arrays), (with_constants(case.model, arrays), arrays[:1])):
+            try:
+                found = answers(model, [torch.from_numpy(np.ascontiguousarray(a).reshape(a.shape)) for a in used])
+            except UsageError as error:
+                refused += "The ONNX file cannot be brought back to PyTorch: " in str(error)
+                continue
+            fits = all(
+                tuple(ours.shape) == theirs.shape and np.allclose(ours.numpy(), theirs, rtol=1e-3, atol=1e-4, equal_nan=True)
+                for ours, theirs in zip(found, map(np.asarray, outputs), strict=True)
+            )
+            right |= kinds if fits else set()
+            wrong += [] if fits else [case.name]
+    assert wrong == []
+    assert len(right) > 100
+    assert refused < 350
+
+
+def exported(candidate: Candidate, path: pathlib.Path, *, dynamo: bool) -> pathlib.Path:
+    flat, names = candidate.flat(), [spec.name.replace(".", "_") for spec in candidate.signature.inputs]
+    axes = {
+        name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+        for name, spec in zip(names, candidate.signature.inputs, strict=True)
+    }
+    options: dict[str, Any] = {"dynamo": True, "verbose": False} if dynamo else {"dynamo": False, "dynamic_axes": axes}
+    if dynamo:
+        dims = {dim.name: torch.export.Dim(dim.name, min=dim.min, max=dim.max) for dim in candidate.signature.dims}
+        options["dynamic_shapes"] = (tuple({a: dims[s] for a, s in found.items()} or None for found in axes.values()),)
+    inputs = tuple(candidate.dynamic_leaves())
+    torch.onnx.export(flat, inputs, path, input_names=names, external_data=False, **options)
+    return path
+
+
+@pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.filterwarnings("ignore")
+def test_models_come_back_as_they_were(name: str, dynamo: bool, tmp_path: pathlib.Path) -> None:
+    candidate = CASES[name]()
+    path = exported(candidate, tmp_path / f"{name}.onnx", dynamo=dynamo)
+    workload = trimtab.load_workload(path)
+    assert workload.notes[0] == (
+        f"{name}.onnx was brought back to PyTorch; its answers are those of ONNX Runtime on the example inputs."
+    )
+    subject = prepare(workload)
+    module = subject.candidate.model
+    leaves = dict(
+        zip([spec.name.replace(".", "_") for spec in candidate.signature.inputs], candidate.dynamic_leaves(), strict=True)
+    )
+    taken = [leaves[spec.name] for spec in subject.candidate.signature.inputs]  # one exporter leaves out what is not used
+    with torch.no_grad():
+        ours = torch.utils._pytree.tree_leaves(module(*taken))
+        for mine, wanted in zip(ours, candidate.flat()(*leaves.values()), strict=True):
+            assert torch.allclose(mine.double(), wanted.double(), atol=1e-4)
+    torch.export.export(module, tuple(subject.candidate.leaves))  # and compilers can take it
+
+
+def test_layers_come_back_as_modules_that_techniques_look_for(tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)
+    ).eval()
+    path = tmp_path / "net.onnx"
+    options: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False, "optimize": False}
+    torch.onnx.export(model, (torch.randn(1, 3, 6, 6),), path, input_names=["images"], **options)
+    kinds = [type(module) for module in trimtab.load_workload(path).build_model().modules()]
+    assert {nn.Conv2d, nn.BatchNorm2d, nn.Linear} <= set(kinds)
+
+
+def graph(nodes: list[Any], **more: Any) -> onnx.ModelProto:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    made = helper.make_graph(nodes, "g", [x], [y], **more)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+def test_what_cannot_come_back_is_said(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "odd.onnx"
+    for nodes, words in (
+        ([helper.make_node("NonZero", ["x"], ["y"])], "it holds the operator NonZero, not known here."),
+        ([helper.make_node("Magic", ["x"], ["y"], domain="my")], "it holds the operator my.Magic, not known here."),
+        ([helper.make_node("Relu", ["none"], ["y"])], "the value 'none' is used but never made."),
+    ):
+        onnx.save(graph(nodes), path)
+        with pytest.raises(UsageError) as raised:
+            trimtab.load_workload(path).build_model()
+        assert str(raised.value).startswith(f"The ONNX file cannot be brought back to PyTorch: {words}")
+    path.write_bytes(b"no model at all")
+    with pytest.raises(IntegrityError, match="is no ONNX model that can be read"):
+        trimtab.load_workload(path)
+
+
+def test_weights_outside_the_folder_are_not_read(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(64))
+    (tmp_path / "in").mkdir()
+    weight = numpy_helper.from_array(np.zeros((4, 4), np.float32), "w")
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "../secret"), ("offset", "0"), ("length", "64")):
+        entry = weight.external_data.add()
+        entry.key, entry.value = key, value
+    path = tmp_path / "in" / "m.onnx"
+    path.write_bytes(graph([helper.make_node("MatMul", ["x", "w"], ["y"])], initializer=[weight]).SerializeToString())
+    with pytest.raises(IntegrityError):
+        trimtab.load_workload(path)
+
+
+def test_a_size_that_only_looks_open_is_fixed(tmp_path: pathlib.Path) -> None:
+    shape = numpy_helper.from_array(np.array([1, 4], np.int64), "s")
+    path = tmp_path / "fixed.onnx"
+    onnx.save(graph([helper.make_node("Reshape", ["x", "s"], ["y"])], initializer=[shape]), path)
+    workload = trimtab.load_workload(path)
+    assert workload.dynamic is None
+    assert workload.notes[1] == "The file leaves N open, but only the example's size works; it is fixed."
