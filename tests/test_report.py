@@ -406,7 +406,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, dict[
     """A real study through the real command line."""
     folder = tmp_path_factory.mktemp("study")
     (folder / "small.py").write_text(WORKLOAD, encoding="utf-8")
-    options = ("--max-drop", "5%", "--timing", "300ms", "--trials", "3", "--json")
+    options = ("--max-drop", "5%", "--timing", "300ms", "--trials", "2", "--json")
     return folder, json.loads(command("optimize", "small.py", *options, folder=folder))
 
 

@@ -70,11 +70,18 @@ def _shown(found: Explanation) -> list[OperatorTime]:
 def _bar(found: OperatorTime, longest: float) -> Bar:
     return Bar(
         name=words.clipped(found.name, 90),
-        time=f"{words.digits(found.self_ms)} ms" if longest >= 1 else f"{words.digits(1e3 * found.self_ms)} µs",
+        time=_time(found.self_ms, longest),
         share=words.share(found.share),
         calls=f"{found.calls:.3g}",
         width=round(100 * found.self_ms / longest, 2) if longest else 0.0,
     )
+
+
+def _time(ms: float, longest: float) -> str:
+    """Milliseconds or microseconds, the same for all operators, with the decimals one below the other."""
+    if longest >= 1:
+        return f"{ms:.3f} ms" if ms >= 0.0005 else "below 0.001 ms"
+    return f"{1e3 * ms:.1f} µs" if ms >= 0.00005 else "below 0.1 µs"
 
 
 def _summary(found: Explanation) -> Iterator[str]:
@@ -87,7 +94,10 @@ def _summary(found: Explanation) -> Iterator[str]:
         return
     yield f"In profiled calls the operators take {words.milliseconds(total)}."
     if seconds is not None and total > 1.05e3 * seconds:
-        yield "That is more than an ordinary call takes, because watching costs time: read the shares, not the sum."
+        yield (
+            "That is more than an ordinary call takes, because watching costs time, more so on a busy machine: "
+            "read the shares, not the sum."
+        )
     elif seconds is not None and total < 0.95e3 * seconds:
         rest = 1e3 * seconds - total
         yield (
