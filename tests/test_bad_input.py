@@ -91,7 +91,7 @@ def good(): return workload()
 
 
 def line(start: str) -> int:
-    """The line of the faulty file that starts so."""
+    """Number of the line of the faulty file that starts so."""
     return next(number for number, text in enumerate(FAULTY.splitlines(), 1) if text.startswith(start))
 
 
@@ -207,8 +207,8 @@ WORKLOAD = [
     (":data_shape", "The model failed on the data: RuntimeError: mat1 and mat2 shapes cannot be multiplied (48x3 and 8x2)"),
     (
         ":data_raises",
-        f"The evaluation data could not be read: ZeroDivisionError: division by zero (faulty.py, line {line('def "
-        "data_raises')})",
+        "The evaluation data could not be read: ZeroDivisionError: division by zero (faulty.py, line "
+        f"{line('def data_raises')})",
     ),
     (":score_string", "Evaluation score returned 'good', a str; it must return a tensor with one score per example."),
     (":score_scalar", f"Evaluation score returned 1 scores for a batch of 48; {ONE_EACH}"),
