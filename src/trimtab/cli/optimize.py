@@ -100,11 +100,7 @@ def optimize_command(
         limits = trimtab.Limits.parse(max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size)
         subject = brought(workload, inputs, shape, task)
         result = trimtab.optimize(subject, limits=limits, progress=progress, **options)
-    report = reported(result, console)
-    if json:
-        typer.echo(dumps(to_json(result) | {"report": report}))
-    else:
-        show(result, report)
+    answer(result, console, json=json)
     if progress.cut_short and not quiet:
         console.print(f"interrupted before the search was done. To go on: {again(sys.argv[1:])}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
@@ -121,6 +117,15 @@ def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None,
             raise UsageError(f"--shape {item!r} names no input; write it as --shape images=1x3x224x224.")
         shapes[name] = sizes
     return trimtab.load_workload(workload, inputs=inputs, shapes=shapes, task=task)
+
+
+def answer(result: Result, console: Console, *, json: bool) -> None:
+    """Write the report and print the result."""
+    report = reported(result, console)
+    if json:
+        typer.echo(dumps(to_json(result) | {"report": report}))
+    else:
+        show(result, report)
 
 
 def reported(result: Result, console: Console) -> str | None:

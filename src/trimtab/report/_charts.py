@@ -14,8 +14,6 @@ from trimtab.report._rows import Row, labelled
 from trimtab.study.record import Record
 from trimtab.trial import State
 
-VAGUE = 10.0
-"""A speed-up of which the bounds are further apart than by this factor has no place in a chart."""
 SERIES = 8
 """Colours that the theme has for backends; further ones begin again."""
 AREA = 34
@@ -73,21 +71,20 @@ def ladder(record: Record) -> Chart | None:
         return None
     names = [words.RUNG_WORDS.get(rung["rung"], str(rung["rung"])) for rung, _ in rungs]
     intervals = [found for _, found in rungs]
-    shown = [found.low if words.vague(found) else found.value for found in intervals]
-    reach = max(end if words.vague(found) else found.high for end, found in zip(shown, intervals, strict=True))
+    clear = [not words.vague(found) for found in intervals]
+    reach = max((found.high for found, sure in zip(intervals, clear, strict=True) if sure), default=1.0)
     bars = {
         "type": "bar",
         "orientation": "h",
         "y": names,
-        "x": shown,
+        "x": [found.value if sure else None for found, sure in zip(intervals, clear, strict=True)],
         "text": [f" {words.speed(found)}" for found in intervals],
         "textposition": "none",
         "width": 0.42,
-        "marker": {
-            "color": ["@accent" if name == "best" else "@quiet" for name in names],
-            "opacity": [0.45 if words.vague(found) else 1.0 for found in intervals],
-        },
-        "error_x": _bars([(0.0, 0.0) if words.vague(f) else (f.value - f.low, f.high - f.value) for f in intervals]),
+        "marker": {"color": ["@accent" if name == "best" else "@quiet" for name in names]},
+        "error_x": _bars(
+            [(f.value - f.low, f.high - f.value) if sure else (0.0, 0.0) for f, sure in zip(intervals, clear, strict=True)]
+        ),
         "hovertext": [f"<b>{safe(n)}</b><br>{wrapped(r['recipe'])}" for n, (r, _) in zip(names, rungs, strict=True)],
         "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
     }
@@ -104,7 +101,7 @@ def ladder(record: Record) -> Chart | None:
 
 
 def _figure(found: Interval) -> str:
-    """A speed-up with its bounds, which come first where only the lower one is sure."""
+    """A speed-up with its bounds."""
     return f"{words.quoted(found)} ({words.span(found)})"
 
 
@@ -155,7 +152,7 @@ def points(record: Record, rows: Sequence[Row]) -> list[Point]:
 
 def drawable(speed: Interval | None) -> bool:
     """Whether a speed-up is known well enough to be drawn."""
-    return speed is not None and _usable(speed) and 0 < speed.high <= VAGUE * speed.low
+    return speed is not None and _usable(speed) and not words.vague(speed)
 
 
 def _point(index: int, row: Row, record: Record) -> Point | None:

@@ -48,6 +48,8 @@ def headline(record: Record) -> str:
         return f"{words.megabytes(after.get(key))} of {what} instead of {words.megabytes(first.get(key))}"
     if found is None or found.speedup is None:
         return words.STATUS_WORDS[record.status]
+    if words.vague(found.speedup):
+        return "faster than as written, by how much is unclear"
     ratio = words.quoted(found.speedup)
     return f"{ratio} the throughput of as written" if record.objective == "throughput" else f"{ratio} as fast as written"
 
@@ -159,7 +161,7 @@ def doubt(record: Record) -> str:
         return ""
     return (
         f"The machine was too busy while this was measured: the interval of the speed-up goes from {words.span(found.ratio)}. "
-        "Only its lower bound is safe to quote; measure again when the machine is quiet."
+        "Quote no number from it; run the study again with --fresh when the machine is quiet."
     )
 
 

@@ -13,7 +13,8 @@ from trimtab.study.record import Record
 
 UNKNOWN = "not measured"
 VAGUE = 2.0
-"""A speed-up of which the upper bound is more than so many times the lower one is quoted by its lower bound."""
+"""A speed-up of which the upper bound is more than so many times the lower one is not quoted and not drawn: on a machine that
+is starved, not even its bounds hold."""
 MANY = 1e3
 """A bound of a speed-up beyond this says only that next to nothing is known, as on a machine that is never quiet."""
 RUNG_WORDS = {"as_written": "as written", "tuned": "tuned", "lossless": "lossless", "best": "best"}
@@ -98,10 +99,10 @@ def vague(interval: Interval) -> bool:
 
 
 def quoted(interval: Interval | None) -> str:
-    """``2.53x``, or what is sure where the interval is too wide for one number: ``at least 1.20x``."""
+    """``2.53x``, or that it is unclear, where the interval is too wide for one number."""
     if interval is None or known(interval.value) is None:
         return UNKNOWN
-    return f"at least {times(interval.low)}" if vague(interval) else times(interval.value)
+    return "unclear" if vague(interval) else times(interval.value)
 
 
 def milliseconds(value: float | None) -> str:
