@@ -109,6 +109,18 @@ def test_a_program_comes_back_with_equal_outputs_at_another_batch(pristine: path
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+def test_masks_combined_by_logic_are_kept(tmp_path: pathlib.Path) -> None:
+    class Masks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x > 0) & (x < 1)) | (x > 2) ^ (x < -1)
+
+    x = torch.randn(4, 4)
+    program = torch.export.export(Masks(), (x,))
+    assert any("__and__" in str(node.target) for node in program.graph.nodes)
+    save_program(program, tmp_path / "masks.pt2")
+    assert torch.equal(load_program(tmp_path / "masks.pt2").module()(x), Masks()(x))
+
+
 def test_save_program_leaves_no_pickle_and_no_path_and_torch_reads_it(pristine: pathlib.Path, tmp_path: pathlib.Path) -> None:
     save_program(torch.export.load(pristine), tmp_path / "saved.pt2")
     raw = (tmp_path / "saved.pt2").read_bytes()
@@ -290,6 +302,8 @@ def set_meta(**values: Any) -> Callable[[Any], None]:
     [
         (MODEL, replace_target("torch.ops.aten.from_file.default"), "not an operator"),
         (MODEL, replace_target("torch.load"), "not an operator"),
+        (MODEL, replace_target("torch.ops.aten.__class__.default"), "not an operator"),
+        (MODEL, replace_target("torch.ops.prims.__and__.default"), "not an operator"),
         (MODEL, replace_target("torch.ops.load_library"), "not an operator"),
         (MODEL, replace_target("torch.ops.inductor._alloc_from_pool.default"), "not an operator"),
         (MODEL, replace_target("_operator.methodcaller"), "not an operator"),

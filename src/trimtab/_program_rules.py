@@ -30,6 +30,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DOTTED = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 _OPERATOR = re.compile(r"torch\.ops\.([a-z_0-9]+)\.([A-Za-z_0-9]+)\.([A-Za-z_0-9]+)")
 _NAMESPACES = frozenset({"aten", "prims", "quantized", "quantized_decomposed", "onednn", "mkldnn", "torchao"})
+_LOGICAL = frozenset({"__and__", "__or__", "__xor__", "__lshift__", "__rshift__"})
+"""The operators of aten whose names look like Python's own; every transformers model combines its masks with them."""
 _FILE_OPERATORS = frozenset({"from_file", "save", "load"})
 _HIGHER_ORDER = frozenset({"cond", "while_loop", "scan", "map_impl", "wrap_with_set_grad_enabled", "wrap_with_autocast"})
 _SYMBOLIC = frozenset(
@@ -210,7 +212,8 @@ def _check_operator(node: dict[str, Any], where: str) -> None:
     if target in _SYMBOLIC or target.removeprefix("torch.ops.higher_order.") in _HIGHER_ORDER - {target}:
         return
     match = _OPERATOR.fullmatch(target)
-    if match is None or match[1] not in _NAMESPACES or match[2] in _FILE_OPERATORS or match[2].startswith("__"):
+    known = match is not None and match[1] in _NAMESPACES and match[2] not in _FILE_OPERATORS
+    if match is None or not known or (match[2].startswith("__") and not (match[1] == "aten" and match[2] in _LOGICAL)):
         raise IntegrityError(f"The program calls {target[:80]!r}, which is not an operator that a saved model may use.")
     try:
         found = getattr(getattr(getattr(torch.ops, match[1]), match[2]), match[3])

@@ -134,14 +134,9 @@ def optimize(
         study.search(deadline=deadline, most=trials)
         status, sentence, best = finish(study)
         peaks, explanations = explain(study, best)
+        took = time.monotonic() - began
         result = Result(
-            study=study,
-            status=status,
-            sentence=sentence,
-            best=best,
-            seconds=time.monotonic() - began,
-            peaks=peaks,
-            explanations=explanations,
+            study=study, status=status, sentence=sentence, best=best, seconds=took, peaks=peaks, explanations=explanations
         )
         write_json(folder / RESULT_FILE, result)
         result.record().write(folder)
