@@ -150,7 +150,11 @@ def test_a_changed_byte_is_found(study) -> None:
     [
         (("optimize", "none.py"), 2, "error[usage]: There is no file 'none.py'"),
         (("optimize", "tiny.py", "--latency", "4"), 2, "error[usage]: --latency is '4': the unit is missing."),
-        (("optimize", "tiny.py", "--max-drop", "mlperf"), 2, "error[usage]: --max-drop is 'mlperf', which is not a positive number"),
+        (
+            ("optimize", "tiny.py", "--max-drop", "mlperf"),
+            2,
+            "error[usage]: --max-drop is 'mlperf', which is not a positive number",
+        ),
         (("optimize", "tiny.py", "--objective", "joy"), 2, "Invalid value for '--objective'"),
         (("optimize", "tiny.py:other"), 2, "the file has no 'other'. It has: model, workload."),
         (("optimize", "bad.py"), 3, "error[workload]: bad.py could not be run: ZeroDivisionError: division by zero"),
