@@ -159,7 +159,7 @@ def test_a_changed_byte_is_found(study) -> None:
         (("optimize", "tiny.py:other"), 2, "the file has no 'other'. It has: model, workload."),
         (("optimize", "bad.py"), 3, "error[workload]: bad.py could not be run: ZeroDivisionError: division by zero"),
         (("verify", "nowhere"), 2, "error[artifact]: There is no artifact folder 'nowhere'."),
-        (("measure", "nowhere"), 2, "error[usage]: "),
+        (("measure", "nowhere"), 2, "error[artifact]: There is no artifact folder 'nowhere'. A workload is written"),
         (("list", "wishes"), 2, "Invalid value for"),
     ],
 )
