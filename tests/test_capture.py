@@ -13,7 +13,7 @@ from torch import nn
 import trimtab
 from trimtab.capture import Call, record
 from trimtab.errors import InputError, UsageError, WorkloadError
-from trimtab.study.optimize import optimize
+from trimtab.optimizing import optimize
 from trimtab.subject import prepare
 from trimtab.workload import Workload, as_call
 

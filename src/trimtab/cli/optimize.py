@@ -12,12 +12,11 @@ import typer
 from rich.console import Console
 
 import trimtab
-from trimtab._json import dumps, to_json
+from trimtab._json import dumps
 from trimtab._units import megabytes, seconds
 from trimtab.cli._boundary import again
-from trimtab.cli._lazy import late
 from trimtab.cli._progress import view
-from trimtab.errors import TrimtabError, UsageError
+from trimtab.errors import UsageError
 
 if TYPE_CHECKING:
     from trimtab.study.result import Result
@@ -121,20 +120,10 @@ def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None,
 
 def answer(result: Result, console: Console, *, json: bool) -> None:
     """Write the report and print the result."""
-    report = reported(result, console)
     if json:
-        typer.echo(dumps(to_json(result) | {"report": report}))
+        typer.echo(dumps(result))
     else:
-        show(result, report)
-
-
-def reported(result: Result, console: Console) -> str | None:
-    """The file of the report. The answer stands without it, so that it cannot be written is a note and no error."""
-    try:
-        return str(late("report").write(result.study.folder))
-    except TrimtabError as error:
-        console.print(f"note: {error}", markup=False, highlight=False, soft_wrap=True)
-        return None
+        show(result)
 
 
 def _find(workload: str) -> None:
@@ -148,7 +137,7 @@ def _find(workload: str) -> None:
         raise UsageError(f"There is no file {str(path)!r} (looked in {pathlib.Path.cwd()}).")
 
 
-def show(result: Result, report: str | None) -> None:
+def show(result: Result) -> None:
     """The answer, for reading."""
     console = Console(highlight=False)
     say = functools.partial(console.print, markup=False, soft_wrap=not console.is_terminal)
@@ -167,6 +156,6 @@ def show(result: Result, report: str | None) -> None:
     elif result.best is not None:
         why = result.best.confirmation.reason or result.best.trial.reason or "see the log of its confirmation"
         say(f"artifact: none; {why}")
-    if report is not None:
-        say(f"report:   {report}  (opens in any browser, without a network)")
+    if result.report is not None:
+        say(f"report:   {result.report}  (opens in any browser, without a network)")
     say(f"study:    {result.study.folder}  ({len(result.trials)} trials, {result.seconds:.0f} s)")

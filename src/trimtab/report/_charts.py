@@ -71,7 +71,7 @@ def ladder(record: Record) -> Chart | None:
         return None
     names = [words.RUNG_WORDS.get(rung["rung"], str(rung["rung"])) for rung, _ in rungs]
     intervals = [found for _, found in rungs]
-    clear = [not words.vague(found) for found in intervals]
+    clear = [not found.vague for found in intervals]
     reach = max((found.high for found, sure in zip(intervals, clear, strict=True) if sure), default=1.0)
     bars = {
         "type": "bar",
@@ -152,7 +152,7 @@ def points(record: Record, rows: Sequence[Row]) -> list[Point]:
 
 def drawable(speed: Interval | None) -> bool:
     """Whether a speed-up is known well enough to be drawn."""
-    return speed is not None and _usable(speed) and not words.vague(speed)
+    return speed is not None and _usable(speed) and not speed.vague
 
 
 def _point(index: int, row: Row, record: Record) -> Point | None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
+from trimtab.errors import MissingPackageError
 from trimtab.report import _charts, _rows, _trust, _verdict, _why
 from trimtab.report import _words as words
 from trimtab.report._logs import embedded
@@ -39,7 +40,7 @@ def html(record: Record, folder: pathlib.Path) -> str:
     placed = {point.row for point in _charts.points(record, rows)}
     found = (_charts.ladder(record), _charts.pareto(record, rows), roofline(record))
     charts = {chart.name: chart for chart in found if chart is not None}
-    scripts = {name: _source(name) for name in ("theme", "app")} | {"plotly": get_plotlyjs().replace("</script", "<\\/script")}
+    scripts = {name: _source(name) for name in ("theme", "app")} | {"plotly": _plotly()}
     page = pages.get_template("report.jinja").render(
         record=record,
         words=words,
@@ -86,3 +87,12 @@ def _data(record: Record, folder: pathlib.Path, rows: Sequence[_rows.Row], chart
         "charts": {name: {"data": c.data, "layout": c.layout, "height": c.height} for name, c in charts.items()},
         "trials": _rows.details(rows, folder, record),
     }
+
+
+def _plotly() -> str:
+    """The script of plotly's package, read as data: importing the package takes a second and changes the warning filters."""
+    found = importlib.util.find_spec("plotly")
+    if found is None or not found.submodule_search_locations:
+        raise MissingPackageError("plotly, which draws the charts of the report, is not installed: pip install plotly.")
+    path = pathlib.Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+    return path.read_text(encoding="utf-8").replace("</script", "<\\/script")

@@ -48,7 +48,7 @@ def headline(record: Record) -> str:
         return f"{words.megabytes(after.get(key))} of {what} instead of {words.megabytes(first.get(key))}"
     if found is None or found.speedup is None:
         return words.STATUS_WORDS[record.status]
-    if words.vague(found.speedup):
+    if found.speedup.vague:
         return "faster than as written, by how much is unclear"
     ratio = words.quoted(found.speedup)
     return f"{ratio} the throughput of as written" if record.objective == "throughput" else f"{ratio} as fast as written"

@@ -12,7 +12,6 @@ from trimtab.recipe import Recipe
 from trimtab.study.record import Record
 
 UNKNOWN = "not measured"
-VAGUE = 2.0
 """A speed-up of which the upper bound is more than so many times the lower one is not quoted and not drawn: on a machine that
 is starved, not even its bounds hold."""
 MANY = 1e3
@@ -93,16 +92,11 @@ def speed(interval: Interval | None) -> str:
     return times(interval.value) + (f" ({bounds})" if bounds else "")
 
 
-def vague(interval: Interval) -> bool:
-    """Whether the bounds are too far apart for the value between them to be quoted."""
-    return not interval.high <= VAGUE * interval.low
-
-
 def quoted(interval: Interval | None) -> str:
     """``2.53x``, or that it is unclear, where the interval is too wide for one number."""
     if interval is None or known(interval.value) is None:
         return UNKNOWN
-    return "unclear" if vague(interval) else times(interval.value)
+    return "unclear" if interval.vague else times(interval.value)
 
 
 def milliseconds(value: float | None) -> str:

@@ -88,8 +88,10 @@ def _confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_w
     if outcome.result is None:
         reason = f"The confirmation failed: {outcome.reason}"
         return Best(trial=trial, confirmation=Confirmation(recipe=trial.recipe, ok=False, reason=reason), artifact=None)
-    study.storage.note(key, outcome.result)
-    return Best(trial=trial, confirmation=from_json(Confirmation, outcome.result), artifact=_shipped(study, trial))
+    found = from_json(Confirmation, outcome.result)
+    if not found.undecided:
+        study.storage.note(key, outcome.result)
+    return Best(trial=trial, confirmation=found, artifact=_shipped(study, trial))
 
 
 def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Explanation]]:

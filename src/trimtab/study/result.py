@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -57,6 +58,8 @@ class Result:
     seconds: float
     peaks: Peaks | None = None
     explanations: Mapping[str, Explanation] = dataclasses.field(default_factory=dict)
+    report: pathlib.Path | None = None
+    """The HTML file; ``None`` where it could not be written."""
 
     @property
     def trials(self) -> list[Trial]:
@@ -95,7 +98,7 @@ class Result:
             "trials": [verdict.entry(trial, limits) for trial in study.trials],
             "best": None if best is None else verdict.entry(best.trial, limits, confirmed=best.confirmation),
             "artifact": None if best is None or best.artifact is None else str(best.artifact.path),
-            "report": None,
+            "report": None if self.report is None else str(self.report),
             "seconds": self.seconds,
         }
 

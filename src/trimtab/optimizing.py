@@ -1,0 +1,237 @@
+"""The whole of it: search, confirm the winner, ship it or the original, and say so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import pathlib
+import shlex
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Self
+
+from trimtab._json import write_json
+from trimtab._units import positive, seconds
+from trimtab.errors import StorageError, TrimtabError, UsageError
+from trimtab.evaluate import Objective
+from trimtab.intake.load import is_python, load_workload
+from trimtab.report import write as write_report
+from trimtab.study.finish import CONFIRM, CONFIRM_FOLDER, EXPLAIN, explain, finish
+from trimtab.study.progress import Progress
+from trimtab.study.record import RECORD
+from trimtab.study.result import ARTIFACT, Result
+from trimtab.study.storage import shown
+from trimtab.study.study import OWNER, PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS, Options, Study
+from trimtab.workload import Limits, Workload
+
+RESULT_FILE = "result.json"
+ENTRIES = {
+    *(ARTIFACT, RESULT_FILE, CONFIRM_FOLDER, EXPLAIN, RECORD, OWNER, TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE),
+    *("study.db", "study.db-journal", "workload.pkl", "report.html"),
+}
+"""What a run folder may hold; whatever else lies there is somebody's own."""
+
+
+class Interrupt:
+    """Counts Ctrl-C while a study runs: once ends the search cleanly, twice stops at once. A context; main thread only."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.asked = False
+        self._progress = progress
+        self._before: Any = None
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._progress.interrupted()
+
+
+def optimize(
+    workload: Workload | str,
+    *,
+    limits: Limits | None = None,
+    budget: str | float | None = None,
+    trials: int | None = None,
+    objective: Objective = "latency",
+    sampler: str = "ladder",
+    out: str | pathlib.Path | None = None,
+    storage: str | None = None,
+    fresh: bool = False,
+    worker_memory_mb: float | None = None,
+    trial_seconds: float = 600.0,
+    timing_seconds: float = 5.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Result:
+    """Search for the recipe that makes ``workload`` fastest within ``limits``, prove it, and write its artifact.
+
+    Args:
+        workload: a :class:`Workload`, or a reference such as ``"model.py:workload"``, ``"model.onnx"`` or ``"hf:FOLDER"``
+            (:func:`trimtab.load_workload` says which there are).
+        limits: what a recipe must keep; one percent of the score may be lost if nothing is said.
+        budget: time for everything, as ``"10m"`` or in seconds; ``None`` ends when the search has nothing left to try.
+        trials: at most so many new trials.
+        objective: ``latency``, ``throughput``, ``memory`` or ``size``.
+        sampler: ``ladder``, or ``tpe`` for long budgets.
+        out: the run folder; ``runs/NAME`` if not said. A study found there goes on.
+        storage: URL of a database instead of an SQLite file in the run folder.
+        fresh: delete what is in the run folder first.
+        worker_memory_mb: memory limit of one worker process, in megabytes.
+        trial_seconds: time limit of one trial.
+        timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
+        seed: of the sampler.
+        progress: told what happens; silent if ``None``.
+
+    Raises:
+        UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
+        WorkloadError: the workload itself fails.
+        StorageError: the storage cannot be used; finished trials are kept.
+        KeyboardInterrupt: on the second Ctrl-C; finished trials are kept.
+    """
+    progress = progress or Progress()
+    began = time.monotonic()
+    options = Options(
+        objective=objective,
+        limits=limits or Limits(),
+        sampler=_sampler(sampler),
+        storage=storage,
+        trial_s=positive(trial_seconds, "trial_seconds"),
+        timing_s=positive(timing_seconds, "timing_seconds"),
+        worker_mb=worker_memory_mb,
+        seed=seed,
+    )
+    most = None if trials is None else positive(trials, "trials")
+    limit_s = None if budget is None else seconds(budget, "budget")
+    if isinstance(workload, str) and not is_python(workload):
+        workload = load_workload(workload)
+    folder = run_folder(workload, out)
+    if fresh:
+        forget(folder)
+    with Interrupt(progress) as interrupt, disk_errors(folder):
+        command = command_line(workload, options, budget, trials, folder)
+        study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command)
+        study.record().write(folder)
+        deadline = None if limit_s is None else began + limit_s - reserve_s(study, limit_s)
+        study.search(deadline=deadline, most=most)
+        return _answer(study, began)
+
+
+def _answer(study: Study, began: float) -> Result:
+    """Confirm, ship, explain and report what the search found."""
+    status, sentence, best = finish(study)
+    peaks, explanations = explain(study, best)
+    took = time.monotonic() - began
+    result = Result(
+        study=study, status=status, sentence=sentence, best=best, seconds=took, peaks=peaks, explanations=explanations
+    )
+    result.record().write(study.folder)
+    try:
+        result = dataclasses.replace(result, report=write_report(study.folder))
+    except TrimtabError as error:  # the answer stands without it
+        study.progress.remark(str(error))
+    write_json(study.folder / RESULT_FILE, result)
+    return result
+
+
+def command_line(
+    workload: Workload | str, options: Options, budget: str | float | None, trials: int | None, folder: pathlib.Path
+) -> str:
+    """The command that goes on with a study, or makes it again; what it leaves out is at its default."""
+    if isinstance(workload, Workload) and not workload.reference:
+        return f"trimtab.optimize(workload, out={str(folder)!r}, ...)  # {workload.name}, a workload made in Python"
+    limits, default = options.limits, Options()
+    given = {
+        "--max-drop": limits.max_drop,
+        "--max-error": None if limits.max_error == default.limits.max_error else limits.max_error,
+        "--latency": None if limits.latency_ms is None else f"{limits.latency_ms:g}ms",
+        "--memory": None if limits.memory_mb is None else f"{limits.memory_mb:g}MB",
+        "--size": None if limits.size_mb is None else f"{limits.size_mb:g}MB",
+        "--objective": None if options.objective == default.objective else options.objective,
+        "--sampler": None if options.sampler == default.sampler else options.sampler,
+        "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,
+        "--trials": trials,
+        "--trial-time": None if options.trial_s == default.trial_s else f"{options.trial_s:g}s",
+        "--timing": None if options.timing_s == default.timing_s else f"{options.timing_s:g}s",
+        "--seed": options.seed or None,
+        "--storage": None if options.storage is None else shown(options.storage),
+        "--out": folder,
+    }
+    words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    source = workload.reference if isinstance(workload, Workload) else (workload,)
+    return shlex.join(["trimtab", "optimize", *source, *words])
+
+
+@contextlib.contextmanager
+def disk_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Turns the system's complaints about the run folder into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        what = "the disk that holds it is full; free some space" if full else f"{error.strerror}; mend that or use --out"
+        raise StorageError(
+            f"The run folder {folder} cannot be written: {what}. What is finished is kept; the same command goes on from it."
+        ) from error
+
+
+def forget(folder: pathlib.Path) -> None:
+    """Delete a study, and nothing but a study.
+
+    Raises:
+        UsageError: the folder holds something else.
+    """
+    if not folder.exists():
+        return
+    strange = sorted(path.name for path in folder.iterdir() if path.name not in ENTRIES)
+    if strange:
+        raise UsageError(
+            f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out."
+        )
+    shutil.rmtree(folder)
+
+
+def run_folder(workload: Workload | str, out: str | pathlib.Path | None) -> pathlib.Path:
+    """Where a study lives: as said, else ``runs/`` and the name of the workload or of its file.
+
+    Raises:
+        UsageError: a file is there.
+    """
+    if out is not None:
+        folder = pathlib.Path(out)
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"The run folder {folder} is a file. Give a folder with --out.")
+        return folder
+    if isinstance(workload, Workload):
+        return pathlib.Path("runs") / workload.name
+    place, _, name = workload.rpartition(":") if not workload.endswith(".py") else (workload, "", "")
+    stem = pathlib.Path(place).stem if place.endswith(".py") else place
+    return pathlib.Path("runs") / (f"{stem}-{name}" if name else stem)
+
+
+def reserve_s(study: Study, budget_s: float) -> float:
+    """Seconds to keep for the confirmation: four processes start, two timings run; never more than 40% of the budget."""
+    return min(3.5 * study.startup_s + 2 * CONFIRM * study.options.timing_s, 0.4 * budget_s)
+
+
+def _sampler(name: str) -> Any:
+    if name not in ("ladder", "tpe"):
+        raise UsageError(f"There is no sampler {name!r}. Known are: ladder, tpe.")
+    return name
