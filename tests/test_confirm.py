@@ -41,8 +41,8 @@ def test_a_ratio_of_a_starved_machine_proves_nothing_and_deserves_another_try(mo
     assert not found.ok
     assert found.undecided
     assert found.reason == (
-        "Measured again, it is between 1.27 and 8.32e+04 times as fast as the tuned original: the machine was too busy to tell. "
-        "The same command measures it once more; run it when the machine is quiet."
+        "Measured again, it is between 1.27 and 8.32e+04 times as fast as the tuned original: the machine was too busy "
+        "to tell. The same command measures it once more; run it when the machine is quiet."
     )
 
 
