@@ -241,7 +241,8 @@ def test_infinite_masks_are_no_mistake_inside_a_program() -> None:
     mask = torch.tensor([0.0, -torch.inf, 0.0])
     workload = Workload.capture(module, lambda: [module(torch.randn(2, 3), mask) for _ in range(9)])
     assert len(prepare(workload).splits.selection) > 1
-    bad = Workload.capture(module, lambda: [module(torch.full((2, 3), torch.nan), mask) for _ in range(9)])
+    values = (1.0, torch.nan)
+    bad = Workload.capture(module, lambda: [module(torch.full((2, 3), value), mask) for value in values])
     with pytest.raises(UsageError, match="holds 6 values that are NaN"):
         prepare(bad)
 
