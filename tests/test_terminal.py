@@ -276,11 +276,19 @@ class Terminal:
     """A command in a pseudo-terminal of its own, as a person has it: keys go in, a stream of text and escapes comes out."""
 
     def __init__(self, *arguments: str, columns: int = 80) -> None:
-        self.pid, self._handle = pty.fork()
-        if self.pid == 0:
-            os.environ.update(TERM="xterm-256color", COLUMNS=str(columns), LINES="30")
-            os.execv(sys.executable, [sys.executable, "-m", "trimtab", *arguments])
+        self._handle, theirs = pty.openpty()
         ioctl(self._handle, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+        # the first terminal that the leader of a session opens becomes its own, from which Ctrl-C is a signal to it
+        launch = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", launch, "-m", "trimtab", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "30"},
+        )
+        os.close(theirs)
         self.raw = ""
 
     @property
@@ -304,7 +312,7 @@ class Terminal:
         deadline = time.monotonic() + seconds
         while self._read():
             assert time.monotonic() < deadline, f"it goes on and on:\n{self.text}"
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._process.wait()
 
     def _read(self) -> bool:
         if not select.select([self._handle], [], [], 1.0)[0]:
