@@ -248,6 +248,19 @@ def test_the_answer_to_an_impossible_wish_names_the_nearest_and_what_binds() -> 
     )
 
 
+def test_a_recipe_that_may_lose_accuracy_has_to_pay_for_it() -> None:
+    exact = complete(Recipe(backend=BACKENDS["torchscript"]()), 2.0)
+    slower = complete(EAGER, 1.0)
+
+    def order(speedup: Interval) -> list[str]:
+        lossy = dataclasses.replace(complete(LOSSY, 2.0), speedup=speedup)
+        return [str(t.recipe) for t in verdict.ranked([slower, lossy, exact], Limits(), "latency")]
+
+    assert order(Interval(2.05, 2.01, 2.1)) == [str(LOSSY), "torchscript", "eager"], "it is surely faster"
+    assert order(Interval(2.05, 1.99, 2.1)) == ["torchscript", str(LOSSY), "eager"], "it may be no faster at all"
+    assert order(Interval(0.9, 0.8, 0.95)) == ["torchscript", "eager", str(LOSSY)]
+
+
 def test_space_variants_are_all_different_and_parameters_are_stable() -> None:
     seen = [str(technique) for technique in space.techniques()]
     assert len(seen) == len(set(seen)) > 10

@@ -102,9 +102,17 @@ def value(trial: Trial, objective: Objective) -> float | None:
 
 
 def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> list[Trial]:
-    """The trials that keep the limits, best first."""
+    """The trials that keep the limits, best first.
+
+    A recipe that may lose accuracy has to pay for it: it stands before the best exact one only if it is surely faster.
+    """
     kept = [trial for trial in trials if feasible(trial, limits) and value(trial, objective) is not None]
-    return sorted(kept, key=lambda trial: -(value(trial, objective) or 0.0))
+    kept.sort(key=lambda trial: -(value(trial, objective) or 0.0))
+    exact = next((trial for trial in kept if trial.recipe.exact), None)
+    if exact is None or exact.speedup is None or objective not in ("latency", "throughput"):
+        return kept
+    paying = [t for t in kept if not t.recipe.exact and t.speedup is not None and t.speedup.low > exact.speedup.value]
+    return [*paying, exact, *(trial for trial in kept if trial not in paying and trial is not exact)]
 
 
 def best_eager(trials: Iterable[Trial]) -> Trial | None:
