@@ -275,3 +275,17 @@ def test_the_command_line_takes_them(words: list[str], files: pathlib.Path, tmp_
     assert result["trials"][0]["state"] == "COMPLETE"
     assert any(note.startswith(("The inputs are", "net.onnx was brought back")) for note in result["conditions"]["notes"])
     assert trimtab.load(result["artifact"]).signature.dims
+
+
+def test_a_program_whose_call_has_constants_keeps_them(tmp_path: pathlib.Path) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: int = 1) -> torch.Tensor:
+            return x * scale if mask is None else x * mask
+
+    torch.export.save(torch.export.export(Masked(), (torch.ones(2, 3), None), {"scale": 3}), tmp_path / "masked.pt2")
+    subject = prepare(load_workload(tmp_path / "masked.pt2"))
+    assert subject.candidate.signature.describe() == "x: float32[2, 3]"
+    (x, mask), kwargs = subject.candidate.args, subject.candidate.kwargs
+    assert mask is None
+    assert kwargs == {"scale": 3}
+    assert torch.equal(subject.model(x, None, scale=3), x * 3)

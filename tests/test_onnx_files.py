@@ -18,6 +18,7 @@ from trimtab.candidate import Candidate
 from trimtab.errors import IntegrityError, UsageError
 from trimtab.intake._onnx_graph import import_graph
 from trimtab.intake._onnx_ops import OPS
+from trimtab.intake.load import load_workload
 from trimtab.subject import prepare
 from trimtab.testing.models import CASES
 
@@ -164,3 +165,21 @@ def test_a_size_that_only_looks_open_is_fixed(tmp_path: pathlib.Path) -> None:
     workload = trimtab.load_workload(path)
     assert workload.dynamic is None
     assert workload.notes[1] == "The file leaves N open, but only the example's size works; it is fixed."
+
+
+def test_functions_of_a_file_are_inlined(tmp_path: pathlib.Path) -> None:
+    function = onnx.helper.make_function(
+        "mine", "Twice", ["x"], ["y"], [onnx.helper.make_node("Add", ["x", "x"], ["y"])], [onnx.helper.make_opsetid("", 18)]
+    )
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Twice", ["x"], ["y"], domain="mine")],
+        "g",
+        [value("x", onnx.TensorProto.FLOAT, [2, 3])],
+        [value("y", onnx.TensorProto.FLOAT, [2, 3])],
+    )
+    opsets = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("mine", 1)]
+    onnx.save(onnx.helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10), tmp_path / "f.onnx")
+    workload = load_workload(tmp_path / "f.onnx")
+    x = torch.randn(2, 3)
+    assert torch.equal(workload.build_model()(x), x + x)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
 import textwrap
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -12,8 +14,11 @@ from torch.utils.data import TensorDataset
 from trimtab.candidate import Candidate
 from trimtab.errors import InputError, UsageError, WorkloadError
 from trimtab.intake.load import load_workload
+from trimtab.reference import Reference
 from trimtab.signature import Dim
 from trimtab.splits import split
+from trimtab.study.jobs import prepare_job
+from trimtab.study.sampler import as_written
 from trimtab.subject import fresh, prepare
 from trimtab.workload import Evaluation, Limits, Workload
 
@@ -215,3 +220,19 @@ def test_signature_binds_like_python_does_and_checks() -> None:
         signature.bind((x,), {"scale": 2.0})
     with pytest.raises(InputError, match="structured as"):
         signature.bind((x, y), {"scale": 3.0})
+
+
+def test_inputs_and_outputs_may_share_memory(tmp_path: pathlib.Path) -> None:
+    class Shared(torch.nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+            total = a + b
+            return {"all": total, "first": total[:, 0], "again": total}
+
+    x = torch.randn(3, 4)
+    workload = Workload(name="shared", model=Shared(), inputs=(x, x))
+    (tmp_path / "workload.pkl").write_bytes(cloudpickle.dumps(workload))
+    job = {"workload": {"pickle": str(tmp_path / "workload.pkl")}, "reference": str(tmp_path / "reference")}
+    assert prepare_job({**job, "recipe": as_written().to_json()}, tmp_path)["name"] == "shared"
+    kept = Reference.load(tmp_path / "reference").outputs[0]
+    assert torch.equal(kept[0], 2 * x)
+    assert torch.equal(kept[1], 2 * x[:, 0])

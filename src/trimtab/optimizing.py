@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import pathlib
+import re
 import shlex
 import shutil
 import signal
@@ -35,6 +36,8 @@ ENTRIES = {
     *("study.db", "study.db-journal", "workload.pkl", "report.html"),
 }
 """What a run folder may hold; whatever else lies there is somebody's own."""
+LEFT = re.compile(r"\..*\.tmp")
+"""What a process that was killed while it wrote may leave there."""
 
 
 class Interrupt:
@@ -143,10 +146,11 @@ def _answer(study: Study, began: float) -> Result:
         study=study, status=status, sentence=sentence, best=best, seconds=took, peaks=peaks, explanations=explanations
     )
     result.record().write(study.folder)
+    write_json(study.folder / RESULT_FILE, result)
     try:
         result = dataclasses.replace(result, report=write_report(study.folder))
-    except TrimtabError as error:  # the answer stands without it
-        study.progress.remark(str(error))
+    except (TrimtabError, OSError) as error:  # the answer stands without it
+        study.progress.remark(f"There is no report. {error}")
     write_json(study.folder / RESULT_FILE, result)
     return result
 
@@ -200,7 +204,7 @@ def forget(folder: pathlib.Path) -> None:
     """
     if not folder.exists():
         return
-    strange = sorted(path.name for path in folder.iterdir() if path.name not in ENTRIES)
+    strange = sorted(path.name for path in folder.iterdir() if path.name not in ENTRIES and not LEFT.fullmatch(path.name))
     if strange:
         raise UsageError(
             f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out."

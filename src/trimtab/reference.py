@@ -54,7 +54,8 @@ class Reference:
     def save(self, folder: pathlib.Path) -> None:
         """Write it into ``folder``, for the workers of the trials to read."""
         folder.mkdir(parents=True, exist_ok=True)
-        flat = {f"{i}.{j}": t.contiguous() for i, leaves in enumerate(self.outputs) for j, t in enumerate(leaves)}
+        flat = {f"{i}.{j}": t.contiguous().clone() for i, leaves in enumerate(self.outputs) for j, t in enumerate(leaves)}
+        # copies, because outputs may share memory, which the format refuses
         save_file(flat, folder / "outputs.safetensors")
         counts = [len(leaves) for leaves in self.outputs]
         write_json(folder / "reference.json", {"counts": counts, "structure": self.structure, "scores": self.scores})

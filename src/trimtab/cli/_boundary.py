@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import platform
+import re
 import shlex
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typer.exceptions import TyperException
 from trimtab.errors import BUG, EXIT_BUG, TrimtabError, UsageError
 
 EXIT_INTERRUPTED = 130
+PASSWORD = re.compile(r"(://[^:/@]*:).*@")
 DEBUG = "TRIMTAB_DEBUG"
 """Environment variable: ``1`` prints the traceback of whatever goes wrong."""
 
@@ -41,6 +43,10 @@ class Boundary:
             return False
         if os.environ.get(DEBUG, "") not in ("", "0"):
             traceback.print_exception(error)
+        if isinstance(error, BrokenPipeError):  # whoever read our output has enough of it, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.code = 0
+            return True
         name, self.code, sentence = _told(error)
         print(f"error[{name}]: {sentence}", file=sys.stderr)
         return True
@@ -78,5 +84,6 @@ def _kept(error: Exception) -> str:
 
 
 def again(arguments: Sequence[str]) -> str:
-    """The command with ``arguments`` that goes on where this one ended; ``--fresh`` would begin anew and is left out."""
-    return shlex.join(["trimtab", *(word for word in arguments if word != "--fresh")])
+    """The command with ``arguments`` that goes on where this one ended; ``--fresh`` would begin anew and is left out, and so is
+    the password of a database."""
+    return shlex.join(["trimtab", *(PASSWORD.sub(r"\1***@", word) for word in arguments if word != "--fresh")])

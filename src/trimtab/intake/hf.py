@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import safetensors
 import torch
 from torch import nn
 
@@ -60,6 +61,20 @@ SENTENCES = (
 _FLOATS = {"pixel_values", "input_values", "input_features"}
 
 
+LOADING_ERRORS: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    ImportError,
+    RuntimeError,
+    AttributeError,
+    pickle.UnpicklingError,
+    safetensors.SafetensorError,
+)
+"""What transformers raises for a folder that it cannot load, such as one whose weights are only pointers to them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TransformersFolder:
     """Builds the model in ``path`` with the class that its configuration names, or that of ``task``."""
@@ -88,7 +103,7 @@ class TransformersFolder:
                 cls = _model_class(transformers, config, self.task)
                 only_safe = {} if list(pathlib.Path(self.path).glob("*.bin")) else {"use_safetensors": True}
                 model, found = cls.from_pretrained(self.path, config=config, output_loading_info=True, **options, **only_safe)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
+        except LOADING_ERRORS as error:
             raise UsageError(f"transformers cannot load {self.path}: {_first_sentence(error)}") from error
         for part in model.modules():  # encoders and decoders have copies of the configuration
             config = getattr(part, "config", None)
@@ -204,7 +219,10 @@ def _image_size(config: Any, folder: pathlib.Path) -> tuple[int, int, int]:
 
 def _preprocessing(folder: pathlib.Path) -> Any:
     path = folder / "preprocessor_config.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}. Save the model's preprocessor again.") from error
     return found.get("crop_size") or found.get("size")
 
 

@@ -101,7 +101,7 @@ def read_model(path: str, *, weights: bool = True) -> Any:
         model = onnx.load(path, load_external_data=weights)
         if not model.graph.node or not model.ir_version:
             raise IntegrityError(f"{path} is no ONNX model: it has no nodes.")
-        return onnx.inliner.inline_local_functions(model) if model.functions else model
+        return require("onnx.inliner").inline_local_functions(model) if model.functions else model
     except (protobuf.DecodeError, onnx.checker.ValidationError, ValueError, OSError) as error:
         raise IntegrityError(f"{path} is no ONNX model that can be read: {error}") from error
 
@@ -119,7 +119,7 @@ def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str |
     names = [item.name for item in session.get_inputs()]
     runtime = require("onnxruntime.capi.onnxruntime_pybind11_state")
     try:
-        wanted = session.run(None, {name: leaf.numpy() for name, leaf in zip(names, leaves, strict=True)})
+        wanted = session.run(None, {name: leaf.numpy(force=True) for name, leaf in zip(names, leaves, strict=True)})
     except (runtime.Fail, runtime.InvalidArgument, runtime.RuntimeException) as error:
         return f"ONNX Runtime itself fails on these inputs: {str(error).splitlines()[0][:200]}"
     try:
@@ -131,6 +131,8 @@ def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str |
         other = torch.as_tensor(theirs)
         if ours.shape != other.shape:
             return f"its output {number} has the shape {list(ours.shape)} where ONNX Runtime gives {list(other.shape)}"
+        if not torch.equal(torch.isnan(ours.double()), torch.isnan(other.double())):
+            return f"its output {number} has NaN where ONNX Runtime has none, or the other way round"
         worst = float((ours.double() - other.double()).abs().nan_to_num().max()) if ours.numel() else 0.0
         if worst > TOLERANCE * max(float(other.double().abs().nan_to_num().max()) if ours.numel() else 0.0, TOLERANCE):
             return f"its output {number} is off by {worst:.3g} from what ONNX Runtime gives"

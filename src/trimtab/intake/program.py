@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from trimtab._archive import load_program
@@ -69,7 +70,9 @@ def _trains(node: fx.Node) -> bool:
 
 
 def _form(program: ExportedProgram, module: nn.Module, source: str) -> Form:
-    values = [node.meta.get("val") for node in _user_inputs(program)]
+    nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    given = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    values = [arg.value if isinstance(arg, ConstantArgument) else nodes[arg.name] for arg in given]
     args, kwargs = pytree.tree_unflatten([_stand_in(value) for value in values], program.call_spec.in_spec)
     leaves, structure = flatten((tuple(args), dict(kwargs)), f"The input of {source}")
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -87,9 +90,9 @@ def _form(program: ExportedProgram, module: nn.Module, source: str) -> Form:
 
 
 def _user_inputs(program: ExportedProgram) -> Iterator[fx.Node]:
-    wanted = set(program.graph_signature.user_inputs)
-    constants = [name for name in wanted if not isinstance(name, str)]
-    assert not constants or all(name is None or isinstance(name, (int, float, bool)) for name in constants)
+    """The placeholders of tensors that a caller gives; constants such as ``None`` have placeholders of their own kind."""
+    signature = program.graph_signature
+    wanted = {s.arg.name for s in signature.input_specs if s.kind is InputKind.USER_INPUT and isinstance(s.arg, TensorArgument)}
     return (node for node in program.graph.nodes if node.op == "placeholder" and node.name in wanted)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from trimtab._json import dumps, from_json, to_json
@@ -27,6 +28,8 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
     limits, objective = study.options.limits, study.options.objective
     ranked = verdict.ranked(study.trials, limits, objective)
     eager = verdict.best_eager(study.trials)
+    if eager is None and study.interrupted():
+        raise KeyboardInterrupt
     if eager is None and not study.trials:
         raise UsageError("No trial was finished, not even of the model as written. Run it again with a longer --budget.")
     if eager is None:
@@ -36,16 +39,18 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
     ahead = ranked[: ranked.index(eager)] if eager in ranked else ranked
     must_win = verdict.feasible(eager, limits)  # an original that misses a limit is no alternative
     study.progress.stage("confirming the winner in fresh processes, on the test data")
+    # three that may lose accuracy can all fail on the test data, and the best lossless one deserves its turn
+    tried = [*ahead[:KEEP], *[trial for trial in ahead[KEEP:] if trial.recipe.exact][:1]]
     lost: list[str] = []
     with Rivals(study.job(), study.folder / RIVALS) as rivals:
-        for trial in ahead[:KEEP]:
+        for trial in tried:
             found = _confirm(study, trial, eager, rivals, must_win=must_win)
             if found.confirmation.ok:
                 return "improved", _improved(study, found, lost), found
             lost.append(f"{trial.recipe}: {found.confirmation.reason}")
         study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
         if not verdict.feasible(eager, limits):
-            return "limits_not_met", verdict.unmet([t for t in study.trials if t not in ahead], limits), None
+            return "limits_not_met", verdict.unmet([t for t in study.trials if t not in tried], limits), None
         kept = _confirm(study, eager, eager, rivals, must_win=False)
     if not kept.confirmation.ok:
         return "kept_original", f"Nothing better was confirmed, and the original cannot ship: {kept.confirmation.reason}", kept
@@ -108,7 +113,7 @@ def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Ex
     if best is not None and found is not None:
         files, seconds = str(study.files(best.trial)), found.candidate.median / 1e3
         asked["best"] = {"recipe": best.trial.recipe.to_json(), "files": files, "seconds": seconds}
-    key = f"explained {dumps(asked, indent=None)}"
+    key = f"explained {hashlib.sha256(dumps(asked, indent=None).encode()).hexdigest()[:16]}"  # databases bound its length
     study.progress.stage("looking where the time goes")
     known = study.storage.noted(key)
     if known is None:

@@ -61,7 +61,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         with user_code("The model failed on the calibration data"):
             call(*args, **kwargs)
     reference.save(pathlib.Path(job["reference"]))
-    example = {str(i): leaf.contiguous() for i, leaf in enumerate(subject.candidate.leaves)}
+    example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
     blocked = {dumps(t, indent=None): reason for t in space.techniques() if (reason := t.blocked(subject.candidate))}
     return {

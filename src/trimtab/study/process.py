@@ -119,7 +119,7 @@ class WorkerProcess:
     def _by_itself(self) -> Outcome:
         path = self.folder / RESULT
         code = self._process.returncode
-        outcome = dataclasses.replace(self._ended(_reason(code, path.exists())), disk_full=code == DISK_FULL)
+        outcome = dataclasses.replace(self._ended(_reason(code, path.exists(), self.log_tail())), disk_full=code == DISK_FULL)
         if outcome.reason is not None:
             return outcome
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -154,7 +154,7 @@ def _tree_mb(pid: int) -> float:
     return total / 1e6
 
 
-def _reason(code: int, has_result: bool) -> str | None:
+def _reason(code: int, has_result: bool, log: str) -> str | None:
     if code == 0 and has_result:
         return None
     if code < 0:
@@ -172,4 +172,6 @@ def _reason(code: int, has_result: bool) -> str | None:
         return "The disk is full: free some space, and the same command goes on from what is finished."
     if code == 0:
         return "It left without a result, as if the code called os._exit(0); remove that call."
+    if code == 1 and "Traceback (most recent call last)" in log:
+        return f"It raised {log.splitlines()[-1]}; its log has the traceback."
     return f"It exited with code {code} without a result, as if the code called os._exit or sys.exit; see its log."
