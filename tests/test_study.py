@@ -20,6 +20,7 @@ from trimtab.errors import StorageError, UsageError
 from trimtab.measurement import Drop, Interval, Measurement
 from trimtab.recipe import Recipe
 from trimtab.study import space, verdict
+from trimtab.study.finish import pays
 from trimtab.study.sampler import Facts, Ladder, Tpe, as_written
 from trimtab.study.storage import Storage
 from trimtab.trial import State, Trial
@@ -199,8 +200,11 @@ def test_postgresql_keeps_trials_too(postgres: str) -> None:
     assert again.trials() == kept
     assert again.noted("confirmed") == {"ok": True}
     assert "secret" not in again.url
+    other = {"direction": "maximize", "identity": {**IDENTITY, "objective": "size"}}
+    assert Storage(postgres, "y", **other, fresh=True).trials() == []
     with pytest.raises(UsageError, match="was made for another objective"):
-        Storage(postgres, "x", direction="maximize", identity={**IDENTITY, "objective": "size"})
+        Storage(postgres, "x", **other)
+    assert Storage(postgres, "x", **other, fresh=True).trials() == []
 
 
 EAGER = Recipe(backend=BACKENDS["eager"]())
@@ -268,3 +272,12 @@ def test_space_variants_are_all_different_and_parameters_are_stable() -> None:
     common = set.intersection(*map(set, names))
     assert "backend" in common
     assert "pass.threads" in common
+
+
+def test_a_few_bytes_less_are_no_improvement() -> None:
+    def of(size_mb: float) -> Trial:
+        return dataclasses.replace(complete(EAGER, 1.0), size_mb=size_mb)
+
+    assert pays(of(0.97), of(1.0), "size")
+    assert not pays(of(0.999), of(1.0), "size")
+    assert pays(of(0.999), of(1.0), "latency"), "an interval decides there"

@@ -96,7 +96,7 @@ def optimize(
         sampler: ``ladder``, or ``tpe`` for long budgets.
         out: the run folder; ``runs/NAME`` if not said. A study found there goes on.
         storage: URL of a database instead of an SQLite file in the run folder.
-        fresh: delete what is in the run folder first.
+        fresh: delete what is in the run folder, and a study of that name in ``storage``, first.
         worker_memory_mb: memory limit of one worker process, in megabytes.
         trial_seconds: time limit of one trial.
         timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
@@ -120,6 +120,7 @@ def optimize(
         timing_s=positive(timing_seconds, "timing_seconds"),
         worker_mb=worker_memory_mb,
         seed=seed,
+        fresh=fresh,
     )
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")

@@ -10,6 +10,7 @@ from trimtab.artifact import Artifact, open_artifact
 from trimtab.confirm import Confirmation
 from trimtab.environment import Peaks
 from trimtab.errors import ArtifactError, UsageError, WorkloadError
+from trimtab.evaluate import Objective
 from trimtab.explain import Explanation
 from trimtab.study import verdict
 from trimtab.study.result import ARTIFACT, Best
@@ -20,6 +21,8 @@ from trimtab.trial import Trial
 
 CONFIRM = 2
 """Each paired timing of the confirmation may take this many times as long as that of a trial."""
+LEAST_GAIN = 0.02
+"""Memory or size that a recipe has to save to be called smaller."""
 CONFIRM_FOLDER, EXPLAIN = "confirm", "explain"
 
 
@@ -37,6 +40,7 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
     if not ranked:
         return "limits_not_met", verdict.unmet(study.trials, limits), None
     ahead = ranked[: ranked.index(eager)] if eager in ranked else ranked
+    ahead = [trial for trial in ahead if pays(trial, eager, objective)]
     must_win = verdict.feasible(eager, limits)  # an original that misses a limit is no alternative
     study.progress.stage("confirming the winner in fresh processes, on the test data")
     # three that may lose accuracy can all fail on the test data, and the best lossless one deserves its turn
@@ -63,6 +67,15 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
             "as written; where its class is at hand, go on using the model itself."
         )
     return "kept_original", f"The original ships: {why}.{slower}", kept
+
+
+def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
+    """Whether the confirmation is worth its time. Memory and size are single figures without an interval, so that a gain has to
+    be larger than what they differ by from one process to the next."""
+    one, other = verdict.value(trial, objective), verdict.value(eager, objective)
+    if objective in ("latency", "throughput") or one is None or other is None:
+        return True
+    return -one <= (1 - LEAST_GAIN) * -other
 
 
 def _confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_win: bool) -> Best:

@@ -29,12 +29,22 @@ DRIVERS = {"psycopg": "pip install 'trimtab[postgres]'"}
 class Storage:
     """The finished trials of one study. Each is written in one transaction: it is there whole, or not at all.
 
+    With ``fresh``, a study of that name is deleted first.
+
     Raises:
         StorageError: the database cannot be opened, read or written; finished trials in it stay.
         UsageError: it holds a study of something else, as told by ``identity``.
     """
 
-    def __init__(self, url: str, name: str, *, direction: Literal["minimize", "maximize"], identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        direction: Literal["minimize", "maximize"],
+        identity: Mapping[str, Any],
+        fresh: bool = False,
+    ) -> None:
         self.url = shown(url)
         """As it may be shown: without its password."""
         with self._guard("opened"), warnings.catch_warnings():
@@ -43,6 +53,8 @@ class Storage:
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             try:
                 storage = RDBStorage(url)
+                if fresh and name in optuna.get_all_study_names(storage):
+                    optuna.delete_study(study_name=name, storage=storage)
                 self.study = optuna.create_study(
                     storage=storage,
                     study_name=name,

@@ -59,6 +59,8 @@ class Options:
     worker_mb: float | None = None
     """Memory limit of one worker; ``None`` is 80% of what is available when the study starts."""
     seed: int = 0
+    fresh: bool = False
+    """Whether a study of that name in the storage is forgotten first."""
 
 
 class Study:
@@ -106,6 +108,7 @@ class Study:
             self.prepared.name,
             direction="maximize",
             identity=self._identity(),
+            fresh=options.fresh,
         )
         # what was missing then may be there now
         self._trials = [t for t in self.storage.trials() if t.state is not State.SKIPPED or self.prepared.why_not(t.recipe)]
