@@ -66,9 +66,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Most tests wait for processes, so two run at a time; a file stays together, because its fixtures are costly.
+# Most tests wait for processes, so two run at a time; a file stays together, because its fixtures are costly. Files come in the
+# order of their names: by their number of tests, which is the default, the few that take minutes would come last.
 test: lint compiler browser
-	$(BIN)/pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/pytest -m alone
 
 clean:

@@ -124,33 +124,24 @@ def test_a_workload_that_fails_is_said_to_fail(tmp_path, body: str, message: str
             """,
             id="no-parameters",
         ),
-        pytest.param("def made(): return workload(Model().train())", id="training-mode"),
         pytest.param(
             """
-            class Unused(Model):
-                def forward(self, x, y=None):
-                    return self.layer(x)
-            def made():
-                batch = lambda x: (x, torch.zeros(len(x), 3))
-                x, t = data()
-                evaluation = trimtab.Evaluation(data=[(batch(a), b) for a, b in zip(x.split(20), t.split(20))], score=top1)
-                return trimtab.Workload(name="faulty", model=Unused, inputs=batch(torch.randn(2, 8)), evaluation=evaluation)
-            """,
-            id="unused-input",
-        ),
-        pytest.param(
-            """
-            class Shared(nn.Module):
+            class Odd(nn.Module):
                 def __init__(self):
                     super().__init__()
                     self.a = nn.Linear(8, 8)
                     self.b = nn.Linear(8, 8)
                     self.b.weight = self.a.weight
-                def forward(self, x):
+                def forward(self, x, y=None):
                     return self.b(self.a(x))[:, :2]
-            def made(): return workload(Shared)
+            def made():
+                batch = lambda x: (x, torch.zeros(len(x), 3))
+                x, t = data()
+                evaluation = trimtab.Evaluation(data=[(batch(a), b) for a, b in zip(x.split(20), t.split(20))], score=top1)
+                inputs = batch(torch.randn(2, 8))
+                return trimtab.Workload(name="faulty", model=Odd().train(), inputs=inputs, evaluation=evaluation)
             """,
-            id="shared-weights",
+            id="training-mode, unused-input, shared-weights",
         ),
     ],
 )
