@@ -13,6 +13,9 @@ import torch
 
 import trimtab
 from trimtab.errors import IntegrityError
+from trimtab.optimizing import command_line
+from trimtab.study.process import WorkerProcess
+from trimtab.study.study import Options
 
 WORKLOAD = """
 import torch, trimtab
@@ -194,3 +197,15 @@ def test_an_in_memory_model_through_the_api(tmp_path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert "as_written" in str(result.ladder())
     assert any("No labels were given" in note for note in result.study.prepared.notes)
+
+
+def test_the_command_that_goes_on_says_limits_to_the_last_digit(tmp_path) -> None:
+    limits = trimtab.Limits(latency_ms=1.2345678, size_mb=5.0)
+    words = command_line("a b.py", Options(limits=limits, worker_mb=4000.0), 90, None, tmp_path)
+    given = "--latency 1.2345678ms --size 5MB --budget 90s --worker-memory 4000MB"
+    assert words == f"trimtab optimize 'a b.py' {given} --out {tmp_path}"
+
+
+def test_an_exception_in_a_worker_is_named(tmp_path) -> None:
+    outcome = WorkerProcess({"kind": "nonsense"}, tmp_path).wait(seconds=60, memory_mb=None)
+    assert outcome.reason == "It raised KeyError: 'nonsense'; its log has the traceback."

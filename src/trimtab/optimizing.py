@@ -107,7 +107,7 @@ def optimize(
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
         WorkloadError: the workload itself fails.
         StorageError: the storage cannot be used; finished trials are kept.
-        KeyboardInterrupt: on the second Ctrl-C; finished trials are kept.
+        KeyboardInterrupt: on the second Ctrl-C, or on the first where no trial was finished yet; finished trials are kept.
     """
     progress = progress or Progress()
     began = time.monotonic()
@@ -127,9 +127,9 @@ def optimize(
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
     folder = run_folder(workload, out)
-    if fresh:
-        forget(folder)
     with Interrupt(progress) as interrupt, disk_errors(folder):
+        if fresh:
+            forget(folder)
         command = command_line(workload, options, budget, trials, folder)
         study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command)
         study.record().write(folder)
@@ -166,15 +166,16 @@ def command_line(
     given = {
         "--max-drop": limits.max_drop,
         "--max-error": None if limits.max_error == default.limits.max_error else limits.max_error,
-        "--latency": None if limits.latency_ms is None else f"{limits.latency_ms:g}ms",
-        "--memory": None if limits.memory_mb is None else f"{limits.memory_mb:g}MB",
-        "--size": None if limits.size_mb is None else f"{limits.size_mb:g}MB",
+        "--latency": None if limits.latency_ms is None else f"{_exact(limits.latency_ms)}ms",
+        "--memory": None if limits.memory_mb is None else f"{_exact(limits.memory_mb)}MB",
+        "--size": None if limits.size_mb is None else f"{_exact(limits.size_mb)}MB",
         "--objective": None if options.objective == default.objective else options.objective,
         "--sampler": None if options.sampler == default.sampler else options.sampler,
         "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,
         "--trials": trials,
         "--trial-time": None if options.trial_s == default.trial_s else f"{options.trial_s:g}s",
         "--timing": None if options.timing_s == default.timing_s else f"{options.timing_s:g}s",
+        "--worker-memory": None if options.worker_mb is None else f"{_exact(options.worker_mb)}MB",
         "--seed": options.seed or None,
         "--storage": None if options.storage is None else shown(options.storage),
         "--out": folder,
@@ -182,6 +183,12 @@ def command_line(
     words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     source = workload.reference if isinstance(workload, Workload) else (workload,)
     return shlex.join(["trimtab", "optimize", *source, *words])
+
+
+def _exact(value: float) -> str:
+    """``value`` in the fewest digits that are read back as the same number: a study goes on under its very limits only."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 @contextlib.contextmanager

@@ -119,7 +119,9 @@ class WorkerProcess:
     def _by_itself(self) -> Outcome:
         path = self.folder / RESULT
         code = self._process.returncode
-        outcome = dataclasses.replace(self._ended(_reason(code, path.exists(), self.log_tail())), disk_full=code == DISK_FULL)
+        outcome = dataclasses.replace(
+            self._ended(_reason(code, path.exists(), self.log_tail(lines=1000))), disk_full=code == DISK_FULL
+        )
         if outcome.reason is not None:
             return outcome
         result = json.loads(path.read_text(encoding="utf-8"))
