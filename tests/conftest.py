@@ -7,6 +7,13 @@ import os
 import shutil
 import tempfile
 
+from hypothesis import settings
+
+# The same examples every time, so that no unlucky draw refuses a change that has nothing to do with it. New ones are sought by
+# `pytest --hypothesis-profile=default`; what that finds becomes an @example.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
+
 # Set before torch is imported, and seen by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for work take the cores from tests that run beside

@@ -268,6 +268,7 @@ def _bias_corrected(found: Array, value: float, n: int, p: float) -> float:
 
 def _decide(value: float, low: float, upper: float, n: int, limit: float | None, sampling: float, *, method: str) -> Drop:
     """The drop with its verdict. ``sampling`` is the part of the upper margin that shrinks with the root of n."""
+    low, upper = min(low, value), max(upper, value)  # rounding can put a bound that equals the value on its other side
     decided, needed = None, None
     if limit is not None:
         decided = True if upper <= limit else False if low > limit else None
