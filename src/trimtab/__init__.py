@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trimtab.study.compare import compare
     from trimtab.study.study import Study
     from trimtab.study.verify import verify
+    from trimtab.train.trainer import Trainer
     from trimtab.trial import State, Trial
     from trimtab.workload import Evaluation, Limits, Workload
 
@@ -45,6 +46,7 @@ _HOMES = {
     "Settings": "candidate",
     "State": "trial",
     "Study": "study.study",
+    "Trainer": "train.trainer",
     "Trial": "trial",
     "TrimtabError": "errors",
     "Workload": "workload",
@@ -79,6 +81,7 @@ __all__ = [
     "Settings",
     "State",
     "Study",
+    "Trainer",
     "Trial",
     "TrimtabError",
     "Workload",

@@ -20,17 +20,53 @@ from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to run, apart from what the model is. ``None`` leaves the runtime's own default."""
+    """How to run, apart from what the model is. ``None`` leaves the runtime's, or the user's, own choice.
+
+    The first five fields matter to inference and training alike, the others to training only. Where a field takes ``"auto"``,
+    the Trainer measures the alternatives on the first batches and keeps what pays on this machine.
+    """
 
     threads: int | None = None
     """Intra-operator threads."""
-    autocast: Literal["bfloat16", "float16"] | None = None
+    autocast: Literal["bfloat16", "float16", "auto"] | None = None
     """Mixed precision through :class:`torch.autocast`."""
-    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    memory_format: Literal["contiguous", "channels_last", "auto"] = "contiguous"
     """Layout of 4-D activations and weights."""
-    batch: int | None = None
-    """Examples per call, where the objective is throughput."""
+    batch: int | Literal["auto"] | None = None
+    """Examples per call where the objective is throughput; in training, per micro-batch: larger batches are taken apart."""
     device: str = "cpu"
+    accumulate: int = 1
+    """Batches of the loader per update of the parameters."""
+    exact_batchnorm: bool = False
+    """Whether BatchNorm sees all of an update's batches: they then run as one, and ``activation_mb`` bounds the memory."""
+    clip_norm: float | None = None
+    """Largest norm of the gradient of all parameters, clipped once per update."""
+    compile: bool | Literal["auto"] = False
+    """Whether the model runs through :func:`torch.compile`; ``auto`` weighs what compiling costs against the steps left."""
+    optimizer: Literal["loop", "foreach", "fused", "auto"] | None = None
+    """Which of torch's implementations of the optimizer runs the update."""
+    attention: Literal["flash", "efficient", "cudnn", "math", "auto"] | None = None
+    """Which implementation scaled dot-product attention may use."""
+    tf32: bool = False
+    """Whether float32 products may be rounded to TensorFloat-32 on GPUs that have it."""
+    cudnn_benchmark: bool = False
+    """Whether cuDNN times its algorithms for each new shape."""
+    activation_mb: float | None = None
+    """Most memory for the activations that wait for the backward pass, in MB (10**6 bytes); the rest is computed again."""
+    nonfinite: Literal["raise", "skip", "stop"] = "raise"
+    """What a loss or gradient that is not finite leads to: an error, an update left out, or the end of the run."""
+    communication: Literal["float16", "bfloat16", "powersgd", "topk"] | None = None
+    """How gradients are compressed between processes."""
+    sharding: Literal["replicate", "shard", "hybrid"] = "replicate"
+    """Whether every process holds the whole model (DDP), a share of it (FSDP2), or a share within its host."""
+    adjust: bool = False
+    """Whether workers, micro-batch and compilation are tuned again while the run goes on, where its steps slow down."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "accumulate", "batch", "clip_norm", "activation_mb"):
+            value = getattr(self, name)
+            if isinstance(value, (int, float)) and not value > 0:
+                raise UsageError(f"Settings {name} is {value}; it must be above zero.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

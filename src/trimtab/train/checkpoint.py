@@ -1,0 +1,201 @@
+"""A training run on disk: everything that the next step depends on, written whole or not at all, and never a pickle.
+
+A folder holds one folder per checkpoint, ``update-00000120``, each with ``tensors.safetensors``, ``state.json`` (the structure
+around the tensors) and ``sha256.json``. A checkpoint is written beside its place and renamed into it, so that one that is there
+is complete; the newest whose hashes are right is the one to go on from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from trimtab._json import dumps
+from trimtab.errors import StorageError, UsageError
+
+TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
+SCHEMA = 1
+_NAME = re.compile(r"update-(\d{8})")
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: made when the first one is written.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
+        if keep < 1:
+            raise UsageError(f"keep is {keep}; at least one checkpoint must stay.")
+        self.folder, self.keep = pathlib.Path(folder), keep
+
+    def save(self, update: int, state: Mapping[str, Any]) -> pathlib.Path:
+        """Write ``state``, nested mappings and sequences of tensors and plain values, as the checkpoint after ``update``.
+
+        Raises:
+            StorageError: it cannot be written; what was there before still is.
+        """
+        place = self.folder / f"update-{update:08d}"
+        partial = self.folder / f".{place.name}.{os.getpid()}"
+        try:
+            self._sweep()
+            partial.mkdir(parents=True)
+            _write(partial, state)
+            if place.exists():  # the same update again, after a run was gone on with
+                os.replace(place, self.folder / f".{place.name}.old")
+            os.replace(partial, place)
+            _sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            last = self.newest()
+            kept = f"The checkpoint {last.name} is still whole." if last else "No checkpoint is there yet."
+            raise StorageError(
+                f"The checkpoint after update {update} cannot be written to {self.folder}: {error.strerror or error}. {kept} "
+                "Make room, or give another checkpoint folder, and resume."
+            ) from error
+        self._sweep()
+        return place
+
+    def newest(self) -> pathlib.Path | None:
+        """The newest checkpoint that is whole."""
+        return next((place for place in self._places() if not _damage(place)), None)
+
+    def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """What the newest whole checkpoint holds, its tensors on ``device``.
+
+        Raises:
+            StorageError: there is none, or it was written by another version.
+        """
+        place = self.newest()
+        if place is None:
+            damaged = [f"{p.name}: {_damage(p)}" for p in self._places()]
+            reason = f"none is whole ({'; '.join(damaged)})" if damaged else "there is none"
+            raise StorageError(f"No checkpoint can be loaded from {self.folder}: {reason}. Start with fit().")
+        facts = json.loads((place / STATE).read_text(encoding="utf-8"))
+        if facts.get("schema") != SCHEMA:
+            raise StorageError(
+                f"{place} has schema {facts.get('schema')}, but this trimtab reads {SCHEMA}. Use the one that wrote it."
+            )
+        state = decode(facts["state"], load_file(place / TENSORS, device=str(device)))
+        assert isinstance(state, dict)
+        return state
+
+    def _places(self) -> list[pathlib.Path]:
+        """Every checkpoint folder, the newest first."""
+        found = self.folder.glob("update-*") if self.folder.is_dir() else ()
+        return sorted((place for place in found if _NAME.fullmatch(place.name)), reverse=True)
+
+    def _sweep(self) -> None:
+        """Remove what a process left that was killed while writing, and what is older than ``keep``."""
+        for left in self.folder.glob(".update-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        for place in self._places()[self.keep :]:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _write(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
+    written = Encoder()
+    tree = written.encode(state)
+    try:
+        save_file(written.tensors, folder / TENSORS)
+    except SafetensorError as error:  # it tells of a full disk in words only
+        raise OSError(str(error)) from error
+    (folder / STATE).write_text(dumps({"schema": SCHEMA, "state": tree}), encoding="utf-8")
+    (folder / HASHES).write_text(dumps({name: sha256(folder / name) for name in (TENSORS, STATE)}), encoding="utf-8")
+    for name in (TENSORS, STATE, HASHES):
+        _sync(folder / name)
+    _sync(folder)
+
+
+class Encoder:
+    """Turns nested values into JSON and collects the tensors in them; one that stands in several places is kept once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._keys: dict[Any, str] = {}
+        self._storages: set[int] = set()
+
+    def encode(self, value: Any) -> Any:
+        """``value`` as JSON, with keys of :attr:`tensors` for tensors. Keys of mappings keep their type.
+
+        Raises:
+            UsageError: something inside can be neither.
+        """
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._keep(value.detach())}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, Mapping):
+            return {"items": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
+        if isinstance(value, tuple):
+            return {"tuple": [self.encode(item) for item in value]}
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self.encode(item) for item in value]
+        raise UsageError(
+            f"A {type(value).__module__}.{type(value).__qualname__} cannot be kept in a checkpoint. Use tensors, numbers, "
+            "strings, lists, tuples and dicts in what state_dict() returns."
+        )
+
+    def _keep(self, tensor: torch.Tensor) -> str:
+        storage = tensor.untyped_storage().data_ptr()
+        place = (storage, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+        if storage and place in self._keys:
+            return self._keys[place]
+        key = self._keys[place] = str(len(self.tensors))
+        self.tensors[key] = (
+            tensor.clone(memory_format=torch.contiguous_format) if storage in self._storages else tensor.contiguous()
+        )
+        self._storages.add(storage)
+        return key
+
+
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of :meth:`Encoder.encode`."""
+    if isinstance(tree, list):
+        return [decode(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "tensor" in tree:
+        return tensors[tree["tensor"]]
+    if "tuple" in tree:
+        return tuple(decode(item, tensors) for item in tree["tuple"])
+    return {decode(key, tensors): decode(item, tensors) for key, item in tree["items"]}
+
+
+def sha256(path: pathlib.Path) -> str:
+    """The hash of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _damage(place: pathlib.Path) -> str | None:
+    """What is wrong with the files of a checkpoint; ``None`` if nothing is."""
+    try:
+        hashes = json.loads((place / HASHES).read_text(encoding="utf-8"))
+        changed = [name for name in (TENSORS, STATE) if sha256(place / name) != hashes[name]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{changed[0]} has changed since it was written" if changed else None
+
+
+def _sync(path: pathlib.Path) -> None:
+    """Have the system write ``path`` out, so that a power cut cannot leave a renamed folder with empty files."""
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

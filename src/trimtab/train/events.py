@@ -1,0 +1,140 @@
+"""What happens in a run, for those who watch it: callbacks get these, and so do the log and the progress line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trimtab._json import to_json
+from trimtab.contracts import require
+from trimtab.errors import StorageError
+
+if TYPE_CHECKING:
+    from trimtab.train.summary import Summary
+    from trimtab.train.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened after ``update`` updates, in epoch ``epoch`` (from 0)."""
+
+    update: int
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progressed(Event):
+    """Some updates were made; means over those since the last such event."""
+
+    updates: int | None
+    """How many there will be in all, where that is known."""
+    loss: float
+    norm: float
+    rate: float
+    """Learning rate of the first group."""
+    examples_per_s: float
+    skipped: int
+    """Updates that were left out because they were not finite."""
+    shares: Mapping[str, float]
+    """Where the time went: a share of 1 for each phase."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validated(Event):
+    """The validation data was gone through."""
+
+    metrics: Mapping[str, float]
+    best: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint was written."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adjusted(Event):
+    """A setting was changed during the run, or changed back."""
+
+    what: str
+    before: float
+    after: float
+    unit: str
+    kept: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remarked(Event):
+    """A sentence that a person should read."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ended(Event):
+    """The run ended well."""
+
+    summary: Summary
+
+
+Callback = Callable[["Trainer", Event], None]
+"""Called with the trainer and what happened; ``trainer.stop(reason)`` ends the run after this update."""
+
+
+class JsonLines:
+    """A callback that appends every event to a file as a line of JSON."""
+
+    def __init__(self, path: str | pathlib.Path) -> None:
+        self.path = pathlib.Path(path)
+
+    def __call__(self, trainer: Trainer, event: Event) -> None:
+        """Append ``event``."""
+        line = json.dumps({"event": type(event).__name__.lower(), **_finite(to_json(event))})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"The log {self.path} cannot be written: {error.strerror}. Make room, or give another "
+                "file; the last checkpoint is whole."
+            ) from error
+
+
+class TensorBoard:
+    """A callback that writes losses, rates, speed and validation figures for TensorBoard (``pip install tensorboard``)."""
+
+    def __init__(self, folder: str | pathlib.Path) -> None:
+        require("tensorboard")
+        self._writer: Any = require("torch.utils.tensorboard").SummaryWriter(str(folder))
+
+    def __call__(self, trainer: Trainer, event: Event) -> None:
+        """Write the figures of ``event``."""
+        if isinstance(event, Progressed):
+            figures = {"train/loss": event.loss, "train/norm": event.norm, "train/rate": event.rate}
+            figures |= {"speed/examples_per_s": event.examples_per_s}
+            figures |= {f"time/{phase}": share for phase, share in event.shares.items()}
+        elif isinstance(event, Validated):
+            figures = {f"validate/{name}": value for name, value in event.metrics.items()}
+        else:
+            figures = {}
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, event.update)
+        if isinstance(event, (Validated, Ended)):
+            self._writer.flush()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for what is not finite."""
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(item) for item in value]
+    return value

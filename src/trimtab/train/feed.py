@@ -1,0 +1,199 @@
+"""From the loader to the step: batches in groups, taken apart, on the device, and found again after an interruption."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.clock import Clock
+from trimtab.train.objective import Batch, examples, tensors
+
+
+@runtime_checkable
+class Seekable(Protocol):
+    """A loader whose order depends on nothing but the epoch, so that it can begin anywhere without reading what was before."""
+
+    def seek(self, epoch: int, batch: int) -> None:
+        """Make the next iteration begin at that batch of that epoch."""
+
+
+class Feed:
+    """Groups of micro-batches, one group per update.
+
+    Args:
+        batches: anything that can be iterated over once per epoch.
+        accumulate: batches per group.
+        clock: told of waiting and copying.
+        move: puts a batch on the device.
+        micro: examples per micro-batch; larger batches are taken apart.
+        joined: whether the batches of a group become one, for exact BatchNorm.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        accumulate: int,
+        clock: Clock,
+        move: Callable[[Batch], Batch],
+        *,
+        micro: int | None = None,
+        joined: bool = False,
+    ) -> None:
+        self.batches, self.accumulate, self.clock, self.move = batches, accumulate, clock, move
+        self.micro, self.joined = micro, joined
+        self.taken = 0
+        """Batches of the running epoch that were given out, or skipped."""
+        self._running: Iterator[Batch] = iter(())
+
+    def begin(self, epoch: int, skip: int = 0) -> None:
+        """Start epoch ``epoch`` after its first ``skip`` batches."""
+        self.clock.enter("data")
+        batches = self.batches
+        for name in ("", "sampler", "batch_sampler"):
+            set_epoch = getattr(getattr(batches, name, None) if name else batches, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
+        self.taken = skip
+        if isinstance(batches, Seekable):
+            batches.seek(epoch, skip)
+            skip = 0
+        self._running = iter(batches)
+        for _ in itertools.islice(self._running, skip):
+            pass
+
+    def groups(self) -> Iterator[list[Batch]]:
+        """What is left of the epoch.
+
+        Raises:
+            WorkloadError: there is no batch in the whole epoch.
+        """
+        while group := self._group():
+            yield group
+        if not self.taken:
+            raise WorkloadError(f"The loader gave no batch. {_why_empty(self.batches)}")
+
+    def _group(self) -> list[Batch]:
+        group: list[Batch] = []
+        while len(group) < self.accumulate:
+            self.clock.enter("data")
+            try:
+                batch = next(self._running)
+            except StopIteration:
+                break
+            self.taken += 1
+            self.clock.enter("copy")
+            group.append(self.move(batch))
+        self.clock.enter("other")
+        if self.joined and len(group) > 1:
+            group = [join(group)]
+        return group if self.micro is None else [part for batch in group for part in split(batch, self.micro)]
+
+
+def mover(device: torch.device, *, channels_last: bool = False) -> Callable[[Batch], Batch]:
+    """A function that puts every tensor of a batch on ``device``, images in the layout that the model has."""
+
+    def move(batch: Batch) -> Batch:
+        if isinstance(batch, torch.Tensor):
+            moved = batch.to(device, non_blocking=True)
+            return moved.contiguous(memory_format=torch.channels_last) if channels_last and moved.dim() == 4 else moved
+        return _rebuilt(batch, move)
+
+    return move if channels_last or device.type != "cpu" else _same
+
+
+def split(batch: Batch, size: int) -> list[Batch]:
+    """``batch`` in parts of at most ``size`` examples, cut along the first axis of every tensor as long as the batch."""
+    count = examples(batch)
+    if count <= size:
+        return [batch]
+    if any(tensor.dim() and len(tensor) != count for tensor in tensors(batch)):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(batch))
+        raise WorkloadError(
+            f"A batch cannot be taken apart into micro-batches of {size}: its tensors differ in their first axis ({shapes}). "
+            "Make the loader's batches smaller and set accumulate instead."
+        )
+    return [_rebuilt(batch, _part(start, start + size)) for start in range(0, count, size)]
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """One batch with the examples of all.
+
+    Raises:
+        WorkloadError: their tensors differ in more than the first axis.
+    """
+    first = batches[0]
+    if isinstance(first, torch.Tensor):
+        if len({(batch.dtype, batch.shape[1:]) for batch in batches}) > 1:
+            shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
+            raise WorkloadError(f"exact_batchnorm needs batches of one shape, but these are {shapes}. Pad them alike.")
+        return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
+    if isinstance(first, Mapping):
+        return {key: join([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return (
+            type(first)(*(map(join, zip(*batches, strict=True))))
+            if hasattr(first, "_fields")
+            else [join(items) for items in zip(*batches, strict=True)]
+        )
+    return first
+
+
+def _part(start: int, end: int) -> Callable[[Batch], Batch]:
+    def part(item: Batch) -> Batch:
+        return item[start:end] if isinstance(item, torch.Tensor) and item.dim() else _rebuilt(item, part)
+
+    return part
+
+
+def _rebuilt(batch: Batch, change: Callable[[Batch], Batch]) -> Batch:
+    """``batch`` with ``change`` made to everything in it; a leaf that is no tensor stays as it is."""
+    if isinstance(batch, Mapping):
+        changed = {key: change(item) for key, item in batch.items()}
+        return changed if type(batch) is dict else _like(batch, changed)
+    if isinstance(batch, tuple):
+        items = [change(item) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+    if isinstance(batch, list):
+        return [change(item) for item in batch]
+    return batch
+
+
+def _like(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the kind of ``batch``, such as transformers' BatchEncoding, that also answers to attributes."""
+    try:
+        return type(batch)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def _same(batch: Batch) -> Batch:
+    return batch
+
+
+def _why_empty(batches: Any) -> str:
+    if isinstance(batches, Iterator):
+        return "It is an iterator, which can be gone through only once. Give a list, a Dataset's loader, or fewer epochs."
+    try:
+        size = len(batches.dataset)
+    except (AttributeError, TypeError):
+        return "Check that it has data, and that drop_last does not leave out the only batch."
+    drops = getattr(batches, "drop_last", False)
+    return f"Its dataset has {size} examples" + (
+        f", fewer than one batch of {getattr(batches, 'batch_size', '?')}, and drop_last=True." if drops else "."
+    )
+
+
+def check_loader(batches: Any, what: str) -> None:
+    """Refuse at once what cannot be iterated over.
+
+    Raises:
+        UsageError: it is no iterable, or a dataset where a loader is meant.
+    """
+    if isinstance(batches, torch.utils.data.Dataset) and not hasattr(batches, "__iter__"):
+        raise UsageError(f"{what} is a {type(batches).__name__}, a dataset; wrap it: trimtab.train.Loader(dataset, batch=32).")
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise UsageError(f"{what} is a {type(batches).__name__}, which cannot be iterated over. Give a loader of batches.")

@@ -1,0 +1,93 @@
+"""Counts what a run does, and tells of it now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.train.clock import PHASES, Clock
+from trimtab.train.events import Progressed
+from trimtab.train.objective import Batch, examples
+from trimtab.train.step import Update
+from trimtab.train.summary import Summary
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+
+class Meter:
+    """The figures of one run. Losses stay on their device until they are told of."""
+
+    def __init__(self, trainer: Trainer, clock: Clock, updates: int | None) -> None:
+        self.trainer, self.clock, self.updates = trainer, clock, updates
+        self._began = self._since = time.perf_counter()
+        self._first = trainer.position.update
+        self._unread: list[Update] = []
+        self._examples = self._all_examples = 0
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._loss: float | None = None
+        clock.take()
+
+    def count(self, update: Update, group: Sequence[Batch]) -> None:
+        """One update was made from ``group``."""
+        self._unread.append(update)
+        self._examples += sum(examples(batch) for batch in group)
+        if len(self._unread) >= self.trainer.log_every:
+            self.report()
+
+    def report(self) -> None:
+        """Tell the callbacks of the updates since the last time; waits for the device."""
+        if not self._unread:
+            return
+        self.clock.enter("other")
+        spent, now, position = self.clock.take(), time.perf_counter(), self.trainer.position
+        losses = torch.stack([each.loss.float() for each in self._unread])
+        norms = torch.stack([each.norm.float() for each in self._unread])
+        applied = torch.tensor([each.applied for each in self._unread], device=losses.device)
+        if applied.any():
+            losses, norms = losses[applied], norms[applied]
+        self._loss = float(losses.mean())
+        total = sum(spent.values())
+        for phase, seconds in spent.items():
+            self._spent[phase] += seconds
+        event = Progressed(
+            update=position.update,
+            epoch=position.epoch,
+            updates=self.updates,
+            loss=self._loss,
+            norm=float(norms.mean()),
+            rate=float(self.trainer.optimizer.param_groups[0]["lr"]),
+            examples_per_s=self._examples / max(now - self._since, 1e-9),
+            skipped=len(self._unread) - int(applied.sum()),
+            shares=_shares(spent, total),
+        )
+        self._all_examples += self._examples
+        self._unread, self._examples, self._since = [], 0, now
+        self.trainer.emit(event)
+
+    def summary(self, ended: str) -> Summary:
+        """All of it."""
+        trainer, seconds = self.trainer, time.perf_counter() - self._began
+        return Summary(
+            updates=trainer.position.update - self._first,
+            epochs=trainer.position.epoch,
+            seconds=seconds,
+            ended=ended,
+            loss=self._loss,
+            best=trainer.position.best,
+            metrics=trainer.results,
+            examples_per_s=self._all_examples / seconds if self._all_examples else None,
+            peak_mb=None,
+            flops_share=None,
+            shares=_shares(self._spent, sum(self._spent.values())),
+            skipped=trainer.position.skipped,
+            settings=trainer.settings,
+            notes=tuple(trainer.notes),
+        )
+
+
+def _shares(spent: Mapping[str, float], total: float) -> dict[str, float]:
+    return {phase: seconds / total for phase, seconds in spent.items()} if total else {}

@@ -1,0 +1,184 @@
+"""How a batch becomes a loss, and what the loss is an average over.
+
+Losses of several batches may only be added up if it is known how much each of them stands for: the mean over 3 tokens and the
+mean over 300 are not worth the same. Gradient accumulation and training on several processes rest on this.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trimtab.errors import UsageError, WorkloadError
+
+Weight = float | torch.Tensor
+Batch = Any
+"""What the loader gives: ``(inputs, targets)``, a mapping of keyword arguments, or whatever the user's own loss takes."""
+
+IGNORED = -100
+"""The label that torch and transformers leave out of a mean."""
+_MODEL_NAMES = frozenset({"model", "module", "net", "network"})
+_CLASSES = (functional.cross_entropy, functional.nll_loss)
+_ELEMENTWISE = (
+    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
+    *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.poisson_nll_loss),
+)
+_MODULES: dict[type[nn.Module], Callable[..., Any]] = {
+    nn.CrossEntropyLoss: functional.cross_entropy,
+    nn.NLLLoss: functional.nll_loss,
+    nn.MSELoss: functional.mse_loss,
+    nn.L1Loss: functional.l1_loss,
+    nn.SmoothL1Loss: functional.smooth_l1_loss,
+    nn.HuberLoss: functional.huber_loss,
+    nn.BCELoss: functional.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
+    nn.PoissonNLLLoss: functional.poisson_nll_loss,
+}
+
+
+class Objective:
+    """The loss as the user gave it, called in one way: ``objective(model, batch)`` -> ``(loss, weight)``.
+
+    Args:
+        loss: one of
+
+            - ``loss(outputs, targets)``, such as :class:`torch.nn.CrossEntropyLoss`, for batches of ``(inputs, targets)``. What
+              torch's own losses average over is known (labels that are not ignored, class weights, elements); any other is
+              taken to be the mean over the examples;
+            - ``loss(model, batch)``, recognised by the name of its first parameter, which calls the model itself and returns
+              the mean, or ``(mean, weight)`` where the batch stands for something else than its examples, such as its tokens;
+            - ``None`` for a model that is called with the batch, a mapping, and answers with its loss, as transformers' do.
+    """
+
+    def __init__(self, loss: Callable[..., Any] | None) -> None:
+        if loss is not None and not callable(loss):
+            raise UsageError(f"loss is a {type(loss).__name__}, which cannot be called. Give a function or a torch.nn loss.")
+        self.loss = loss
+        self.summed = _options(loss).get("reduction") == "sum"
+        """Whether the loss is a sum, so that those of several batches add up as they are."""
+        self._with_model = loss is not None and _takes_model(loss)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight]:
+        """The loss of ``batch``, a scalar that carries gradients, and what it is a mean over.
+
+        Raises:
+            WorkloadError: the loss is no scalar, carries no gradient, or the batch has not the form that the loss asks for.
+        """
+        if self.loss is None:
+            loss, weight = self._own(model, batch)
+        elif self._with_model:
+            found = self.loss(model, batch)
+            loss, weight = found if isinstance(found, tuple) else (found, None)
+        else:
+            inputs, targets = _pair(batch)
+            outputs = call(model, inputs)
+            loss, weight = self.loss(outputs, targets), _denominator(self.loss, outputs, targets)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise WorkloadError(_no_scalar(loss))
+        return loss, 1.0 if self.summed else examples(batch) if weight is None else weight
+
+    def _own(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
+        """The loss that the model itself computes."""
+        if not isinstance(batch, Mapping):
+            raise WorkloadError(
+                f"Without loss=..., batches must be mappings that the model takes as keywords, but this is a "
+                f"{type(batch).__name__}. Give loss=..., for example torch.nn.CrossEntropyLoss()."
+            )
+        found = model(**batch)
+        loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+        if loss is None:
+            raise WorkloadError("The model answered without a loss. Give loss=..., or batches with the labels it asks for.")
+        labels = batch.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return loss, None
+        config = getattr(model, "config", None)
+        shifted = any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or [])
+        shifted |= "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+        return loss, (labels[..., 1:] if shifted else labels).ne(IGNORED).sum()
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model on inputs that are a tensor, a tuple of positional or a mapping of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def tensors(batch: Batch) -> list[torch.Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return [tensor for item in items for tensor in tensors(item)]
+
+
+def examples(batch: Batch) -> int:
+    """The number of examples in ``batch``: the length of its first tensor that has one, 1 if there is none."""
+    return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 1)
+
+
+def _pair(batch: Batch) -> tuple[Any, Any]:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    shape = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
+    raise WorkloadError(
+        f"loss(outputs, targets) needs batches of (inputs, targets), but the loader gives {shape}. Give a loss whose first "
+        "parameter is called model: def loss(model, batch)."
+    )
+
+
+def _takes_model(loss: Callable[..., Any]) -> bool:
+    """Whether the first parameter of a function is called as a model would be."""
+    if isinstance(loss, nn.Module):
+        return False
+    try:
+        first = next(iter(inspect.signature(loss).parameters), "")
+    except (TypeError, ValueError):  # builtins have no signature
+        return False
+    return first in _MODEL_NAMES
+
+
+def _options(loss: Callable[..., Any] | None) -> dict[str, Any]:
+    """The options of one of torch's losses, whether it is a module, a function or a partial one."""
+    if isinstance(loss, functools.partial):
+        return dict(loss.keywords)
+    if isinstance(loss, nn.Module):
+        return {name: getattr(loss, name, None) for name in ("reduction", "weight", "ignore_index")}
+    return {}
+
+
+def _denominator(loss: Callable[..., Any], outputs: Any, targets: Any) -> Weight | None:
+    """What torch's ``loss`` divides by; ``None`` where it is not one of torch's."""
+    kind = _MODULES.get(type(loss)) if isinstance(loss, nn.Module) else getattr(loss, "func", loss)
+    if not isinstance(targets, torch.Tensor):
+        return None
+    if kind in _ELEMENTWISE:
+        return float(targets.numel())
+    if kind not in _CLASSES:
+        return None
+    if targets.is_floating_point():  # probabilities: the mean is over all positions
+        return float(targets.numel() / targets.shape[1 if targets.dim() > 1 else 0])
+    options = _options(loss)
+    ignored, classes = options.get("ignore_index"), options.get("weight")
+    kept = targets != (IGNORED if ignored is None else ignored)
+    if classes is None:
+        return kept.sum()
+    weights: torch.Tensor = classes[targets.clamp_min(0)]
+    return weights.mul(kept).sum()
+
+
+def _no_scalar(loss: Any) -> str:
+    if isinstance(loss, torch.Tensor):
+        return (
+            f"The loss is a tensor of shape {tuple(loss.shape)}, but one number is needed. Use reduction='mean', or return its "
+            "mean()."
+        )
+    return f"The loss is a {type(loss).__name__}, but a tensor with one number is needed."

@@ -1,0 +1,229 @@
+"""What happens before the first update of a run, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trimtab.errors import UsageError
+from trimtab.train.clock import Clock, clock_for
+from trimtab.train.feed import Feed, mover
+from trimtab.train.runtime import random_state
+from trimtab.train.step import Step
+from trimtab.train.validation import Move
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """Everything that a run is made of, once its settings are decided."""
+
+    feed: Feed
+    step: Step
+    scheduler: LRScheduler | None
+    clock: Clock
+    move: Move
+    updates: int | None
+    """How many there will be in all, where that is known."""
+
+
+def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int | None) -> Ready:
+    """Put the model in the form that the settings ask for, and build the feed, the step and the schedule.
+
+    Raises:
+        UsageError: a schedule needs to know how long the run is, and the loader cannot say.
+    """
+    settings, model = trainer.settings, trainer.model
+    nhwc = settings.memory_format == "channels_last"
+    if nhwc:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    clock, move = clock_for(trainer.device), mover(trainer.device, channels_last=nhwc)
+    micro = settings.batch if isinstance(settings.batch, int) else None
+    feed = Feed(train, settings.accumulate, clock, move, micro=micro, joined=settings.exact_batchnorm)
+    called = torch.compile(model) if settings.compile is True else model
+    step = Step(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock)  # type: ignore[arg-type]
+    updates = steps if steps is not None else _updates(train, settings.accumulate, epochs or 0)
+    scheduler = _scheduler(trainer, updates)
+    made = Ready(feed, step, scheduler, clock, move, updates)
+    if trainer.resuming is not None:
+        _load_rest(made, trainer.resuming)
+    for group in trainer.optimizer.param_groups if settings.optimizer is not None else ():
+        group |= {"foreach": settings.optimizer == "foreach", "fused": settings.optimizer == "fused"}
+    return made
+
+
+def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimizer]) -> Optimizer:
+    """The optimizer, made if it is a function, and checked against the model.
+
+    Raises:
+        UsageError: the model has nothing to train, or the optimizer is over other parameters.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        count = sum(1 for _ in model.parameters())
+        reason = f"all its {count} parameters have requires_grad=False" if count else "it has no parameters"
+        raise UsageError(f"There is nothing to train in {type(model).__name__}: {reason}.")
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
+            raise UsageError(
+                f"optimizer is a {type(optimizer).__name__}; give one of torch.optim, or a function that makes it."
+            )
+        optimizer = optimizer(trainable)
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+    own = {id(p) for p in model.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise UsageError(
+            f"The optimizer updates {len(foreign)} parameters that are not the model's (the first has shape "
+            f"{tuple(foreign[0].shape)}). Make it from model.parameters() of this very model, after its last conversion."
+        )
+    return optimizer
+
+
+def check_lengths(epochs: int | None, steps: int | None) -> None:
+    """Refuse a run of no stated length.
+
+    Raises:
+        UsageError: neither or both are given, or one is below 1.
+    """
+    if (epochs is None) == (steps is None):
+        raise UsageError(f"fit() takes epochs=... or steps=...; {'both' if epochs is not None else 'neither'} were given.")
+    name, value = ("epochs", epochs) if epochs is not None else ("steps", steps)
+    if not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+
+
+def check_folder(trainer: Trainer) -> None:
+    """Refuse to begin anew where another run's checkpoints are.
+
+    Raises:
+        UsageError: there is a checkpoint, and this run neither resumed from it nor wrote it.
+    """
+    if trainer.checkpoints is None or trainer.resuming is not None or trainer.position.update:
+        return
+    if newest := trainer.checkpoints.newest():
+        raise UsageError(
+            f"{trainer.checkpoints.folder} holds {newest.name} of an earlier run. Go on from it with trainer.resume() before "
+            "fit(), or give another folder."
+        )
+
+
+def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
+    """Everything that the next update depends on."""
+    return {
+        "model": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": None if ready.scheduler is None else _plain(ready.scheduler.state_dict()),
+        "step": ready.step.state_dict(),
+        "ema": None if trainer.ema is None else trainer.ema.shadow,
+        "best": trainer.best_parameters,
+        "position": dataclasses.asdict(trainer.position),
+        "random": random_state(),
+        "epoch_random": trainer.epoch_random,
+        "kind": type(trainer.model).__qualname__,
+        "optimizer_kind": type(trainer.optimizer).__qualname__,
+    }
+
+
+def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Put a checkpoint into a trainer: model, optimizer, averages and position; the rest follows when it runs.
+
+    Raises:
+        UsageError: the checkpoint is of another model or optimizer; nothing was changed.
+    """
+    assert trainer.checkpoints is not None
+    folder, now = trainer.checkpoints.folder, trainer.model.state_dict()
+    differing = list(now.keys() ^ state["model"].keys())
+    differing += [n for n in now.keys() & state["model"].keys() if now[n].shape != state["model"][n].shape]
+    if differing:
+        shown = ", ".join(sorted(differing)[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+        raise UsageError(
+            f"The checkpoint in {folder} is of another model, a {state['kind']}: {shown} differ from this "
+            f"{type(trainer.model).__qualname__}. Give the model that it was made with, or another folder."
+        )
+    if (kind := type(trainer.optimizer).__qualname__) != state["optimizer_kind"]:
+        raise UsageError(
+            f"The checkpoint in {folder} was made with {state['optimizer_kind']}, not {kind}. Give that optimizer."
+        )
+    if (trainer.ema is None) != (state["ema"] is None):
+        raise UsageError(f"The checkpoint in {folder} was made with{'' if state['ema'] else 'out'} ema=...; give the same.")
+    trainer.model.load_state_dict(state["model"])
+    if trainer.ema is not None:
+        for name, value in trainer.ema.shadow.items():
+            value.copy_(state["ema"][name])
+    vars(trainer.position).update(state["position"])
+
+
+@contextlib.contextmanager
+def interruptible(trainer: Trainer) -> Iterator[None]:
+    """A block in which Ctrl-C and SIGTERM end the run after its update; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        for known, handler in before.items():
+            signal.signal(known, handler)
+        trainer.stop(f"It was interrupted by {signal.Signals(number).name}.")
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if handler is not None}  # not set from Python: leave it
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _updates(train: Iterable[Any], accumulate: int, epochs: int) -> int | None:
+    try:
+        return -(-len(train) // accumulate) * epochs  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
+    schedule = trainer.schedule
+    if schedule is None or isinstance(schedule, LRScheduler):
+        if isinstance(schedule, LRScheduler) and schedule.optimizer is not trainer.optimizer:
+            raise UsageError("The schedule is of another optimizer than the one given. Make it from the same object.")
+        return schedule
+    if updates is None:
+        raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
+    return schedule(trainer.optimizer, updates)
+
+
+def _load_rest(made: Ready, state: Mapping[str, Any]) -> None:
+    optimizer = made.step.optimizer
+    optimizer.load_state_dict(state["optimizer"])  # not before, because making a scheduler changes the learning rates
+    _like_parameters(optimizer)
+    made.step.load_state_dict(state["step"])
+    if made.scheduler is not None and state["scheduler"] is not None:
+        made.scheduler.load_state_dict(state["scheduler"])
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A scheduler's state without the functions in it, which are made again from the same arguments."""
+    return {name: value for name, value in state.items() if not callable(value) and name != "lr_lambdas"}
+
+
+def _like_parameters(optimizer: Optimizer) -> None:
+    """Lay out the optimizer's tensors as their parameters are: checkpoints know no layouts, and mixed ones are slow."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

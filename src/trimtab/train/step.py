@@ -1,0 +1,177 @@
+"""One update of the parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.candidate import Settings
+from trimtab.errors import WorkloadError
+from trimtab.train.clock import Clock
+from trimtab.train.objective import Batch, Objective, Weight
+from trimtab.train.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What one update did. The tensors stay on their device, so that nothing waits for them until somebody reads them."""
+
+    loss: torch.Tensor
+    """The mean over everything that the update stood for, on all processes."""
+    norm: torch.Tensor
+    """Of the gradient before it was clipped."""
+    applied: bool
+    """Whether the parameters were changed: not where the loss or the gradient was not finite and such updates are left out."""
+
+
+class NonFiniteError(WorkloadError):
+    """A loss or a gradient was not finite in training.
+
+    Lower the learning rate, clip the gradient with ``Settings(clip_norm=1.0)``, or leave such updates out with
+    ``Settings(nonfinite="skip")``; the last checkpoint is from before.
+    """
+
+    code = "non-finite"
+
+
+class Step:
+    """Forward and backward over the micro-batches of an update, then the update itself: call it with the batches.
+
+    The gradient is that of the mean over everything the batches hold, however unequal they are: each loss counts by what it is
+    a mean over. Gradients cross between processes, are clipped, checked and applied once.
+
+    On a GPU an update that is not finite is an error one update later, because the loop does not wait for the device in
+    between; ``nonfinite="skip"`` and ``"stop"`` do wait.
+
+    Args:
+        model: what the objective calls, perhaps wrapped or compiled.
+        optimizer: what updates the parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        settings: Settings,
+        world: World,
+        clock: Clock,
+    ) -> None:
+        self.model, self.objective, self.optimizer = model, objective, optimizer
+        self.settings, self.world, self.clock = settings, world, clock
+        self.scaler = torch.amp.GradScaler(settings.device, enabled=settings.autocast == "float16")
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._typical: float | None = None
+        self._unread: Update | None = None
+
+    def __call__(self, batches: Sequence[Batch]) -> Update:
+        """Update the parameters from ``batches``, which are on the model's device.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
+        """
+        clock, world = self.clock, self.world
+        losses: list[torch.Tensor] = []
+        weights: list[Weight] = []
+        for index, batch in enumerate(batches):
+            with world.exchanging(self.model, now=index == len(batches) - 1):  # gradients cross once per update
+                clock.enter("forward")
+                with self.precision():
+                    loss, weight = self.objective(self.model, batch)
+                losses.append(loss.detach())
+                weights.append(weight)
+                clock.enter("backward")
+                self.scaler.scale(self._weighted(loss, weight, len(batches))).backward()  # type: ignore[no-untyped-call]
+        clock.enter("communication")
+        loss, total = world.mean(losses, weights, summed=self.objective.summed)
+        clock.enter("optimizer")
+        self.scaler.unscale_(self.optimizer)
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        self._unweight(grads, total)
+        norm = world.norm(grads)
+        if self.settings.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.settings.clip_norm, norm)
+        update = self._apply(loss, norm)
+        self.discard()
+        clock.enter("other")
+        return update
+
+    def precision(self) -> contextlib.AbstractContextManager[object]:
+        """The precision that the forward pass runs in."""
+        dtype = self.settings.autocast
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.settings.device, dtype=getattr(torch, dtype))
+
+    def check(self) -> None:
+        """Read what was not read yet.
+
+        Raises:
+            NonFiniteError: the last update was not finite.
+        """
+        unread, self._unread = self._unread, None
+        if unread is not None and not _finite(unread.loss, unread.norm):
+            raise NonFiniteError(
+                f"The loss was {float(unread.loss)} and the norm of its gradient {float(unread.norm)}, which is not finite. "
+                'Lower the learning rate, clip with Settings(clip_norm=1.0), or leave such updates out: nonfinite="skip".'
+            )
+
+    def discard(self) -> None:
+        """Forget the gradients of an update that was cut off."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale of float16 losses, and the weight that others are relative to."""
+        return {"scaler": self.scaler.state_dict(), "typical": self._typical}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self._typical = state["typical"]
+
+    def _weighted(self, loss: torch.Tensor, weight: Weight, count: int) -> torch.Tensor:
+        """The loss by its weight, relative to a typical one, so that float16 gradients keep their range."""
+        if self.objective.summed or (count == 1 and self.world.size == 1):
+            return loss
+        if self._typical is None:
+            self._typical = self.world.agreed(float(weight)) or 1.0
+        if isinstance(weight, torch.Tensor):  # a mean over nothing, where all labels are ignored, is no number
+            loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
+        return loss * (weight / self._typical)
+
+    def _unweight(self, grads: list[torch.Tensor], total: Weight | None) -> None:
+        """Turn the sum of weighted gradients into that of the mean; ``total`` is ``None`` where nothing was weighted."""
+        factor: Weight = float(self.world.size) if self.world.averages else 1.0
+        if total is not None and not self.objective.summed and self._typical is not None:
+            factor = factor * self._typical / total
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+
+    def _apply(self, loss: torch.Tensor, norm: torch.Tensor) -> Update:
+        """Run the optimizer unless the settings keep it from an update that is not finite."""
+        self.check()
+        if self.scaler.is_enabled():  # it leaves out what overflowed, and lowers its scale: that is how float16 works
+            before = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return Update(loss, norm, self.scaler.get_scale() >= before)
+        if self.settings.nonfinite != "raise":
+            applied = _finite(loss, norm)
+        else:
+            self._unread, applied = Update(loss, norm, True), True
+            if loss.device.type == "cpu":
+                self.check()
+        if applied:
+            self.optimizer.step()
+        return Update(loss, norm, applied)
+
+
+def _finite(loss: torch.Tensor, norm: torch.Tensor) -> bool:
+    return bool(torch.isfinite(loss + norm))

@@ -1,0 +1,66 @@
+"""How good the model is on data that it does not learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.objective import Batch, Objective, Weight, call, examples
+from trimtab.train.world import weighted
+
+if TYPE_CHECKING:
+    from trimtab.train.prepare import Ready
+
+Metric = Callable[[Any, Any], Any]
+"""``metric(outputs, targets)`` -> one value per example."""
+Move = Callable[[Batch], Batch]
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module, objective: Objective, batches: Iterable[Batch], metrics: Mapping[str, Metric], ready: Ready
+) -> dict[str, float]:
+    """The mean loss, weighted as in training, and the means of ``metrics``, over all of ``batches`` on all processes.
+
+    The model is in evaluation mode meanwhile, and in the mode that it was in afterwards.
+
+    Raises:
+        WorkloadError: there is no batch, or a metric gives something else than a value per example.
+    """
+    was, clock, world = model.training, ready.clock, ready.step.world
+    losses: list[torch.Tensor] = []
+    weights: list[Weight] = []
+    values: dict[str, list[torch.Tensor]] = {name: [] for name in metrics}
+    model.eval()
+    try:
+        for batch in batches:
+            moved = ready.move(batch)
+            with ready.step.precision():
+                loss, weight = objective(model, moved)
+                for name, metric in metrics.items():
+                    values[name].append(_per_example(name, metric, model, moved))
+            losses.append(loss.detach())
+            weights.append(weight)
+    finally:
+        model.train(was)
+        clock.enter("other")
+    if not losses:
+        raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
+    found = {"loss": float(world.mean(losses, weights, summed=objective.summed)[0])}
+    for name, parts in values.items():
+        count, total = weighted([part.double().mean() for part in parts], [float(part.numel()) for part in parts])
+        found[name] = float(total / count)
+    return found
+
+
+def _per_example(name: str, metric: Metric, model: nn.Module, batch: Batch) -> torch.Tensor:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise UsageError(f"The metric {name!r} needs batches of (inputs, targets); compute it in a callback instead.")
+    found = torch.as_tensor(metric(call(model, batch[0]), batch[1]))
+    if found.dim() == 0:
+        found = found.expand(examples(batch))
+    return found.reshape(-1)
