@@ -11,6 +11,9 @@ import torch
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.clock import Clock
 from trimtab.train.objective import Batch, examples, tensors
+from trimtab.workload import user_code
+
+_READING, _END = user_code("The loader raised"), object()
 
 
 @runtime_checkable
@@ -80,9 +83,9 @@ class Feed:
         group: list[Batch] = []
         while len(group) < self.accumulate:
             self.clock.enter("data")
-            try:
-                batch = next(self._running)
-            except StopIteration:
+            with _READING:
+                batch = next(self._running, _END)
+            if batch is _END:
                 break
             self.taken += 1
             self.clock.enter("copy")

@@ -78,9 +78,17 @@ class Objective:
         else:
             inputs, targets = _pair(batch)
             outputs = call(model, inputs)
-            loss, weight = self.loss(outputs, targets), _denominator(self.loss, outputs, targets)
+            try:
+                loss, weight = self.loss(outputs, targets), _denominator(self.loss, targets)
+            except IndexError as error:
+                raise WorkloadError(_wrong_label(outputs, targets, error)) from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise WorkloadError(_no_scalar(loss))
+        if not loss.requires_grad and torch.is_grad_enabled():
+            raise WorkloadError(
+                "The loss does not depend on any parameter that is trained. Look for detach(), no_grad() or item() between the "
+                "model and the loss, and for a model that is frozen."
+            )
         return loss, 1.0 if self.summed else examples(batch) if weight is None else weight
 
     def _own(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
@@ -155,7 +163,7 @@ def _options(loss: Callable[..., Any] | None) -> dict[str, Any]:
     return {}
 
 
-def _denominator(loss: Callable[..., Any], outputs: Any, targets: Any) -> Weight | None:
+def _denominator(loss: Callable[..., Any], targets: Any) -> Weight | None:
     """What torch's ``loss`` divides by; ``None`` where it is not one of torch's."""
     kind = _MODULES.get(type(loss)) if isinstance(loss, nn.Module) else getattr(loss, "func", loss)
     if not isinstance(targets, torch.Tensor):
@@ -173,6 +181,19 @@ def _denominator(loss: Callable[..., Any], outputs: Any, targets: Any) -> Weight
         return kept.sum()
     weights: torch.Tensor = classes[targets.clamp_min(0)]
     return weights.mul(kept).sum()
+
+
+def _wrong_label(outputs: Any, targets: Any, error: IndexError) -> str:
+    """Which label has no output, if it is that; else what was raised."""
+    if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor) and not targets.is_floating_point():
+        classes = outputs.shape[1 if outputs.dim() > 1 else 0]
+        wrong = targets[(targets >= classes) | ((targets < 0) & (targets != IGNORED))]
+        if len(wrong):
+            return (
+                f"A label is {int(wrong[0])}, but the model has {classes} outputs, for labels from 0 to {classes - 1}. Number "
+                "the labels from 0, or give the model more outputs."
+            )
+    return f"The loss raised: IndexError: {error}"
 
 
 def _no_scalar(loss: Any) -> str:

@@ -27,6 +27,9 @@ from trimtab.train.stopping import EarlyStopping, Ema
 from trimtab.train.summary import Summary
 from trimtab.train.validation import Metric, validate
 from trimtab.train.world import World
+from trimtab.workload import user_code
+
+_STEP = user_code("The model or its loss raised")
 
 
 @dataclasses.dataclass
@@ -163,7 +166,8 @@ class Trainer:
             self.model.train()
             self._begin_epoch(feed)
             for group in feed.groups():
-                update = memory.split_if_too_large(step, group)
+                with _STEP:
+                    update = memory.split_if_too_large(step, group)
                 if ready.scheduler is not None and update.applied:
                     ready.scheduler.step()
                 if self.ema is not None:

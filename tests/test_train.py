@@ -1,0 +1,343 @@
+"""The training loop: what it does per update, when it ends, what it tells, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trimtab import Settings, Trainer
+from trimtab.errors import TrimtabError, UsageError, WorkloadError
+from trimtab.train.clock import PHASES
+from trimtab.train.events import Ended, Event, JsonLines, Progressed, Saved, TensorBoard, Validated
+from trimtab.train.schedule import cosine, linear, one_cycle
+from trimtab.train.step import NonFiniteError
+from trimtab.train.stopping import EarlyStopping
+
+Batch = list[torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread and a seed, and torch's threads as they were afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def model() -> nn.Sequential:
+    """A small classifier with everything that has a state: dropout, BatchNorm."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+
+
+def dataset(count: int = 96) -> TensorDataset:
+    """Three classes that can be told apart."""
+    made = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 8, generator=made)
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def loader(count: int = 96, **options: Any) -> DataLoader[Any]:
+    """Shuffled batches of 16."""
+    return DataLoader(dataset(count), **{"batch_size": 16, "shuffle": True, **options})
+
+
+def trainer(network: nn.Module | None = None, **options: Any) -> Trainer:
+    """A trainer of the small classifier."""
+    network = network or model()
+    defaults: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": functools.partial(torch.optim.AdamW, lr=0.01)}
+    return Trainer(network, **{**defaults, **options})
+
+
+def recorded(events: list[Event]) -> Callable[[Trainer, Event], None]:
+    """A callback that keeps everything."""
+    return lambda trainer, event: events.append(event)
+
+
+def test_the_loop_does_what_a_hand_written_one_does() -> None:
+    by_hand = model()
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=13)
+    torch.manual_seed(5)
+    for _ in range(2):
+        for inputs, targets in loader():
+            loss = nn.functional.cross_entropy(by_hand(inputs), targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    ours = trainer(schedule=one_cycle(0.05), settings=Settings(clip_norm=0.5))
+    torch.manual_seed(5)
+    summary = ours.fit(loader(), epochs=2)
+    assert summary.updates == 12
+    assert summary.epochs == 2
+    assert summary.ended == "2 epochs are done."
+    for (name, want), got in zip(by_hand.state_dict().items(), ours.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(got, want, msg=name)
+    assert not ours.model.training
+
+
+def test_events_tell_what_happened(tmp_path: pathlib.Path) -> None:
+    events: list[Event] = []
+    log = tmp_path / "deep" / "log.jsonl"
+    made = trainer(
+        callbacks=[recorded(events), JsonLines(log)],
+        log_every=4,
+        checkpoint=tmp_path / "checkpoints",
+        metrics={"accuracy": lambda outputs, targets: outputs.argmax(1) == targets},
+    )
+    summary = made.fit(loader(), loader(shuffle=False), epochs=2)
+    kinds = [type(event) for event in events]
+    assert kinds == [Progressed, Progressed, Validated, Saved] * 2 + [Ended]
+    assert [event.update for event in events] == [4, 6, 6, 6, 10, 12, 12, 12, 12]
+    first = events[0]
+    assert isinstance(first, Progressed)
+    assert first.updates == 12
+    assert first.loss > 0
+    assert first.examples_per_s > 0
+    assert sum(first.shares.values()) == pytest.approx(1, abs=0.02)
+    assert set(first.shares) == set(PHASES)
+    validated = [event for event in events if isinstance(event, Validated)]
+    assert set(validated[0].metrics) == {"loss", "accuracy"}
+    assert validated[0].best
+    assert 0 <= validated[1].metrics["accuracy"] <= 1
+    assert summary.metrics == validated[1].metrics
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["event"] for line in lines] == [kind.__name__.lower() for kind in kinds]
+    assert "12 updates in" in str(summary)
+    assert "validation accuracy" in str(summary)
+
+
+def test_validation_is_the_mean_over_examples_in_evaluation_mode() -> None:
+    made = trainer()
+    held_out = loader(50, batch_size=16, shuffle=False)  # the last batch is smaller
+    made.fit(loader(), held_out, epochs=1)
+    inputs, targets = dataset(50).tensors
+    with torch.no_grad():
+        want = float(nn.functional.cross_entropy(made.model(inputs), targets))
+    assert made.results["loss"] == pytest.approx(want, rel=1e-5)
+
+
+def test_tensorboard_can_read_what_is_written(tmp_path: pathlib.Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer(callbacks=[TensorBoard(tmp_path)], log_every=3).fit(loader(), loader(), epochs=1)
+    found = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [3, 6]
+    assert found.Scalars("validate/loss")[0].value > 0
+
+
+def test_steps_end_in_the_middle_of_an_epoch_and_a_second_fit_goes_on() -> None:
+    made = trainer()
+    assert made.fit(loader(), steps=8).updates == 8
+    assert (made.position.epoch, made.position.batch) == (1, 2)
+    assert made.fit(loader(), steps=10).updates == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"), [(linear(warmup=0.0), [1.0, 0.75, 0.5, 0.25]), (cosine(warmup=0.5), [1 / 3, 2 / 3, 1.0, 0.5])]
+)
+def test_schedules_step_once_per_update(schedule: Any, rates: list[float]) -> None:
+    events: list[Event] = []
+    made = trainer(
+        optimizer=functools.partial(torch.optim.SGD, lr=1.0), schedule=schedule, callbacks=[recorded(events)], log_every=1,
+        settings=Settings(accumulate=3),
+    )  # fmt: skip
+    seen: list[float] = []
+    made.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+    made.fit(loader(), epochs=2)
+    assert seen == pytest.approx(rates)
+    assert len([event for event in events if isinstance(event, Progressed)]) == 4
+
+
+def test_early_stopping_puts_the_best_back() -> None:
+    made = trainer(optimizer=functools.partial(torch.optim.SGD, lr=1.0), early_stopping=EarlyStopping(patience=2))
+    losses: list[float] = []
+
+    def ruin(trainer: Trainer, event: Event) -> None:
+        if isinstance(event, Validated):
+            losses.append(event.metrics["loss"])
+            trainer.optimizer.param_groups[0]["lr"] = 0.0  # it never recovers
+            with torch.no_grad():
+                trainer.model[-1].weight.mul_(-20)  # type: ignore[index]
+
+    made.callbacks.append(ruin)
+    summary = made.fit(loader(), loader(shuffle=False), epochs=50)
+    assert len(losses) == 3
+    assert summary.best == min(losses) == losses[0]
+    assert summary.ended == "The validation's loss did not improve 2 times in a row."
+    inputs, targets = dataset().tensors
+    with torch.no_grad():
+        assert float(nn.functional.cross_entropy(made.model(inputs), targets)) == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_the_average_is_what_is_validated_and_kept() -> None:
+    made = trainer(ema=0.5)
+    weights: list[torch.Tensor] = []
+    made.optimizer.register_step_post_hook(lambda *_: weights.append(made.model[0].weight.detach().clone()))  # type: ignore[index]
+    start = made.model[0].weight.detach().clone()  # type: ignore[index]
+    made.fit(loader(), epochs=1)
+    average = start
+    for weight in weights:
+        average = 0.5 * average + 0.5 * weight
+    torch.testing.assert_close(made.model[0].weight, average)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "stop"])
+def test_what_is_not_finite_changes_no_parameter(policy: Any, tmp_path: pathlib.Path) -> None:
+    inputs, targets = dataset(64).tensors
+    inputs = inputs.clone()
+    inputs[40] = math.nan
+    batches = [[inputs[i : i + 16], targets[i : i + 16]] for i in range(0, 64, 16)]
+    network = nn.Sequential(nn.Linear(8, 3))
+    before: list[torch.Tensor] = []
+    made = trainer(network, settings=Settings(nonfinite=policy), checkpoint=tmp_path, checkpoint_every=1)
+    made.optimizer.register_step_post_hook(lambda *_: before.append(network[0].weight.detach().clone()))
+    if policy == "raise":
+        with pytest.raises(NonFiniteError, match=r'The loss was nan .* nonfinite="skip"'):
+            made.fit(batches, epochs=1)
+    else:
+        summary = made.fit(batches, epochs=1)
+        assert summary.skipped == 1
+        assert summary.updates == (4 if policy == "skip" else 3)
+    assert len(before) == (3 if policy == "skip" else 2)
+    torch.testing.assert_close(network[0].weight.detach(), before[-1], rtol=0, atol=0)
+    assert made.checkpoints is not None
+    assert all(torch.isfinite(v).all() for v in made.checkpoints.load()["model"].values())
+
+
+def test_transformers_style_models_bring_their_own_loss() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": nn.functional.cross_entropy(self.layer(inputs), labels)}
+
+    batches = [{"inputs": batch[0], "labels": batch[1]} for batch in loader(shuffle=False)]
+    first, second = Own(), Own()
+    second.load_state_dict(first.state_dict())
+    trainer(first, loss=None).fit(batches, epochs=1)
+    trainer(second, loss=lambda model, batch: model(**batch)["loss"]).fit(batches, epochs=1)
+    torch.testing.assert_close(first.layer.weight, second.layer.weight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_its_update_and_it_can_go_on(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+    def interrupt(trainer: Trainer, event: Event) -> None:
+        if event.update == 5 and isinstance(event, Progressed):
+            os.kill(os.getpid(), number)
+
+    handler = signal.getsignal(number)
+    made = trainer(callbacks=[interrupt], log_every=1, checkpoint=tmp_path)
+    summary = made.fit(loader(), epochs=3)
+    assert summary.updates == 5
+    assert number.name in summary.ended
+    assert signal.getsignal(number) is handler
+    again = trainer(checkpoint=tmp_path).resume()
+    assert again.position.update == 5
+    assert again.fit(loader(), epochs=3).updates == 13
+
+
+def test_a_second_ctrl_c_ends_it_at_once() -> None:
+    def interrupt(trainer: Trainer, event: Event) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(callbacks=[interrupt], log_every=1).fit(loader(), epochs=3)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_it_trains_in_a_thread_where_no_signal_can_be_caught() -> None:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(trainer().fit(loader(), epochs=1).updates))
+    thread.start()
+    thread.join()
+    assert found == [6]
+
+
+def test_settings_of_torch_are_put_back() -> None:
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    seen: list[tuple[int, str]] = []
+    note = lambda *_: seen.append((torch.get_num_threads(), torch.get_float32_matmul_precision()))  # noqa: E731
+    trainer(settings=Settings(threads=2, tf32=True), callbacks=[note]).fit(loader(), epochs=1)
+    assert seen[0] == (2, "high")
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (threads, precision)
+
+
+def vector(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss that forgot its mean."""
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def frozen() -> nn.Module:
+    """A model with nothing to train."""
+    return model().requires_grad_(False)
+
+
+BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
+    ("vector loss", WorkloadError, lambda: trainer(loss=vector).fit(loader(), epochs=1),
+     r"The loss is a tensor of shape \(16,\), but one number is needed. Use reduction='mean', or return its mean\(\)\."),
+    ("number as loss", WorkloadError, lambda: trainer(loss=lambda o, t: 3.0).fit(loader(), epochs=1),
+     r"The loss is a float, but a tensor with one number is needed\."),
+    ("loss without gradient", WorkloadError, lambda: trainer(loss=lambda o, t: o.detach().mean()).fit(loader(), epochs=1),
+     r"The loss does not depend on any parameter that is trained"),
+    ("no batch", WorkloadError, lambda: trainer().fit([], epochs=1), r"The loader gave no batch\. Check that it has data"),
+    ("dropped batch", WorkloadError, lambda: trainer().fit(loader(8, drop_last=True), epochs=1),
+     r"Its dataset has 8 examples, fewer than one batch of 16, and drop_last=True\."),
+    ("used iterator", WorkloadError, lambda: trainer().fit(iter([[torch.zeros(2, 8), torch.zeros(2).long()]]), epochs=2),
+     r"It is an iterator, which can be gone through only once\."),
+    ("dataset", UsageError, lambda: trainer().fit(dataset(), epochs=1),  # type: ignore[arg-type]
+     r"train is a TensorDataset, a dataset; wrap it: trimtab\.train\.Loader\(dataset, batch=32\)\."),
+    ("number as loader", UsageError, lambda: trainer().fit(3, epochs=1),  # type: ignore[arg-type]
+     r"train is a int, which cannot be iterated over"),
+    ("labels out of range", WorkloadError, lambda: trainer().fit([[torch.zeros(2, 8), torch.tensor([0, 7])]], epochs=1),
+     r"A label is 7, but the model has 3 outputs, for labels from 0 to 2\."),
+    ("nothing to train", UsageError, lambda: trainer(frozen()),
+     r"There is nothing to train in Sequential: all its 6 parameters have requires_grad=False\."),
+    ("no parameters", UsageError, lambda: trainer(nn.ReLU()), r"There is nothing to train in ReLU: it has no parameters\."),
+    ("foreign optimizer", UsageError, lambda: trainer(optimizer=torch.optim.SGD(model().parameters(), 0.1)),
+     r"The optimizer updates 6 parameters that are not the model's \(the first has shape \(16, 8\)\)"),
+    ("optimizer by name", UsageError, lambda: trainer(optimizer="adam"), r"optimizer is a str; give one of torch\.optim"),
+    ("optimizer class", UsageError, lambda: trainer(optimizer=lambda p: 3),
+     r"The optimizer function returned a int, not a torch\.optim\.Optimizer\."),
+    ("no length", UsageError, lambda: trainer().fit(loader()), r"takes epochs=\.\.\. or steps=\.\.\.; neither were given\."),
+    ("both lengths", UsageError, lambda: trainer().fit(loader(), epochs=1, steps=1), r"both were given\."),
+    ("no epochs", UsageError, lambda: trainer().fit(loader(), epochs=0), r"epochs is 0; it must be a whole number"),
+    ("loss by name", UsageError, lambda: trainer(loss="mse"), r"loss is a str, which cannot be called"),
+    ("three parts", WorkloadError, lambda: trainer().fit([[torch.zeros(2, 8)] * 3], epochs=1),
+     r"\(inputs, targets\), but the loader gives a list of 3\. Give a loss whose first parameter is called model"),
+    ("no own loss", WorkloadError, lambda: trainer(loss=None).fit(loader(), epochs=1),
+     r"Without loss=\.\.\., batches must be mappings that the model takes as keywords, but this is a list\."),
+    ("unknown metric", UsageError,
+     lambda: trainer(early_stopping=EarlyStopping(metric="f1")).fit(loader(), loader(), epochs=1),
+     r"EarlyStopping watches 'f1', but the validation has loss\."),
+    ("schedule without length", UsageError, lambda: trainer(schedule=cosine()).fit((b for b in loader()), epochs=1),
+     r"The schedule needs the number of updates, and the loader has no length\. Give fit\(steps=\.\.\.\)\."),
+    ("resume from nowhere", UsageError, lambda: trainer().resume(), r"resume\(\) needs to know where the checkpoints are"),
+    ("no accumulation", UsageError, lambda: Settings(accumulate=0), r"Settings accumulate is 0; it must be above zero\."),
+    ("wrong shape", WorkloadError, lambda: trainer().fit([[torch.zeros(2, 5), torch.zeros(2).long()]], epochs=1),
+     r"The model or its loss raised: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "call", "sentence"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_bad_input(kind: type[TrimtabError], call: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence):
+        call()
