@@ -6,6 +6,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ import torch
 import trimtab
 from trimtab.errors import IntegrityError
 from trimtab.optimizing import command_line
+from trimtab.study import verdict
 from trimtab.study.process import WorkerProcess
-from trimtab.study.study import Options
+from trimtab.study.study import Options, Study
+from trimtab.trial import State
 
 WORKLOAD = """
 import torch, trimtab
@@ -209,3 +212,17 @@ def test_the_command_that_goes_on_says_limits_to_the_last_digit(tmp_path) -> Non
 def test_an_exception_in_a_worker_is_named(tmp_path) -> None:
     outcome = WorkerProcess({"kind": "nonsense"}, tmp_path).wait(seconds=60, memory_mb=None)
     assert outcome.reason == "It raised KeyError: 'nonsense'; its log has the traceback."
+
+
+@pytest.mark.slow
+def test_time_is_kept_for_a_confirmation_only_once_there_is_something_to_confirm(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "tiny.py").write_text(WORKLOAD)
+    study = Study(str(tmp_path / "tiny.py"), tmp_path / "run", Options(timing_s=0.5))
+    now = time.monotonic()
+    study.search(deadline=now + 3600, reserve_s=7200)  # over at once, if the time for a confirmation counted from the start
+    *before, last = study.trials
+    eager = verdict.best_eager(study.trials)
+    assert study.leader is last is not eager
+    assert {trial.recipe.backend.name for trial in before if trial.state is State.COMPLETE} >= {"eager"}
+    study.search(deadline=now + 3600, reserve_s=7200)
+    assert study.trials[-1] is last

@@ -90,7 +90,8 @@ def optimize(
         workload: a :class:`Workload`, or a reference such as ``"model.py:workload"``, ``"model.onnx"`` or ``"hf:FOLDER"``
             (:func:`trimtab.load_workload` says which there are).
         limits: what a recipe must keep; one percent of the score may be lost if nothing is said.
-        budget: time for everything, as ``"10m"`` or in seconds; ``None`` ends when the search has nothing left to try.
+        budget: time for everything, as ``"10m"`` or in seconds; ``None`` ends when the search has nothing left to try. Where
+            the first recipe that wins comes late, its confirmation may take the run beyond it.
         trials: at most so many new trials.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler: ``ladder``, or ``tpe`` for long budgets.
@@ -133,8 +134,10 @@ def optimize(
         command = command_line(workload, options, budget, trials, folder)
         study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command)
         study.record().write(folder)
-        deadline = None if limit_s is None else began + limit_s - reserve_s(study, limit_s)
-        study.search(deadline=deadline, most=most)
+        if limit_s is None:
+            study.search(most=most)
+        else:
+            study.search(deadline=began + limit_s, reserve_s=reserve_s(study, limit_s), most=most)
         return _answer(study, began)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,17 @@ from typing import Any, Literal
 import torch
 
 from trimtab._archive import load_program
+from trimtab._json import from_json, write_json
 from trimtab.backends._graph_call import graph_call
 from trimtab.backends._program import PROGRAM, bare_module, export_program, save_program
+from trimtab.backends._scratch import copy_files, fingerprint, shared_folder
 from trimtab.backends._script import SCRIPT, kept_signature, load_script, save_script, script_flat
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable
 from trimtab.errors import CompileError
 from trimtab.signature import Signature
 
+SIGNATURE = "signature.json"
 GRAD_MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
@@ -51,10 +55,13 @@ class EagerExecutable(Executable):
     def save(self, folder: pathlib.Path) -> list[str]:
         """Write the module as an exported program; its signature becomes the one that the export keeps.
 
-        A module whose control flow depends on data is written as frozen TorchScript, compiled from its source.
+        Recipes of one study that differ in what no export knows, such as threads, share it. A module whose control flow depends
+        on data is written as frozen TorchScript, compiled from its source.
         """
         try:
-            program, self.signature = export_program(self._candidate)
+            with shared_folder(self._candidate, f"program-{fingerprint(self._candidate)}", self._export) as made:
+                self.signature = from_json(Signature, json.loads((made / SIGNATURE).read_text(encoding="utf-8")))
+                return copy_files(made, [PROGRAM], folder)
         except CompileError as exported:
             try:
                 module = script_flat(self._candidate)
@@ -62,7 +69,11 @@ class EagerExecutable(Executable):
                 raise CompileError(f"The model has no form that stands alone. {exported} {scripted}") from exported
             self.signature = kept_signature(self._candidate, module)
             return save_script(module, folder)
-        return save_program(program, folder)
+
+    def _export(self, folder: pathlib.Path) -> None:
+        program, signature = export_program(self._candidate)
+        save_program(program, folder)
+        write_json(folder / SIGNATURE, signature)
 
 
 class FlatExecutable(Executable):

@@ -144,19 +144,26 @@ class Study:
         self.record().write(self.folder)
         return trial
 
-    def search(self, *, deadline: float | None = None, most: int | None = None) -> None:
-        """Ask, evaluate and tell until nothing is left, ``deadline`` (of ``time.monotonic``) or ``most`` new trials."""
+    def search(self, *, deadline: float | None = None, reserve_s: float = 0.0, most: int | None = None) -> None:
+        """Ask, evaluate and tell until nothing is left, ``deadline`` (of ``time.monotonic``) or ``most`` new trials.
+
+        As soon as something beats the original, the last ``reserve_s`` seconds are kept for its confirmation; until then there
+        is nothing to confirm, and the search has them too.
+        """
         new, self._left_out = 0, []
         with Rivals(self.job(), self.folder / RIVALS) as rivals:
-            while (most is None or new < most) and not self._over(deadline):
+            while most is None or new < most:
+                end = None if deadline is None else deadline - reserve_s * self._found_something()
+                if self._over(end):
+                    break
                 self.progress.stage("searching")
                 ask = self.ask()
                 if ask is None:
                     break
-                if not self._affordable(ask, deadline):
+                if not self._affordable(ask, end):
                     self._left_out.append(Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short."))
                     continue  # what comes after it may be cheaper
-                trial = self._try(ask, rivals, deadline)
+                trial = self._try(ask, rivals, end)
                 if trial is None:
                     self.notes.append(f"{ask.recipe} was cut off when the study ended; the same command tries it again.")
                     break
@@ -330,6 +337,10 @@ class Study:
 
     def _over(self, deadline: float | None) -> bool:
         return self.interrupted() or (deadline is not None and time.monotonic() > deadline)
+
+    def _found_something(self) -> bool:
+        """Whether there is anything to confirm but the original."""
+        return self.leader is not None and self.leader is not verdict.best_eager(self._trials)
 
     def _sweep(self) -> None:
         """Delete the built files of every trial that cannot become the artifact any more."""
