@@ -103,7 +103,7 @@ def technique_page(cls: type[Technique]) -> str:
     if fields:
         out += ["## Fields", table(["field", "default", "a search tries", "what it says"], fields)]
     out += ["## When it cannot run", bullets(reasons(cls))]
-    out += ["## In a recipe", f"```python\n{example(cls)}\n```"]
+    out += ["## In a recipe" if "infer" in cls.modes else "## In settings", f"```python\n{example(cls)}\n```"]
     out += ["## Source", markdown(source) or "None is named.", f"Its code: `{code_of(cls)}`."]
     return "\n\n".join(part for part in out if part) + "\n"
 
@@ -134,7 +134,7 @@ def facts(cls: type[Technique]) -> str:
     if isinstance(technique, Pass):
         takers = [f"[`{name}`](../backends/{name}.md)" for name in BACKENDS if cls.sets <= BACKENDS[name].honours]  # type: ignore[attr-defined]
         rows.append(["settings that it changes", names(cls.sets) or "none: it rewrites the model"])  # type: ignore[attr-defined]
-        rows.append(["backends that carry it out", ", ".join(takers)])
+        rows.append(["backends that carry it out", ", ".join(takers) or "none: the Trainer does"])
     if isinstance(technique, Backend):
         givers = [f"[`{name}`](../passes/{name}.md)" for name in PASSES if PASSES[name].sets <= technique.honours]
         rows.append(["settings that it carries out", names(technique.honours)])
@@ -179,6 +179,9 @@ def example(cls: type[Technique]) -> str:
     if issubclass(cls, Backend):
         made = f'Recipe(backend=BACKENDS["{cls.name}"]())'
         return f"from trimtab import BACKENDS, Recipe\n\nrecipe = {made}"
+    if "infer" not in cls.modes:
+        chosen = "\n".join(f'settings = Settings({name}="auto")' for name in sorted(typing.cast(Any, cls).sets))
+        return f"from trimtab import Settings\n\n{chosen}"
     backend = next(name for name in ("eager", *BACKENDS) if typing.cast(Any, cls).sets <= BACKENDS[name].honours)
     made = f'Recipe(passes=(PASSES["{cls.name}"](),), backend=BACKENDS["{backend}"]())'
     return f"from trimtab import BACKENDS, PASSES, Recipe\n\nrecipe = {made}"
@@ -194,7 +197,7 @@ def reasons(cls: type[Technique]) -> list[str]:
     found = [f"{package} is not installed: `{install_hint(package)}`." for package in cls.requires]
     if needed(cls):
         found.append("The workload has no data to take calibration inputs from.")
-    if isinstance(cls(), Pass) and typing.cast(Any, cls).sets:
+    if isinstance(cls(), Pass) and typing.cast(Any, cls).sets and "infer" in cls.modes:
         found.append(f"The backend does not carry out {names(typing.cast(Any, cls).sets)}.")
     found += [markdown(text) for text in sentences(cls.why_not, cls)]
     return found or ["Nothing speaks against it beforehand. What only trying can tell ends as a failed trial, with its reason."]

@@ -47,9 +47,9 @@ class Settings:
     """Which of torch's implementations of the optimizer runs the update."""
     attention: Literal["flash", "efficient", "cudnn", "math", "auto"] | None = None
     """Which implementation scaled dot-product attention may use."""
-    tf32: bool = False
+    tf32: bool | Literal["auto"] = False
     """Whether float32 products may be rounded to TensorFloat-32 on GPUs that have it."""
-    cudnn_benchmark: bool = False
+    cudnn_benchmark: bool | Literal["auto"] = False
     """Whether cuDNN times its algorithms for each new shape."""
     activation_mb: float | None = None
     """Most memory for the activations that wait for the backward pass, in MB (10**6 bytes); the rest is computed again."""

@@ -53,8 +53,9 @@ def variants(technique: Any, *, without: Collection[str] = ()) -> list[Any]:
 def techniques() -> Iterator[Technique]:
     """Everything that a ladder may put into a recipe, so that reasons against it can be known before it is tried."""
     for name in PASSES:
-        step = PASSES[name]()
-        yield from (step, *variants(step))
+        if "infer" in PASSES[name].modes:
+            step = PASSES[name]()
+            yield from (step, *variants(step))
     for backend in backends():
         yield from (backend, *variants(backend))
 
@@ -72,8 +73,9 @@ def parameters(recipe: Recipe) -> tuple[dict[str, Any], dict[str, CategoricalDis
     spaces = {"backend": CategoricalDistribution(sorted(BACKENDS))}
     steps: Mapping[str, Technique] = {step.name: step for step in recipe.passes}
     for name in PASSES:
-        values[f"pass.{name}"] = name in steps
-        spaces[f"pass.{name}"] = CategoricalDistribution([False, True])
+        if "infer" in PASSES[name].modes or name in steps:
+            values[f"pass.{name}"] = name in steps
+            spaces[f"pass.{name}"] = CategoricalDistribution([False, True])
     for technique in (*recipe.passes, recipe.backend):
         for field in technique.choices():
             allowed = options(type(technique), field)

@@ -9,16 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from trimtab.candidate import Settings
-
-_ATTENTION = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+from trimtab.passes.attention import KERNELS
 
 
 @contextlib.contextmanager
@@ -29,11 +23,11 @@ def running(settings: Settings) -> Iterator[None]:
     try:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        if settings.tf32:
+        if settings.tf32 is True:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.benchmark = settings.cudnn_benchmark or benchmark
-        with sdpa_kernel(_ATTENTION[settings.attention]) if settings.attention in _ATTENTION else contextlib.nullcontext():
+        torch.backends.cudnn.benchmark = settings.cudnn_benchmark is True or benchmark
+        with sdpa_kernel(KERNELS[settings.attention]) if settings.attention in KERNELS else contextlib.nullcontext():
             yield
     finally:
         torch.set_num_threads(threads)

@@ -1,0 +1,62 @@
+"""Kernels of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trimtab.candidate import Candidate
+from trimtab.contracts import Pass
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""Names in settings -> torch's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Pass):
+    """Have scaled dot-product attention use one kernel, instead of the first in torch's own order that takes the inputs.
+
+    Pays where that order is wrong for the shapes at hand, as for short sequences, whose matrices are small enough to be made.
+    Source: Dao 2023, https://arxiv.org/abs/2307.08691;
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
+    """
+
+    name = "attention"
+    modes = frozenset({"train"})
+    sets = frozenset({"attention"})
+
+    kernel: Literal["flash", "efficient", "cudnn", "math"] = "flash"
+    """``flash`` and ``efficient`` never hold the matrix of all pairs; ``cudnn`` is NVIDIA's; ``math`` is plain products."""
+
+    def describe(self) -> str:
+        """Says which."""
+        return f"{self.kernel} attention"
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Needs a model that calls torch's attention, in a way that the kernel takes; trying tells both."""
+        if self._failure(candidate, []) is None:
+            return "attention needs a model that calls torch's scaled_dot_product_attention, and this one does not."
+        if failure := self._failure(candidate, [KERNELS[self.kernel]]):
+            return f"The model fails with {self.kernel} attention: {failure.rstrip('.')}."
+        return None
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """The same model; whoever trains it allows this kernel only."""
+        return candidate.with_settings(attention=self.kernel)
+
+    def _failure(self, candidate: Candidate, kernels: list[SDPBackend]) -> str | None:
+        """Why a call fails that may use ``kernels`` only, with gradients, because fused layers of evaluation hide the call."""
+        try:
+            with sdpa_kernel(kernels), torch.random.fork_rng(), torch.enable_grad():
+                candidate.model(*candidate.args, **dict(candidate.kwargs))
+        except (RuntimeError, TypeError, ValueError) as error:
+            return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return None

@@ -1,0 +1,45 @@
+"""TensorFloat-32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.candidate import Candidate
+from trimtab.contracts import Pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tf32(Pass):
+    """Round the inputs of float32 products to 10 bits of mantissa, so that tensor cores can multiply them.
+
+    Pays on NVIDIA GPUs from Ampere on wherever products in float32 are left, with or without mixed precision for the others.
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+    """
+
+    name = "tf32"
+    modes = frozenset({"train"})
+    sets = frozenset({"tf32"})
+
+    @property
+    def exact(self) -> bool:
+        """10 bits of mantissa are not 23."""
+        return False
+
+    def describe(self) -> str:
+        """What it is."""
+        return "products in TensorFloat-32"
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Needs a GPU that has it."""
+        device = candidate.settings.device
+        if not device.startswith("cuda"):
+            return f"tf32 needs an NVIDIA GPU, and this runs on {device!r}."
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return f"tf32 needs compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less."
+        return None
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """The same model; whoever trains it sets torch's precision of products."""
+        return candidate.with_settings(tf32=True)

@@ -1,0 +1,38 @@
+"""Which of torch's implementations carries out an optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.optim import Optimizer
+
+from trimtab.errors import UsageError
+
+
+def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused"]) -> None:
+    """Have ``optimizer`` run its updates with ``kernels`` from the next one on, whatever ran those before.
+
+    Raises:
+        UsageError: it has no such implementation, or none for these parameters.
+    """
+    if reason := why_not(optimizer, kernels):
+        raise UsageError(f"{reason} Leave Settings(optimizer=...) out.")
+    for group in optimizer.param_groups:
+        group |= {name: kernels == name for name in ("foreach", "fused") if name in optimizer.defaults}
+    for parameter, state in optimizer.state.items():  # fused kernels count steps on the device, the others on the host
+        if isinstance(step := state.get("step"), torch.Tensor) and not optimizer.defaults.get("capturable"):
+            state["step"] = step.to(parameter.device if kernels == "fused" else "cpu")
+
+
+def why_not(optimizer: Optimizer, kernels: str) -> str | None:
+    """Why ``optimizer`` cannot run with ``kernels``, in a sentence."""
+    name = type(optimizer).__name__
+    if kernels != "loop" and kernels not in optimizer.defaults:
+        return f"{name} has no {kernels} implementation."
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if kernels == "fused" and not all(torch.is_floating_point(parameter) for parameter in parameters):
+        return f"The fused implementation of {name} takes floating-point parameters only, and some are not."
+    if kernels == "fused" and optimizer.defaults.get("differentiable"):
+        return f"{name} is differentiable, which its fused implementation is not."
+    return None
