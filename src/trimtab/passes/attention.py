@@ -42,6 +42,8 @@ class Attention(Pass):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a model that calls torch's attention, in a way that the kernel takes; trying tells both."""
+        if self.kernel in ("efficient", "cudnn") and not candidate.settings.device.startswith("cuda"):
+            return f"{self.kernel} attention needs an NVIDIA GPU, and this runs on {candidate.settings.device!r}."
         if self._failure(candidate, []) is None:
             return "attention needs a model that calls torch's scaled_dot_product_attention, and this one does not."
         if failure := self._failure(candidate, [KERNELS[self.kernel]]):
