@@ -5,26 +5,24 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import json
-import os
 import pathlib
-import pickle
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
-import cloudpickle
 import psutil
 
 from trimtab import errors
 from trimtab._json import from_json, to_json, write_json
 from trimtab.environment import Environment
 from trimtab.errors import MeasurementError, StorageError, UsageError, WorkloadError
-from trimtab.evaluate import BUILT, MODEL, UNSAVED, Objective, Plan
+from trimtab.evaluate import BUILT, MODEL, UNSAVED, Plan
 from trimtab.measurement import Interval
 from trimtab.recipe import Recipe
 from trimtab.study import verdict
+from trimtab.study.handing import handed
+from trimtab.study.options import Options
 from trimtab.study.process import LOG, Outcome, WorkerProcess
 from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record
@@ -32,7 +30,7 @@ from trimtab.study.rivals import Rivals
 from trimtab.study.sampler import Ask, Facts, Ladder, Sampler, Tpe, as_written
 from trimtab.study.storage import Storage
 from trimtab.trial import State, Trial
-from trimtab.workload import Limits, Workload
+from trimtab.workload import Workload
 
 TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "scratch", "prepare"
 OWNER = "workload.json"
@@ -41,26 +39,6 @@ KEEP = 3
 SEED_IT = " If you changed nothing, something in it is random: call torch.manual_seed before the model and data are made."
 HOPELESS = 0.5
 """A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a study goes about its work, apart from what it is about."""
-
-    objective: Objective = "latency"
-    limits: Limits = Limits()
-    sampler: Literal["ladder", "tpe"] = "ladder"
-    storage: str | None = None
-    """URL of a database; ``None`` is an SQLite file in the run folder."""
-    trial_s: float = 600.0
-    """Time limit of one trial."""
-    timing_s: float = 5.0
-    """Most time for the paired timing of one trial."""
-    worker_mb: float | None = None
-    """Memory limit of one worker; ``None`` is 80% of what is available when the study starts."""
-    seed: int = 0
-    fresh: bool = False
-    """Whether a study of that name in the storage is forgotten first."""
 
 
 class Study:
@@ -94,7 +72,7 @@ class Study:
         self._began, self._started = time.monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         folder.mkdir(parents=True, exist_ok=True)
         self.memory_mb = options.worker_mb or 0.8 * psutil.virtual_memory().available / 1e6
-        self._source = self._describe(workload)
+        self._source = handed(workload, folder)
         self.environment = Environment.capture()
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
@@ -114,8 +92,22 @@ class Study:
         self._trials = [t for t in self.storage.trials() if t.state is not State.SKIPPED or self.prepared.why_not(t.recipe)]
         self._left_out: list[Trial] = []
         """Recipes that the time left was too short for; they are not finished, and the next run asks for them again."""
-        self.sampler: Sampler = Ladder() if options.sampler == "ladder" else Tpe(self.storage.study, options.seed)
+        self.sampler = self.make_sampler()
         self.progress.opened(self)
+
+    @property
+    def original(self) -> Recipe:
+        """What everything is measured against: the workload as written."""
+        return as_written()
+
+    @property
+    def to_beat(self) -> Trial | None:
+        """What a winner has to beat: the original, tuned."""
+        return verdict.best_eager(self._trials)
+
+    def make_sampler(self) -> Sampler:
+        """What asks for recipes."""
+        return Ladder() if self.options.sampler == "ladder" else Tpe(self.storage.study, self.options.seed)
 
     @property
     def leader(self) -> Trial | None:
@@ -241,7 +233,7 @@ class Study:
         self.progress.began(ask, len(self._trials))
         try:
             if not rivals.alive("as_written"):
-                self.start_rival(rivals, "as_written", as_written(), fresh=False)
+                self.start_rival(rivals, "as_written", self.original, fresh=False)
         except MeasurementError:
             if self.interrupted():
                 return None
@@ -281,7 +273,7 @@ class Study:
 
         ``None`` if the study had to end meanwhile.
         """
-        if trial.recipe == as_written():
+        if trial.recipe == self.original:
             one = Interval(1.0, 1.0, 1.0)  # by definition; what it measured of itself is noise, and stays in the comparison
             facts = rivals.ready("as_written", seconds=60)
             trial = dataclasses.replace(trial, speedup=one, cold_s=facts["cold_s"], peak_mb=facts["peak_mb"])
@@ -299,7 +291,7 @@ class Study:
         if outcome.result is None:
             reason = f"What it saved cannot be used in a fresh process: {outcome.reason}"
             return dataclasses.replace(trial, state=State.FAILED, reason=reason, traceback=outcome.traceback)
-        cold = trial.cold_s if trial.recipe == as_written() else outcome.result["cold_s"]
+        cold = trial.cold_s if trial.recipe == self.original else outcome.result["cold_s"]
         return dataclasses.replace(trial, cold_s=cold, peak_mb=outcome.result["peak_mb"])
 
     def plan(self, *, floor: float = 0.0, seconds: float | None = None, width: float = 0.03) -> Plan:
@@ -328,11 +320,17 @@ class Study:
         )
 
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
-        """Whether a trial of ``ask`` is likely to end in time, going by those of its backend, or by what it usually costs."""
-        if deadline is None or self.prepared.why_not(ask.recipe):
+        """Whether a trial of ``ask`` is likely to end in time, going by those of its backend, or by what it usually costs.
+
+        As long as nothing has won there is nothing to lose by one that is cut off.
+        """
+        if deadline is None or not self._found_something() or self.prepared.why_not(ask.recipe):
             return True
         same = [t.seconds for t in self._trials if t.recipe.backend.name == ask.recipe.backend.name and t.seconds > 1]
-        usual = self.startup_s + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[ask.recipe.backend.cost]
+        usual = (
+            min([self.startup_s, *[t.seconds for t in self._trials if t.recipe == as_written()]])
+            + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[ask.recipe.backend.cost]
+        )
         return time.monotonic() + max(same, default=usual) <= deadline
 
     def _over(self, deadline: float | None) -> bool:
@@ -340,34 +338,19 @@ class Study:
 
     def _found_something(self) -> bool:
         """Whether there is anything to confirm but the original."""
-        return self.leader is not None and self.leader is not verdict.best_eager(self._trials)
+        return self.leader is not None and self.leader is not self.to_beat
 
     def _sweep(self) -> None:
         """Delete the built files of every trial that cannot become the artifact any more."""
         ranked = verdict.ranked(self._trials, self.options.limits, self.options.objective)
         exact = [trial for trial in ranked if trial.recipe.exact]
         keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1])}
-        if (eager := verdict.best_eager(self._trials)) is not None:
+        if (eager := self.to_beat) is not None:
             keep.add(eager.recipe.hash)
         for trial in self._trials:
             if trial.recipe.hash not in keep:
                 (self.files(trial) / BUILT).unlink(missing_ok=True)
                 shutil.rmtree(self.files(trial) / MODEL, ignore_errors=True)
-
-    def _describe(self, workload: Workload | str) -> dict[str, str]:
-        if isinstance(workload, str):
-            return {"reference": workload}
-        if not isinstance(workload, Workload):
-            raise UsageError(f"A study needs a trimtab.Workload or a reference to one, not a {type(workload).__name__}.")
-        path = self.folder / "workload.pkl"
-        try:
-            path.write_bytes(cloudpickle.dumps(workload))
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise UsageError(
-                f"The workload cannot be handed to worker processes: {error}. Put it into a file and give its reference, "
-                "such as 'model.py:workload'."
-            ) from error
-        return {"pickle": str(path.resolve()), "path": os.pathsep.join(map(os.path.abspath, sys.path))}
 
     def _claim(self) -> None:
         """Make the run folder this workload's own, so that no two share trials and artifact."""
@@ -384,7 +367,7 @@ class Study:
         write_json(path, owner)
 
     def _prepare(self) -> Prepared:
-        job = self.job() | {"kind": "prepare", "recipe": as_written().to_json()}
+        job = self.job() | {"kind": "prepare", "recipe": self.original.to_json()}
         outcome = self.run_job(job, self.folder / PREPARE)
         if outcome.cut_off:
             raise KeyboardInterrupt
