@@ -1,36 +1,205 @@
-"""Steps that do not fit into memory."""
+"""Memory in a run: what is recomputed, micro-batches that were found, steps that do not fit, and the peak of it all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from trimtab.train.feed import split
-from trimtab.train.objective import Batch, examples
+from trimtab.errors import WorkloadError
+from trimtab.measure.memory import PeakMemory, PeakUse
+from trimtab.train.batch_size import micro_batch, parts, plan_for
+from trimtab.train.memory_errors import out_of_memory
+from trimtab.train.objective import Batch, examples, tensors
+from trimtab.train.recompute import Recomputed
+from trimtab.train.rehearsal import Kept
 from trimtab.train.step import Step, Update
 
+if TYPE_CHECKING:
+    from trimtab.train.prepare import Ready
+    from trimtab.train.trainer import Trainer
 
-def split_if_too_large(step: Step, group: Sequence[Batch]) -> Update:
-    """The update from ``group``; where memory does not suffice, its batches are halved until it does.
+AGAIN_AFTER = 100
+"""Updates after which whole batches are tried again where memory did not suffice; twice as many after each failure."""
+_SLACK = 1.05
+"""A batch of so many times the elements of the one that the plan was made for gets a new plan."""
 
-    The update is the same, because each part counts by what it stands for; only BatchNorm sees smaller batches.
 
-    Raises:
-        RuntimeError: a single example does not fit, or any other error of the model's.
+class Room:
+    """The memory that one call of ``fit`` lives in: entered before its first update, left when it is over.
+
+    Args:
+        trainer: told of what happens, and asked for its settings.
     """
-    size = max(examples(batch) for batch in group)
-    while True:
-        try:
-            return step(group)
-        except RuntimeError as error:
-            if not out_of_memory(error) or size == 1:
-                raise
-        step.discard()  # outside the except block, whose traceback keeps the step's tensors alive
-        size = -(-size // 2)
-        group = [part for batch in group for part in split(batch, size)]
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.fitting = Fitting(trainer)
+        self._recomputed: Recomputed | None = None
+        self._planned = 0
+        self._memory = PeakMemory()
+        self._use: PeakUse | None = None
+        self._begun = False
+
+    def __enter__(self) -> Self:
+        self._memory.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._recomputed is not None:
+            self._recomputed.undo()
+            self._recomputed = None
+        self.use()
+
+    def use(self) -> PeakUse:
+        """The highest memory so far above the level before the run; what comes later is not measured."""
+        if self._use is None:
+            self._memory.__exit__(None, None, None)
+            self._use = self._memory.result
+        return self._use
+
+    @property
+    def peak_mb(self) -> float:
+        """Of the GPU's allocator where the model is on one, else of the process."""
+        use = self.use()
+        return use.device_mb if self.trainer.device.type == "cuda" and use.device_mb is not None else use.host_mb
+
+    def update(self, ready: Ready, group: Sequence[Batch]) -> Update:
+        """The update from ``group``, in as much memory as there is.
+
+        Raises:
+            UsageError: the activations cannot keep the budget.
+            WorkloadError: a single example does not fit.
+        """
+        if not self._begun:
+            group, self._begun = self._begin(ready, group), True
+        if self.trainer.settings.activation_mb is not None:
+            self._plan(ready.step, group)
+        return self.fitting(ready.step, group)
+
+    def _begin(self, ready: Ready, group: Sequence[Batch]) -> Sequence[Batch]:
+        """Find the micro-batch where the settings leave it open; a run that goes on keeps the one that it had."""
+        if self.trainer.settings.batch != "auto":
+            return group
+        ready.feed.micro = micro_batch(self.trainer, ready.step, group)
+        return parts(group, ready.feed.micro)
+
+    def _plan(self, step: Step, group: Sequence[Batch]) -> None:
+        """Choose what is recomputed, by the largest batch so far.
+
+        Several processes do it once, at the first update, because they would have to ask each other at every one.
+        """
+        largest = max(group, key=_elements)
+        if self._planned and (_elements(largest) <= self._planned * _SLACK or step.world.size > 1):
+            return
+        if self._recomputed is not None:
+            self._recomputed.undo()
+        trainer, self._planned = self.trainer, _elements(largest)
+        step.clock.enter("other")
+        budget = trainer.settings.activation_mb or 0.0
+        found = plan_for(step, trainer, largest, budget)
+        self._recomputed = found.apply()
+        named = ", ".join(found.names[:3]) + (f" and {len(found.names) - 3} more" if len(found.names) > 3 else "")
+        done = f"{named} {'is' if len(found.names) == 1 else 'are'} recomputed" if found.names else "nothing is recomputed"
+        trainer.note(f"Activations take {found.peak / 1e6:.2f} MB at their peak, of {budget:g} MB allowed: {done}.")
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator ran dry: that of a GPU, or that of the host."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+class Fitting:
+    """Makes updates; where memory does not suffice, from smaller batches, and so that no update is lost.
+
+    The update is the same, because each part counts by what it stands for; only BatchNorm sees smaller batches. The size that
+    worked is used for the updates that follow. Whole batches are tried again after :data:`AGAIN_AFTER` updates, because an
+    unusually long batch or a neighbour may have been the reason, and ever more rarely where that fails. Random generators of
+    torch and the model's buffers are as they were before each try.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.limit: int | None = None
+        """Most examples at once."""
+        self._least: int | None = None
+        self._wait, self._since = AGAIN_AFTER, 0
+        self._kept: Kept | None = None
+        self._settled = False
+
+    def __call__(self, step: Step, group: Sequence[Batch]) -> Update:
+        """The update from ``group``.
+
+        Raises:
+            WorkloadError: a single example does not fit, or batches may not be taken apart.
+        """
+        size = largest = max(examples(batch) for batch in group)
+        if self.limit is not None and self._since < self._wait:
+            size, group = min(size, self.limit), parts(group, self.limit)
+        state = self._state()
+        while True:
+            try:
+                update = step(group)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                self._may_split(step, size, error)
+            self._put_back(step, state)  # outside the except block, whose traceback keeps the step's tensors alive
+            size = -(-size // 2)
+            group = parts(group, size)
+        self._remember(size, largest)
+        return update
+
+    def _state(self) -> list[torch.Tensor]:
+        """Note the model's buffers, and return the state of torch's generators."""
+        if self._kept is None:
+            self._kept = Kept(self.trainer.model.buffers())
+        elif not self._settled:  # after the first update it is known which buffers change at all
+            self._kept, self._settled = Kept(self._kept.changed()), True
+        else:
+            self._kept.take()
+        device = self.trainer.device
+        return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+    def _put_back(self, step: Step, state: list[torch.Tensor]) -> None:
+        step.discard()
+        if self._kept is not None:
+            self._kept.put_back()
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.empty_cache()
+            torch.cuda.set_rng_state(state[1], self.trainer.device)
+
+    def _may_split(self, step: Step, size: int, error: BaseException) -> None:
+        words = str(error).strip().partition("\n")[0]
+        if step.world.any(size == 1):
+            raise WorkloadError(
+                f"A single example does not fit into memory ({words}). Recompute activations with Settings(activation_mb=...), "
+                "use a smaller model or shorter inputs."
+            ) from error
+        if self.trainer.settings.exact_batchnorm:
+            raise WorkloadError(
+                f"An update of {size} examples does not fit into memory ({words}), and with exact_batchnorm it cannot be taken "
+                "apart. Recompute activations with Settings(activation_mb=...), or accumulate less."
+            ) from error
+
+    def _remember(self, size: int, largest: int) -> None:
+        if size >= largest:
+            if self.limit is not None and self._since >= self._wait:
+                self.limit, self._wait = None, AGAIN_AFTER
+            self._since += self.limit is not None
+            return
+        if self.limit is not None and self._since >= self._wait:
+            self._wait, self._since = self._wait * 2, 0
+        self.limit, self._since = size, self._since + 1
+        if self._least is None or size < self._least:
+            self._least = size
+            self._remark(size, largest)
+
+    def _remark(self, size: int, largest: int) -> None:
+        self.trainer.note(
+            f"A batch of {largest} did not fit into memory: such batches now run in parts of at most {size}, with the same "
+            "updates, except that BatchNorm sees smaller batches."
+        )
+
+
+def _elements(batch: Batch) -> int:
+    return sum(tensor.numel() for tensor in tensors(batch))

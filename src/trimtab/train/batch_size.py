@@ -1,0 +1,362 @@
+"""How many examples at once: the number with which most of them are learnt from per second, within the memory there is.
+
+Larger is not always faster: once all cores or the whole GPU are busy, larger batches only leave the caches. So sizes are tried
+on real updates, in turns, and the run that they belong to does not notice: parameters, the optimizer's state, buffers and
+random generators are put back from copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from torch import nn
+
+from trimtab._machine import memory_limit_mb
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.measure.stats import median_interval
+from trimtab.measurement import Interval
+from trimtab.train import prepare
+from trimtab.train.budget import Verified, choose
+from trimtab.train.clock import HostClock
+from trimtab.train.feed import join, split
+from trimtab.train.live import peak_activations
+from trimtab.train.memory_errors import out_of_memory
+from trimtab.train.objective import Batch, examples
+from trimtab.train.rehearsal import rehearsal
+from trimtab.train.runtime import running
+from trimtab.train.step import Step
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+TIE = 0.02
+"""Sizes whose speeds differ by less are taken to be equally fast."""
+_CLOSE = 0.15
+"""Sizes that fall behind the fastest by more in a first look are not looked at again."""
+_PATIENCE = 2
+"""Sizes in a row that are no faster than one before them, after which no further one is tried."""
+_SHARE = 0.8
+"""Of the free memory of the host that a search may use."""
+_ROUNDS = 15
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A number of examples at once, and how it did."""
+
+    size: int
+    rate: Interval | None = None
+    """Examples per second, with the loader's part; ``None`` where it did not run."""
+    peak_mb: float | None = None
+    """Of activations, where that was measured; see :func:`~trimtab.train.live.peak_activations`."""
+    reason: str = ""
+    """Why it did not run."""
+
+    def __str__(self) -> str:
+        """A line for a person."""
+        if self.rate is None:
+            return f"{self.size}: {self.reason}"
+        memory = "" if self.peak_mb is None else f", {self.peak_mb:,.1f} MB of activations"
+        return f"{self.size}: {self.rate.value:,.1f} examples/s ({self.rate.low:,.1f} to {self.rate.high:,.1f}){memory}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best number of examples at once, and all that were tried, in order of size."""
+
+    size: int
+    tried: tuple[Tried, ...]
+    loader_examples_per_s: float | None = None
+    """How fast the loader alone is."""
+
+    def __str__(self) -> str:
+        """A line per size."""
+        return "\n".join([f"{self.size} examples at once.", *map(str, self.tried)])
+
+
+def find_batch(
+    trainer: Trainer,
+    batches: Iterable[Batch],
+    *,
+    largest: int | None = None,
+    limit_mb: float | None = None,
+    seconds: float = 10.0,
+) -> Found:
+    """The batch size with the best throughput for ``trainer``, the loader's time included; sizes are 1, 2, 4 and so on.
+
+    The trainer is as before afterwards, and its first update is the one that it would have made.
+
+    Args:
+        batches: a loader, from which as many batches are drawn as the largest size needs.
+        largest: that no more is tried than; by default 16 times a batch of the loader.
+        limit_mb: most memory for activations, in MB (10**6 bytes); by default what the machine has.
+        seconds: after which no new round of measuring begins.
+
+    Raises:
+        UsageError: a limit is not above zero, or not even one example keeps it.
+        WorkloadError: the loader gives nothing, or batches that cannot be taken apart or joined.
+    """
+    for name, value in (("largest", largest), ("limit_mb", limit_mb), ("seconds", seconds)):
+        if value is not None and not value > 0:
+            raise UsageError(f"find_batch {name} is {value}; it must be above zero.")
+    drawn, load_s = _drawn(batches, largest)
+    count = sum(examples(batch) for batch in drawn)
+    pool, workers = join(drawn), getattr(batches, "num_workers", 0) or 0
+    move = prepare.laid_out(trainer.model, trainer.settings, trainer.device)
+    step = Step(trainer.model, trainer.objective, trainer.optimizer, trainer.settings, trainer.world, HostClock())
+    sizes = [2**power for power in range(count.bit_length()) if 2**power <= min(count, largest or count)]
+    was = trainer.model.training
+    trainer.model.train()
+    try:
+        with running(trainer.settings):
+            search = _Search(trainer, step, limit_mb, seconds)
+            entries = search.run((size, [move(split(pool, size)[0])]) for size in sizes)
+    finally:
+        trainer.model.train(was)
+    tried = tuple(entry.tried(load_s / count, alone=workers > 0) for entry in entries)
+    return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=count / load_s if load_s else None)
+
+
+def micro_batch(trainer: Trainer, step: Step, group: Sequence[Batch], *, seconds: float = 5.0) -> int:
+    """Into how large micro-batches the batches of an update are best taken apart; the update itself stays the same.
+
+    Where whole batches are as fast as the best, it is those; with BatchNorm, whose statistics are those of a micro-batch, it
+    is the largest that fits. Several processes agree on it. The decision is the trainer's from now on, and noted.
+
+    Raises:
+        WorkloadError: batches cannot be taken apart, or not even one example fits.
+    """
+    whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
+    sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
+    search = _Search(trainer, step, None, seconds)
+    normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trainer.model.modules())
+    candidates = ((size, parts(group, size)) for size in sizes)
+    tried = tuple(entry.tried(0.0) for entry in search.run(candidates, first_only=normalised))
+    size = _fastest(tried, smallest=False)
+    trainer.settings = dataclasses.replace(trainer.settings, batch=size)
+    trainer.decided["batch"] = size
+    kept = " They are not made smaller for speed, because of BatchNorm." if normalised else ""
+    trainer.note(
+        f"batch={size}: examples per micro-batch, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept
+    )
+    return size
+
+
+def parts(group: Sequence[Batch], size: int) -> list[Batch]:
+    """The batches of ``group`` in parts of at most ``size`` examples."""
+    return [part for batch in group for part in split(batch, size)]
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A size in the search."""
+
+    size: int
+    group: Sequence[Batch]
+    plan: Verified | None = None
+    peak: float | None = None
+    reason: str = ""
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def examples(self) -> int:
+        return sum(examples(batch) for batch in self.group)
+
+    @property
+    def rate(self) -> float:
+        """By the best time so far."""
+        return self.examples / min(self.seconds)
+
+    def tried(self, load_s: float, *, alone: bool = False) -> Tried:
+        """What a person sees; ``load_s`` per example passes before the update, or, if ``alone``, during it."""
+        peak = None if self.peak is None else self.peak / 1e6
+        if self.reason:
+            return Tried(size=self.size, peak_mb=peak, reason=self.reason)
+        count = self.examples
+        times = [max(one, load_s * count) if alone else one + load_s * count for one in self.seconds]
+        return Tried(size=self.size, rate=median_interval([count / one for one in times]), peak_mb=peak)
+
+
+class _Search:
+    """Tries sizes: once each until it gets no faster, then the fastest of them in turns."""
+
+    def __init__(self, trainer: Trainer, step: Step, limit_mb: float | None, seconds: float) -> None:
+        self.trainer, self.world = trainer, step.world
+        model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
+        settings = dataclasses.replace(trainer.settings, nonfinite="skip")
+        self.step = Step(model, trainer.objective, trainer.optimizer, settings, step.world, HostClock())
+        self.limit = None if limit_mb is None else limit_mb * 1e6
+        self.seconds = seconds
+
+    def run(self, candidates: Iterable[tuple[int, Sequence[Batch]]], *, first_only: bool = False) -> list[_Entry]:
+        """The sizes that were tried, in order of size.
+
+        Args:
+            candidates: from which no more is taken once it gets no faster.
+            first_only: whether the first that fits is enough.
+
+        Raises:
+            UsageError: none fits.
+        """
+        begun = time.perf_counter()
+        with rehearsal(self.trainer.model, self.trainer.optimizer), self._standing_still():
+            entries = self._sweep(candidates, first_only)
+            able = [entry for entry in entries if not entry.reason]
+            if not able:
+                raise UsageError(f"No batch size can be used. {'; '.join(f'{e.size}: {e.reason}' for e in entries)}.")
+            best = max(entry.rate for entry in able)
+            final = [entry for entry in able if entry.rate >= (1 - _CLOSE) * best]
+            for turn in range(_ROUNDS):
+                if len(final) < 2 or self.world.any(time.perf_counter() - begun > self.seconds):
+                    break
+                for entry in final if turn % 2 else reversed(final):
+                    entry.seconds.append(self._time(entry))
+        return sorted(entries, key=lambda entry: entry.size)
+
+    def _sweep(self, candidates: Iterable[tuple[int, Sequence[Batch]]], first_only: bool) -> list[_Entry]:
+        entries: list[_Entry] = []
+        best, behind, growing = 0.0, 0, False
+        for size, group in candidates:
+            growing = bool(entries) and size > entries[-1].size
+            entry = _Entry(size, group)
+            entry.reason = self._beyond(entries[-1], size) if growing and entries[-1].peak else ""
+            entry.reason = entry.reason or self._attempt(entry)
+            entries.append(entry)
+            if entry.reason:
+                if growing:  # what is larger will not fit either
+                    break
+                continue
+            if first_only:
+                break
+            behind = 0 if entry.rate > best * (1 + TIE) else behind + 1
+            best = max(best, entry.rate)
+            if behind >= _PATIENCE:
+                break
+        return entries
+
+    def _attempt(self, entry: _Entry) -> str:
+        """Run ``entry`` for the first time; returns why it cannot run, or nothing."""
+        try:
+            reason = self._fit(entry)
+            if not reason:
+                self._time(entry)
+                entry.seconds += [self._time(entry), self._time(entry)]
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            reason = "it does not fit into memory"
+        if self.world.any(bool(reason)):
+            self.step.discard()
+            if self.trainer.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return reason or "it does not fit into the memory of another process"
+        return ""
+
+    def _fit(self, entry: _Entry) -> str:
+        """Measure the activations of ``entry``, and see to their budget; returns why that cannot be kept, or nothing."""
+        batch, trainer = max(entry.group, key=examples), self.trainer
+        budget = trainer.settings.activation_mb
+        if budget is not None:
+            try:
+                entry.plan = plan_for(self.step, trainer, batch, budget)
+            except UsageError as error:
+                return str(error).partition(". ")[0]
+            entry.peak = entry.plan.peak
+        else:
+            with self.world.exchanging(self.step.model, now=False):
+                entry.peak = peak_activations(lambda: backward(self.step, batch), trainer.model.parameters(), trainer.device)
+            self.step.discard()
+        limit = self.limit
+        return "" if limit is None or entry.peak <= limit else f"it takes {entry.peak / 1e6:,.1f} MB of {limit / 1e6:g} allowed"
+
+    def _beyond(self, before: _Entry, size: int) -> str:
+        """Why ``size`` is not even tried: a host that runs out of memory does not say so, but ends the process."""
+        expected = (before.peak or 0.0) * size / before.size
+        free = _free_bytes() if self.trainer.device.type == "cpu" else math.inf
+        return f"it would take about {expected / 1e6:,.0f} MB of {free / 1e6:,.0f} free" if expected > free * _SHARE else ""
+
+    def _time(self, entry: _Entry) -> float:
+        """Seconds of one update, the same on all processes."""
+        recomputed = None if entry.plan is None else entry.plan.apply()
+        try:
+            self._wait()
+            begun = time.perf_counter()
+            self.step(entry.group)
+            self._wait()
+            return self.world.agreed(time.perf_counter() - begun)
+        finally:
+            if recomputed is not None:
+                recomputed.undo()
+
+    def _wait(self) -> None:
+        if self.trainer.device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.device)
+
+    @contextlib.contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """A block in which updates change no parameter, so that many of them on the same batch cannot diverge."""
+        groups = self.trainer.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * 0.0
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def plan_for(step: Step, trainer: Trainer, batch: Batch, budget_mb: float) -> Verified:
+    """What to recompute so that the activations of ``batch`` keep within ``budget_mb``.
+
+    Raises:
+        UsageError: nothing does; the message names the smallest budget that can be kept.
+    """
+
+    def loss() -> torch.Tensor:
+        with step.precision():
+            return step.objective(getattr(step.model, "_orig_mod", step.model), batch)[0]
+
+    with step.world.exchanging(step.model, now=False):
+        return choose(trainer.model, loss, budget_mb * 1e6, trainer.device, world=step.world)
+
+
+def backward(step: Step, batch: Batch) -> None:
+    """A forward and backward pass as in ``step``, for nothing but to be looked at."""
+    with step.precision():
+        loss, _ = step.objective(step.model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], float]:
+    """Batches with up to ``largest`` examples, 16 batches by default, and the seconds that the loader took for them."""
+    begun, drawn, count = time.perf_counter(), list[Batch](), 0
+    for batch in itertools.islice(batches, None if largest else 16):
+        drawn.append(batch)
+        count += examples(batch)
+        if largest and count >= largest:
+            break
+    if not drawn:
+        raise WorkloadError("The loader gave no batch, so no batch size can be found.")
+    return drawn, time.perf_counter() - begun
+
+
+def _fastest(tried: Sequence[Tried], *, smallest: bool) -> int:
+    """The fastest; of those as fast, the smallest or the largest."""
+    rates = {one.size: one.rate.value for one in tried if one.rate is not None}
+    able = [size for size, rate in rates.items() if rate >= (1 - TIE) * max(rates.values())]
+    return min(able) if smallest else max(able)
+
+
+def _free_bytes() -> float:
+    """Memory that this process may still take."""
+    free, limit = float(psutil.virtual_memory().available), memory_limit_mb()
+    return free if limit is None else min(free, limit * 1e6 - psutil.Process().memory_info().rss)

@@ -1,0 +1,137 @@
+"""How much memory the tensors of a training step take, counted tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A block that counts the bytes of all storages that operators make in it, from their birth until they are freed.
+
+    What was there before does not count, whatever is done to it, nor does what :meth:`leave_out` names. What an operator
+    allocates and frees within itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.peak = 0
+        self.operators = 0
+        """How many ran so far: the time of :attr:`written`."""
+        self.written: dict[int, int] = {}
+        """When a storage was last changed in place, by its number."""
+        self._known: dict[int, tuple[int, int]] = {}
+        self._next = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` and count what it made."""
+        kwargs = kwargs or {}
+        for tensor in strided((args, kwargs)):
+            self._meet(tensor, made=False)
+        found = func(*args, **kwargs)
+        self.operators += 1
+        for tensor in strided(found):
+            self._meet(tensor, made=True)
+        for tensor in _changed(func, args, kwargs):
+            self.written[self.number(tensor)] = self.operators
+        return found
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """What the storage of ``tensor`` is known by; no other one ever gets the same number."""
+        return self._meet(tensor, made=False)[0]
+
+    def counted(self, tensor: torch.Tensor) -> int:
+        """The bytes that the storage of ``tensor`` counts for; 0 for one that was there before."""
+        return self._meet(tensor, made=False)[1]
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor`` no longer."""
+        number, size = self._meet(tensor, made=False)
+        self.bytes -= size
+        self._known[tensor.untyped_storage()._cdata] = (number, 0)
+
+    def _meet(self, tensor: torch.Tensor, *, made: bool) -> tuple[int, int]:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = (self._next, storage.nbytes() if made else 0)
+            self._next += 1
+            self.bytes += known[1]
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(storage, self._freed, key).atexit = False
+        return known
+
+    def _freed(self, key: int) -> None:
+        self.bytes -= self._known.pop(key)[1]
+
+
+@contextlib.contextmanager
+def gradients_left_out(live: Live, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """A block in which the gradients of ``parameters`` stop counting as soon as they are ready."""
+
+    def leave_out(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            live.leave_out(parameter.grad)
+
+    handles = [
+        p.register_post_accumulate_grad_hook(leave_out)  # type: ignore[no-untyped-call]
+        for p in parameters
+        if p.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Parameter], device: torch.device) -> int:
+    """The highest memory that ``run``, a forward and backward pass, takes above what was there before, in bytes.
+
+    Whatever lives counts: what waits for the backward pass, what is computed again in it, the gradients of activations, and
+    operators' results on their way. Gradients of ``parameters`` do not, because they are there whatever is recomputed. On a GPU
+    the figure is its allocator's, with zeroed gradients in place; elsewhere it is that of :class:`Live`.
+    """
+    parameters = [p for p in parameters if p.requires_grad]
+    if device.type == "cuda":
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        torch.cuda.synchronize(device)
+        before = int(torch.cuda.memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    with Live() as live, gradients_left_out(live, parameters):
+        run()
+    peak: int = live.peak
+    return peak
+
+
+def strided(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested values that have a storage of their own kind: not sparse ones."""
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided)
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for place in _writes(func):
+        value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        yield from strided(value)
+
+
+@functools.cache
+def _writes(func: Any) -> tuple[int | str, ...]:
+    """Positions and names of the arguments that an operator changes in place."""
+    arguments = func._schema.arguments
+    places = [i for i, argument in enumerate(arguments) if argument.alias_info is not None and argument.alias_info.is_write]
+    return (*(i for i in places if not arguments[i].kwarg_only), *(arguments[i].name for i in places))

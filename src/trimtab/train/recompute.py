@@ -1,0 +1,120 @@
+"""Modules whose forward pass is run a second time in the backward pass, instead of keeping what it made.
+
+Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; torch.utils.checkpoint, non-reentrant.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Place = tuple[nn.Module, str]
+"""A buffer, as the module that has it and its name there."""
+
+
+class Recomputed:
+    """``modules`` are recomputed from now on, until :meth:`undo`.
+
+    A second run sees what the first saw: autocast, the state of every random generator, and the buffers as they were. What it
+    does to buffers is forgotten, so that the running statistics of BatchNorm move once per batch. Modules keep their class,
+    their names and their hooks, which run outside; only their ``forward`` is another one meanwhile.
+
+    Args:
+        modules: none may contain another.
+        changing: buffers that a forward pass may change, other than those of normalisation layers.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], changing: Iterable[torch.Tensor] = ()) -> None:
+        self.modules = list(modules)
+        known = {id(buffer) for buffer in changing}
+        for module in self.modules:
+            # Put into the instance, not through setattr, which modules may have overridden.
+            vars(module)["forward"] = Again(module.forward, buffers_of(module, known))
+
+    def undo(self) -> None:
+        """The modules are as they were."""
+        for module in self.modules:
+            vars(module).pop("forward", None)
+        self.modules = []
+
+
+class Again:
+    """``forward``, computed again in the backward pass; where no gradients are wanted it is called as it is.
+
+    An object and no function, so that a copy of the module is a copy of this, with the copy's own forward pass.
+    """
+
+    def __init__(self, forward: Callable[..., Any], buffers: Iterable[Place] = ()) -> None:
+        self.forward, self.buffers = forward, list(buffers)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # the compiler sees to randomness and buffers by itself, and allows no context
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        names, count = tuple(kwargs), len(args)
+
+        def call(*values: Any) -> Any:  # all positional, because only such tensors are checked for changes in place
+            return self.forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _SecondRun(self.buffers)
+
+
+def buffers_of(module: nn.Module, changing: set[int]) -> list[Place]:
+    """The buffers within ``module`` that its forward pass may change: those whose ``id`` is known to, and BatchNorm's."""
+    return [
+        (inner, name)
+        for inner in module.modules()
+        for name, buffer in inner._buffers.items()
+        if buffer is not None and (id(buffer) in changing or isinstance(inner, nn.modules.batchnorm._NormBase))
+    ]
+
+
+class _SecondRun(AbstractContextManager[None]):
+    """A block that sees buffers, and Python's and numpy's random generators, as they were when this was made.
+
+    torch's own generators are kept by torch's checkpoint. Buffers are exchanged, not overwritten: what else refers to them,
+    such as the graph that is running backward, must not see them change.
+    """
+
+    def __init__(self, buffers: Iterable[Place]) -> None:
+        self._buffers = [(module, name, _value(module, name).clone()) for module, name in buffers]
+        self._random = (random.getstate(), np.random.get_state())
+        self._present: list[torch.Tensor] = []
+        self._present_random: Any = None
+
+    def __enter__(self) -> None:
+        self._present = [_value(module, name) for module, name, _ in self._buffers]
+        for module, name, then in self._buffers:
+            module._buffers[name] = then.clone()  # a graph that is kept may be run backward twice
+        self._present_random = (random.getstate(), np.random.get_state())
+        self._set_random(self._random)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for (module, name, _), present in zip(self._buffers, self._present, strict=True):
+            module._buffers[name] = present
+        self._set_random(self._present_random)
+        self._present, self._present_random = [], None
+
+    @staticmethod
+    def _set_random(state: Any) -> None:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+
+
+def _value(module: nn.Module, name: str) -> torch.Tensor:
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return buffer

@@ -1,0 +1,77 @@
+"""Trying something out on a run's own model, so that the run does not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trimtab.train.runtime import random_state, set_random_state
+
+
+class Kept:
+    """Copies of tensors that change, to put back later.
+
+    Args:
+        tensors: looked at now, and held by this object.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._copies = [tensor.detach().clone() for tensor in self._tensors]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the values as they are now."""
+        if self._tensors:
+            torch._foreach_copy_(self._copies, [tensor.detach() for tensor in self._tensors])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the tensors the values that were copied; those that have them are not touched."""
+        for tensor, kept in zip(self._tensors, self._copies, strict=True):
+            if not _same(tensor, kept):
+                tensor.copy_(kept)
+
+    def changed(self) -> list[torch.Tensor]:
+        """The tensors that have another value now."""
+        pairs = zip(self._tensors, self._copies, strict=True)
+        return [tensor for tensor, kept in pairs if not _same(tensor, kept)]
+
+
+@contextlib.contextmanager
+def rehearsal(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[Kept]:
+    """A block after which the buffers of ``model`` and all random generators are as before, and gradients are gone.
+
+    With an ``optimizer``, its state and the parameters of both are put back too, from copies that exist meanwhile. The block
+    gets what keeps the tensors.
+    """
+    tensors = list(model.buffers())
+    if optimizer is not None:
+        tensors += list(model.parameters())
+    kept, random = Kept(tensors), random_state()
+    state = None if optimizer is None else _optimizer_state(optimizer)
+    try:
+        yield kept
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+        kept.put_back()
+        if optimizer is not None and state is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        set_random_state(random)
+
+
+def _optimizer_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """A copy of the state per parameter; the parameters themselves are not copied."""
+    return {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.detach(), b) or bool(torch.all((a == b) | ((a != a) & (b != b))))
