@@ -1,0 +1,273 @@
+"""Settings that decide themselves: what is ``"auto"`` is measured on real updates before the run begins.
+
+The alternatives are the passes for training that set the field in question. Each, as a double of the run, takes turns with
+the best so far, and is on only if the lower end of its speed-up is above 1 and its losses are those of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import PASSES, Pass
+from trimtab.environment import Environment
+from trimtab.errors import TrimtabError
+from trimtab.measure.pairs import Progress, compare
+from trimtab.measurement import Interval
+from trimtab.train.compiling import WORTH_S, CompiledStep, first_line
+from trimtab.train.double import Double, candidate, seconds_of
+from trimtab.train.kernels import why_not
+from trimtab.train.memory_errors import out_of_memory
+from trimtab.train.objective import Batch
+from trimtab.train.peek import first_batches, kept_random
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+OFF: Mapping[str, Any] = {
+    "autocast": None,
+    "memory_format": "contiguous",
+    "tf32": False,
+    "cudnn_benchmark": False,
+    "attention": None,
+    "optimizer": None,
+    "compile": False,
+}
+"""What each field is where nothing pays, in the order in which they are decided: what others build on comes first."""
+GROUPS = 4
+"""Updates whose batches are looked at, because lengths may differ."""
+SECONDS, EARLY_SHARE, SHARE = 5.0, 0.1, 0.03
+"""All decisions but that on compilation take 5 s or a tenth of the run, whichever is less, or 3% of it if that is more."""
+FEWEST_ROUNDS = 16
+"""How often each side makes its updates at least: twice four times, and before that until they are steady."""
+EXACT, LOSSY = 1e-3, 0.05
+"""How far losses may be from those of the run as it is, relative to them."""
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
+"""What torch raises where a technique does not fit a model, an optimizer or a processor; trimtab's own errors come beside."""
+
+
+class _InterruptedError(Exception):
+    """The user wants the run to end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    """What came of one technique."""
+
+    text: str
+    """After the name of the setting: ``is on: ...``."""
+    better: Double | None = None
+    """Where it pays."""
+
+
+def undecided(settings: Settings) -> list[str]:
+    """The fields that are ``"auto"`` and decided here, in order."""
+    return [name for name in OFF if getattr(settings, name) == "auto"]
+
+
+def decide(trainer: Trainer, train: Iterable[Batch], updates: int | None) -> Iterable[Batch]:
+    """Replace every ``"auto"`` in the trainer's settings, and note why; the run of ``updates`` begins as if nothing had been.
+
+    Returns the loader to use, which still has all of its batches. Interrupted, it leaves off what it has not decided.
+    """
+    fields = undecided(trainer.settings)
+    if not fields:
+        return train
+    before = trainer.settings
+    trainer.settings = dataclasses.replace(before, **{name: OFF[name] for name in fields})
+    if trainer.world.size > 1 and before.sharding != "replicate":
+        trainer.note(f"{', '.join(fields)} stay off: a model that is spread over processes cannot be tried out on copies.")
+        return train
+    batches, train = first_batches(train, GROUPS * before.accumulate)
+    if not trainer.world.any(not batches):
+        with kept_random():
+            _Decisions(trainer, batches, updates).make(fields)
+    trainer.decided |= {name: getattr(trainer.settings, name) for name in fields}
+    return train
+
+
+class _Decisions:
+    """One after the other, each on top of those before.
+
+    Args:
+        batches: what updates are made of.
+        updates: how many the run will make, where that is known.
+    """
+
+    def __init__(self, trainer: Trainer, batches: Sequence[Batch], updates: int | None) -> None:
+        self.trainer, self.batches = trainer, batches
+        self.updates = None if updates is None else updates - trainer.position.update
+        self.best: Double | None = None
+        self.candidate: Candidate | None = None
+        self.step_s = self.round_s = 0.0
+        """Seconds of an update of the run as it is, and of one from each group of the batches."""
+
+    def make(self, fields: Sequence[str]) -> None:
+        """Decide ``fields``; what fails, fails with a note."""
+        trainer, failure = self.trainer, None
+        try:
+            self.candidate = candidate(trainer, trainer.settings, self.batches[0])
+            self.best = Double(trainer, trainer.settings, self.batches)
+            self._settle(self.best)
+        except (TrimtabError, *_FAILURES) as error:
+            failure = first_line(error)
+        if trainer.world.any(failure is not None):
+            self.trainer.note(f"{', '.join(fields)} cannot be measured and stay off. {failure or 'Another process failed.'}")
+            return
+        options = {name: list(_techniques(name)) for name in fields}
+        seconds = self._seconds() / max(sum(len(found) for name, found in options.items() if name != "compile"), 1)
+        for name in fields:
+            told = {f"{name}={value!r}": text for value, text in (self._decided(each, seconds) for each in options[name])}
+            if len(told) > 1 and len(set(told.values())) == 1:
+                told = {name: next(iter(told.values()))}
+            for what, text in told.items():
+                trainer.note(f"{what} {text}")
+
+    def _decided(self, technique: Pass, seconds: float) -> tuple[Any, str]:
+        """Have ``technique`` from now on if it pays in every process; its value in the settings, and what came of it."""
+        assert self.candidate is not None
+        (field,) = technique.sets
+        value = getattr(technique.apply(self.candidate).settings, field)
+        settings = dataclasses.replace(self.trainer.settings, **{field: value})
+        try:
+            verdict = self._verdict(technique, field, settings, seconds)
+        except _InterruptedError:
+            verdict = _Verdict("is off: the run was interrupted before it was measured.")
+        except (TrimtabError, *_FAILURES) as error:
+            memory = out_of_memory(error)
+            verdict = _Verdict(f"is off: {'there is no memory to try it.' if memory else f'it fails. {first_line(error)}'}")
+        if not self.trainer.world.any(verdict.better is None):  # each process asks exactly once
+            self.best, self.trainer.settings = verdict.better, settings
+        elif verdict.better is not None:
+            verdict = _Verdict("is off: it does not pay in every process.")
+        return value, verdict.text
+
+    def _settle(self, double: Double) -> None:
+        """Find out how long an update of ``double`` takes; where that is long, the batches of a single one must do."""
+        accumulate = self.trainer.settings.accumulate
+        _, self.round_s = seconds_of(double)
+        self.step_s = self.round_s / -(-len(self.batches) // accumulate)
+        if self.round_s > SECONDS / 40:
+            self.batches = double.feed.batches = self.batches[:accumulate]
+            self.round_s = self.step_s
+
+    def _seconds(self) -> float:
+        """What all comparisons together may take."""
+        if self.updates is None:
+            return SECONDS
+        run_s = self.updates * self.step_s
+        return max(min(SECONDS, EARLY_SHARE * run_s), SHARE * run_s)
+
+    def _verdict(self, technique: Pass, field: str, settings: Settings, seconds: float) -> _Verdict:
+        """Whether ``technique``, which makes the settings ``settings``, pays."""
+        assert self.candidate is not None
+        value = getattr(settings, field)
+        if self.trainer.ending:
+            raise _InterruptedError
+        if reason := technique.blocked(self.candidate) or self._known(field, value, seconds):
+            return _Verdict(f"is off: {reason}")
+        other = Double(self.trainer, settings, self.batches)
+        first_s, later_s = seconds_of(other)
+        if isinstance(other.step, CompiledStep) and other.step.failure is not None:
+            return _Verdict(f"is off: the model cannot be compiled. {other.step.failure}")
+        if difference := self._difference(other, exact=technique.exact):
+            return _Verdict(f"is off: {difference}")
+        ratio = self._ratio(other, max(seconds, SHARE * first_s))
+        if reason := self._against(field, ratio, first_s - later_s):
+            return _Verdict(f"is off: {reason}")
+        return _Verdict(f"is on: it ran at {_times(ratio)}.{self._paid(field, ratio, first_s - later_s)}", other)
+
+    def _known(self, field: str, value: Any, seconds: float) -> str | None:
+        """Why nothing needs to be measured."""
+        if value == "float16" and self.trainer.device.type == "cpu":
+            return "float16 pays on GPUs only; bfloat16 is the one that some CPUs multiply."
+        if field == "optimizer" and (reason := why_not(self.trainer.optimizer, value)):
+            return reason
+        left = None if self.updates is None else self.updates * self.step_s
+        if field == "compile" and left is None:
+            return "how many updates there will be is not known, so nothing says whether compiling would be paid back."
+        if field == "compile" and left is not None and left < WORTH_S:
+            return f"the {self.updates} updates take about {left:.0f} s, too little to pay back what compiling costs."
+        if field != "compile" and (needed := FEWEST_ROUNDS * self.round_s) > seconds:
+            run = "of unknown length" if left is None else f"of about {left:.0f} s"
+            return f"measuring it would take {needed:.1f} s, which is too much for a run {run}."
+        return None
+
+    def _difference(self, other: Double, *, exact: bool) -> str | None:
+        """How the losses of ``other`` differ from those of the best so far on the same batches, if they do."""
+        assert self.best is not None
+        with kept_random():
+            want = self.best.round()
+        with kept_random():
+            got = other.round()
+        if not all(math.isfinite(float(each.norm)) for each in got):
+            return "its gradient is not finite."
+        bound = EXACT if exact else LOSSY
+        losses = [[float(each.loss) for each in side] for side in (want, got)]
+        if _apart(*losses) <= bound:
+            return None
+        # Random numbers may fall differently, as in another layout, which evaluation leaves out.
+        apart = _apart(self.best.evaluated(), other.evaluated())
+        return None if apart <= bound else f"its loss differs by {apart:.2g} of what it was, and {bound:g} is allowed."
+
+    def _ratio(self, other: Double, seconds: float) -> Interval:
+        """How many times faster ``other`` is than the best so far."""
+        assert self.best is not None
+
+        def go_on(progress: Progress) -> None:
+            if self.trainer.ending:
+                raise _InterruptedError
+
+        return compare(other.runner, self.best.runner, width=0.06, seconds=seconds, min_quads=4, on_progress=go_on).ratio
+
+    def _against(self, field: str, ratio: Interval, compile_s: float) -> str | None:
+        """Why something that runs at ``ratio`` is not worth having; ``None`` if it is."""
+        if ratio.vague:
+            return "the machine was too busy to tell."
+        if ratio.high < 1:
+            native = field != "autocast" or self.trainer.device.type != "cpu" or _native_bfloat16()
+            return f"it ran at {_times(ratio)} here" + ("." if native else "; this CPU has no native bfloat16.")
+        if ratio.low <= 1:
+            return f"it ran at {_times(ratio)}, which is not surely faster."
+        if field == "compile" and self.updates is not None and (saved := self._saved(ratio)) <= compile_s:
+            return f"it ran at {_times(ratio)}, but compiling takes {compile_s:.1f} s and saves {saved:.1f} s of the run."
+        return None
+
+    def _saved(self, ratio: Interval) -> float:
+        """Seconds of the run that ``ratio`` surely saves."""
+        assert self.updates is not None
+        return self.updates * self.step_s * (1 - 1 / ratio.low)
+
+    def _paid(self, field: str, ratio: Interval, compile_s: float) -> str:
+        if field != "compile" or self.updates is None:
+            return ""
+        needed = math.ceil(compile_s / (self.step_s * (1 - 1 / ratio.low)))
+        return f" Compiling takes {compile_s:.1f} s, which {needed} of the {self.updates} updates pay back."
+
+
+def _techniques(field: str) -> Iterator[Pass]:
+    """Every pass for training that sets ``field`` alone, with each combination of its choices."""
+    for name in PASSES:
+        cls = PASSES[name]
+        if "train" in cls.modes and cls.sets == {field}:
+            choices = cls.choices()
+            for values in itertools.product(*choices.values()):
+                yield cls(**dict(zip(choices, values, strict=True)))
+
+
+def _apart(want: Sequence[float], got: Sequence[float]) -> float:
+    """The largest difference of two rows of losses, relative to the first."""
+    pairs = zip(want, got, strict=True)
+    return max((abs(b - a) / max(abs(a), 1e-6) if math.isfinite(b) else math.inf for a, b in pairs), default=0.0)
+
+
+def _times(ratio: Interval) -> str:
+    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _native_bfloat16() -> bool:
+    return any("bf16" in name for name in Environment.capture().isa)

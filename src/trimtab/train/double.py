@@ -1,0 +1,118 @@
+"""A double of a run: copies of its model, loss and optimizer that make real updates, of which the run sees nothing."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trimtab.candidate import Candidate, Settings
+from trimtab.errors import CompileError
+from trimtab.measure.timer import LocalRunner, synchronizer
+from trimtab.train import prepare
+from trimtab.train.clock import HostClock
+from trimtab.train.feed import Feed, mover
+from trimtab.train.kernels import use_kernels
+from trimtab.train.objective import Batch, Objective, tensors
+from trimtab.train.runtime import running
+from trimtab.train.world import World
+
+if TYPE_CHECKING:
+    from trimtab.train.step import Update
+    from trimtab.train.trainer import Trainer
+
+
+class Double:
+    """What ``trainer`` would be under ``settings``, without its other processes, at a learning rate of nought.
+
+    The same batches are gone through again and again; at nought they are as hard as they were, and nothing diverges.
+
+    Raises:
+        CompileError: the model, the loss or the optimizer cannot be copied.
+        RuntimeError: and whatever else speaks against the settings, such as memory that runs out.
+    """
+
+    def __init__(self, trainer: Trainer, settings: Settings, batches: Sequence[Batch]) -> None:
+        self.settings = settings
+        self.model, objective, optimizer = copied(trainer)
+        self.model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.0
+        with running(settings):
+            move = prepare.laid_out(self.model, settings, trainer.device)
+            self.step = prepare.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())
+            if settings.optimizer is not None and settings.optimizer != "auto":
+                use_kernels(optimizer, settings.optimizer)
+        micro = settings.batch if isinstance(settings.batch, int) else None
+        self.feed = Feed(batches, settings.accumulate, HostClock(), move, micro=micro, joined=settings.exact_batchnorm)
+        self.runner = LocalRunner(self.round, synchronizer(settings.device))
+
+    def round(self) -> list[Update]:
+        """One update from each group of the batches."""
+        with running(self.settings):
+            self.feed.begin(0)
+            return [self.step(group) for group in self.feed.groups()]
+
+    def timed_round(self) -> float:
+        """Seconds that a round takes, by the clock on the wall."""
+        return sum(self.runner.block(1)) / 1e9
+
+    @torch.no_grad()
+    def evaluated(self) -> list[float]:
+        """The losses in evaluation mode, which draws no random numbers."""
+        self.model.eval()
+        try:
+            with running(self.settings):
+                self.feed.begin(0)
+                batches = [batch for group in self.feed.groups() for batch in group]
+                with self.step.precision():
+                    return [float(self.step.objective(self.model, batch)[0]) for batch in batches]
+        finally:
+            self.model.train()
+
+
+class _Loss(nn.Module):
+    """The loss as a function of the tensors in a batch, which is what a pass can look at."""
+
+    def __init__(self, model: nn.Module, objective: Objective, batch: Batch) -> None:
+        super().__init__()
+        self.model, self._objective, self._batch = model, objective, batch
+
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+        """The loss; the tensors are those of the batch already."""
+        return self._objective(self.model, self._batch)[0]
+
+
+def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
+    """A copy of what is trained as passes know it, to ask them for reasons: the loss of ``batch`` as a model of its tensors."""
+    model, objective, _ = copied(trainer)
+    moved = mover(trainer.device)(batch)
+    made = Candidate.of(_Loss(model.train(), objective, moved), tuple(tensors(moved)))
+    return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads")})
+
+
+def copied(trainer: Trainer) -> tuple[nn.Module, Objective, torch.optim.Optimizer]:
+    """Copies that belong together: the optimizer updates the parameters of the copied model.
+
+    Raises:
+        CompileError: something in them cannot be copied.
+    """
+    try:
+        found: tuple[nn.Module, Objective, torch.optim.Optimizer] = copy.deepcopy(
+            (trainer.model, trainer.objective, trainer.optimizer)
+        )
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+        raise CompileError(f"A {type(trainer.model).__name__} cannot be copied: {error}") from error
+    return found
+
+
+def seconds_of(double: Double) -> tuple[float, float]:
+    """What the first round of a double takes, compilation included, and what the better of two later ones takes."""
+    begun = time.perf_counter()
+    double.round()
+    first = time.perf_counter() - begun
+    return first, min(double.timed_round(), double.timed_round())
