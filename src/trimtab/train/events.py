@@ -36,6 +36,8 @@ class Progressed(Event):
     rate: float
     """Learning rate of the first group."""
     examples_per_s: float
+    step_ms: float
+    """Time per update, with everything that comes between updates."""
     skipped: int
     """Updates that were left out because they were not finite."""
     shares: Mapping[str, float]
