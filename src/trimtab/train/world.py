@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from trimtab.candidate import Settings
+from trimtab.train.clock import Clock
 from trimtab.train.objective import Weight
+
+T = TypeVar("T")
 
 
 class World:
@@ -16,8 +21,46 @@ class World:
 
     rank: int = 0
     size: int = 1
+    seed: int | None = None
+    """Of the order in which the processes share out data; it goes into checkpoints."""
     averages: bool = False
-    """Whether gradients are divided by the number of processes on their way, as DDP and FSDP do."""
+    """Whether gradients are divided by the number of processes on their way, as FSDP does."""
+    counts: bool = True
+    """Whether what this process computes counts; not while it only keeps step with others that have more data."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that logs, saves and prints."""
+        return True
+
+    def device(self, name: str) -> torch.device:
+        """The device of this process where the settings say ``name``."""
+        return torch.device(name)
+
+    def timed(self, clock: Clock) -> None:
+        """Tell ``clock`` when the backward pass does nothing any more but wait for others."""
+
+    def place(self, model: nn.Module, settings: Settings) -> None:
+        """Leave of the model, which is on its device, what this process is to hold; before there is an optimizer."""
+
+    def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
+        """What the step calls for ``model``; ``fresh`` where the run begins and is not gone on with."""
+        return model
+
+    def share(self, batches: Iterable[Any], what: str) -> Iterable[Any]:
+        """This process's part of the batches."""
+        return batches
+
+    def rounds(self, groups: Iterator[T], length: int | None) -> Iterator[T]:
+        """``groups``, of which there are ``length`` if that is known, as many as the process that has most."""
+        return groups
+
+    def together(self, model: nn.Module | None = None) -> contextlib.AbstractContextManager[object]:
+        """A block that succeeds in all processes or in none, so that nobody waits for one that failed in it.
+
+        With ``model`` it is the forward and backward passes of an update.
+        """
+        return contextlib.nullcontext()
 
     def exchanging(self, model: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[object]:
         """A block whose backward pass exchanges gradients with the other processes only if ``now``."""
@@ -41,6 +84,10 @@ class World:
         """The norm of the gradient of all parameters, wherever they lie."""
         return torch.nn.utils.get_total_norm(grads)
 
+    def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
+        """Multiply the gradients by ``factor``, in place."""
+        torch._foreach_mul_(list(grads), factor)
+
     def agreed(self, value: float) -> float:
         """The same number in all processes: the mean of what they give."""
         return value
@@ -48,6 +95,33 @@ class World:
     def any(self, truth: bool) -> bool:
         """Whether it is true in any process."""
         return truth
+
+    def stopping(self, wish: bool) -> bool:
+        """Whether the run ends after this update, in all processes; one's wish is heard by the others with the next update."""
+        return wish
+
+    def gathered(self, value: T) -> list[T]:
+        """What every process gives, in the order of their ranks."""
+        return [value]
+
+    def led(self, action: Callable[[], T]) -> T | None:
+        """What ``action`` gives to the process that leads, once it is done; the others only wait for it."""
+        return action()
+
+    def settle(self, model: nn.Module) -> None:
+        """Make buffers that differ between processes, such as BatchNorm's statistics, the same: their mean."""
+
+    def whole(self, state: Any) -> Any:
+        """``state`` with its tensors whole where each process has only a part; only the one that leads gets them."""
+        return state
+
+    def part(self, value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        """This process's part of a whole tensor, as ``of`` is one."""
+        return value
+
+    def notes(self) -> list[str]:
+        """What there is to tell about the exchange of gradients, a sentence each."""
+        return []
 
     def barrier(self) -> None:
         """Wait until every process is here."""

@@ -1,0 +1,97 @@
+"""Every process its part of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from trimtab.errors import UsageError
+
+
+class Share(Sampler[int]):
+    """Every ``size``-th example of an order that all processes know; no example twice, and none left out.
+
+    Unlike torch's DistributedSampler it fills nothing up: one process may have an example more than another.
+    """
+
+    def __init__(self, count: int, rank: int, size: int, *, seed: int | None) -> None:
+        self.count, self.rank, self.size, self.seed = count, rank, size, seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order is another one in each epoch."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        """Indices of this process's examples."""
+        if self.seed is None:
+            return iter(range(self.rank, self.count, self.size))
+        random = torch.Generator().manual_seed((self.seed + self._epoch) % 2**63)
+        return iter(torch.randperm(self.count, generator=random)[self.rank :: self.size].tolist())
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.count, self.size))
+
+
+def share(batches: Iterable[Any], what: str, rank: int, size: int, seed: int) -> Iterable[Any]:
+    """The part of ``batches`` that is for process ``rank`` of ``size``.
+
+    - A loader that shares out by itself is left alone: trimtab's own, a DataLoader with a DistributedSampler, and whatever has
+      an attribute ``sharded = True``.
+    - A DataLoader that goes through its dataset in order or at random is made anew over this process's examples, in an order
+      that depends on ``seed`` and the epoch. Its batches stay as large as they are, so an update stands for ``size`` as many.
+    - Of a list every ``size``-th batch.
+
+    Raises:
+        UsageError: it is anything else, which each process would go through as a whole.
+    """
+    if _is_shared(batches):
+        return batches
+    if isinstance(batches, DataLoader) and type(batches.sampler) in (RandomSampler, SequentialSampler) and batches.batch_size:
+        return _remade(batches, rank, size, seed)
+    if isinstance(batches, Sequence):
+        return batches[rank::size]
+    raise UsageError(
+        f"{what} is a {type(batches).__name__}, and with {size} processes each would train on all of it. Give a "
+        "trimtab.train.Loader, a DataLoader with a DistributedSampler, or, if it already gives each process its own part, set "
+        f"{what}.sharded = True."
+    )
+
+
+def _is_shared(batches: Any) -> bool:
+    own = getattr(batches, "sharded", None)
+    if own is not None:
+        return bool(own)
+    samplers = [getattr(batches, name, None) for name in ("sampler", "batch_sampler")]
+    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def _remade(loader: DataLoader[Any], rank: int, size: int, seed: int) -> DataLoader[Any]:
+    """The same loader over this process's share."""
+    given = loader.sampler
+    count = len(given)  # type: ignore[arg-type]
+    if isinstance(given, RandomSampler) and (given.replacement or count != len(given.data_source)):
+        raise UsageError(
+            "The DataLoader draws with replacement, or only some examples, which cannot be shared out between processes. Give it "
+            "a DistributedSampler."
+        )
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=Share(count, rank, size, seed=seed if isinstance(given, RandomSampler) else None),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+    )

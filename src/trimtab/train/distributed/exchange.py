@@ -1,0 +1,151 @@
+"""How the gradients of one bucket are added up over all processes, what that costs, and how much of it nobody waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from trimtab.train.clock import Clock
+
+
+class Exchange:
+    """The plain sum, and the base of those that send less.
+
+    It is called for one bucket after the other, in the same order by all processes, while the backward pass goes on. Whatever
+    it sends it must begin to send before it returns; a callback of a future may compute, but not send, because its turn is not
+    the same everywhere. (That is what makes torch's own PowerSGD hook hang over gloo.)
+
+    Args:
+        group: the processes that have different data.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group, self.size = group, dist.get_world_size(group)
+        self.meter = Meter()
+        self.clock: Clock | None = None
+        self.launched = 0
+        """Buckets of the running update."""
+        self.complete = False
+        """Whether its last bucket was among them."""
+
+    def bucket(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        """What DDP calls when the gradients of a bucket are there."""
+        self.launched += 1
+        began = time.perf_counter()
+        future = self.add_up(bucket.parameters(), bucket.buffer())
+        self.meter.flying(future, began, last=bucket.is_last())
+        self.complete = bucket.is_last()
+        if self.complete and self.clock is not None:  # what is left of the backward pass is waiting
+            self.clock.enter("communication")
+        return future
+
+    def landed(self) -> None:
+        """The update has its gradients, or has failed."""
+        self.launched, self.complete = 0, False
+        self.meter.landed()
+
+    def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
+        """The sum of ``flat``, the gradients of ``parameters`` in a row, over all processes; ``flat`` may be overwritten."""
+        return self.summed(flat)
+
+    def summed(self, values: torch.Tensor) -> Future[torch.Tensor]:
+        """Begin to add up ``values`` in place."""
+        self.meter.sent(2 * (self.size - 1) * values.nbytes / self.size)
+        work = dist.all_reduce(values, group=self.group, async_op=True)
+        return _first(work.get_future())
+
+    def collected(self, values: torch.Tensor) -> tuple[torch.Tensor, Future[torch.Tensor]]:
+        """Begin to bring the ``values`` of all processes, (n,), to each: (processes, n)."""
+        self.meter.sent((self.size - 1) * values.nbytes)
+        found = values.new_empty(self.size * values.numel())
+        work = dist.all_gather_into_tensor(found, values, group=self.group, async_op=True)
+        return found.view(self.size, -1), work.get_future()
+
+
+class Narrow(Exchange):
+    """Gradients cross in two bytes per number: half of what float32 takes.
+
+    Pays where the network is what the update waits for. Sums are divided among the processes first, so that float16 does not
+    overflow where none of them does. torch's own bfloat16 hook refuses gloo, which can add up bfloat16 by now.
+    """
+
+    def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self.dtype = dtype
+
+    def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
+        """The sum of the rounded gradients."""
+        narrow = flat.div(self.size).to(self.dtype)
+        return self.summed(narrow).then(lambda done: flat.copy_(done.wait()).mul_(self.size))
+
+
+class Errors:
+    """What compression left out of each parameter's gradient so far, to be sent with a later one.
+
+    Source: Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[int, ...], torch.Tensor] = {}
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def of(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
+        """A tensor like ``flat`` with what was left out of these parameters; DDP may group them anew once."""
+        key = tuple(id(p) for p in parameters)
+        if key not in self._flat:
+            fresh = torch.zeros_like(flat)
+            for parameter, part in zip(parameters, fresh.split([p.numel() for p in parameters]), strict=True):
+                if id(parameter) in self._parts:
+                    part.copy_(self._parts[id(parameter)])
+                self._parts[id(parameter)] = part
+            self._flat = {known: kept for known, kept in self._flat.items() if not set(known) & set(key)} | {key: fresh}
+        return self._flat[key]
+
+
+class Meter:
+    """What crossed, for how long, and how long the backward pass was over and still had to wait.
+
+    Times are the host's, and tell of gloo; NCCL's transfers are seen by a profiler only.
+    """
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self.bytes = 0.0
+        self.flight_s = self.waited_s = 0.0
+        self._flights: list[tuple[float, float]] = []
+        self._last = 0.0
+
+    def sent(self, count: float) -> None:
+        """So many bytes leave this process, as a ring sends them."""
+        self.bytes += count
+
+    def flying(self, future: Future[torch.Tensor], began: float, *, last: bool) -> None:
+        """A bucket is on its way."""
+        if last:
+            self._last = time.perf_counter()
+        future.add_done_callback(lambda _: self._flights.append((began, time.perf_counter())))
+
+    def landed(self) -> None:
+        """The backward pass has all its gradients."""
+        flights, self._flights = sorted(self._flights), []
+        self.updates += 1
+        reached = 0.0
+        for began, ended in flights:
+            self.flight_s += max(ended - max(began, reached), 0.0)
+            reached = max(reached, ended)
+        if self._last:
+            self.waited_s += time.perf_counter() - self._last
+        self._last = 0.0
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the time in flight that was hidden behind the backward pass; ``None`` where nothing was timed."""
+        return max(1 - self.waited_s / self.flight_s, 0.0) if self.flight_s else None
+
+
+def _first(future: Future[list[torch.Tensor]]) -> Future[torch.Tensor]:
+    return future.then(lambda done: done.value()[0])

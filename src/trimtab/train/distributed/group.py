@@ -1,0 +1,234 @@
+"""What any several processes have in common: sums over all, decisions that all take, failures that all hear of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trimtab.candidate import Settings
+from trimtab.errors import WorkloadError
+from trimtab.train.distributed.data import share
+from trimtab.train.memory_errors import out_of_memory
+from trimtab.train.objective import Weight
+from trimtab.train.world import World, weighted
+
+T = TypeVar("T")
+
+FINE, OUT_OF_MEMORY, FAILED = range(3)
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed")
+
+
+class PeerError(WorkloadError):
+    """Another process of the run failed, and this one cannot go on without it.
+
+    The process that failed says why.
+    """
+
+    code = "peer"
+
+
+class PeerMemoryError(torch.OutOfMemoryError):
+    """Another process ran out of memory in this update, so that all of them try it again in smaller parts."""
+
+
+class Group(World):
+    """A process among several.
+
+    What the hosts must agree on crosses over gloo, so that nobody waits for a GPU to know it. The processes call everything here
+    in the same order; :meth:`together` keeps that true where one of them fails.
+
+    Args:
+        settings: of the run.
+        data: the processes that have different data, where that is not all of them.
+    """
+
+    def __init__(self, settings: Settings, data: dist.ProcessGroup | None = None) -> None:
+        self.settings, self.data = settings, data
+        self.rank, self.size = dist.get_rank(data), dist.get_world_size(data)
+        self.everyone = dist.new_group(backend="gloo")
+        self.counts = True
+        self._wish = self._stopping = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that logs, saves and prints."""
+        return dist.get_rank() == 0
+
+    def device(self, name: str) -> torch.device:
+        """The GPU of this process where the settings say just ``cuda``."""
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        return device
+
+    def place(self, model: nn.Module, settings: Settings) -> None:
+        """See that all processes have the same model, and give BatchNorm the statistics of all where they must be exact."""
+        shapes = self.gathered([(name, tuple(value.shape)) for name, value in model.state_dict().items()])
+        if any(other != shapes[0] for other in shapes):
+            raise WorkloadError(
+                "The processes have different models: their parameters differ in name or shape. Build the same one in each."
+            )
+        if settings.exact_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+    def share(self, batches: Iterable[Any], what: str) -> Iterable[Any]:
+        """This process's part of the batches; see :func:`~trimtab.train.distributed.data.share`."""
+        if self.seed is None:
+            self.seed = self.gathered(int(torch.empty((), dtype=torch.int64).random_().item()))[0]
+        return share(batches, what, self.rank, self.size, self.seed)
+
+    def rounds(self, groups: Iterator[T], length: int | None) -> Iterator[T]:
+        """``groups``, and while others have more, the last one again: it then counts for nothing (:attr:`counts`).
+
+        So no process waits for one whose data has ended, and all data of an uneven split is used, each example for what it is
+        worth. Where all know that they have the same number of groups, nothing is said.
+        """
+        lengths = self.gathered(length)
+        known = None not in lengths and len(set(lengths)) == 1
+        spare: T | None = None
+        try:
+            while True:
+                try:
+                    group = next(groups, None)
+                except BaseException as error:
+                    self._failed(error, update=known)
+                    raise
+                if known and group is None:
+                    return
+                if known:
+                    assert group is not None
+                    yield group
+                    continue
+                spare, self.counts = (spare, False) if group is None else (group, True)
+                some, empty_handed = self._most(int(self.counts), int(spare is None))
+                if not some or empty_handed:
+                    return
+                assert spare is not None
+                yield spare
+        finally:
+            self.counts = True
+
+    @contextlib.contextmanager
+    def together(self, model: nn.Module | None = None) -> Iterator[None]:
+        """A block that succeeds in all processes or in none.
+
+        Raises:
+            PeerMemoryError: another process ran out of memory in it.
+            PeerError: another process failed in it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._failed(error, update=model is not None)
+            raise
+        try:
+            self._stopping = bool(self._most(int(self._wish))[0])
+        except (PeerError, PeerMemoryError):
+            if model is not None:
+                self.renew()
+            raise
+
+    def release(self) -> None:
+        """Take part in whatever exchange of gradients the others wait for in an update that failed here."""
+
+    def renew(self) -> None:
+        """Make ready for the next update after one that failed in another process."""
+
+    def mean(
+        self, losses: Sequence[torch.Tensor], weights: Sequence[Weight], *, summed: bool
+    ) -> tuple[torch.Tensor, Weight | None]:
+        """The mean of all losses of all processes (the sum, if they are ``summed``), and the weight of all of them."""
+        if not losses:
+            both = torch.zeros(2, dtype=torch.float64, device=self.device(self.settings.device))
+        elif summed:
+            value = torch.stack(list(losses)).double().sum()
+            both = torch.stack([torch.ones_like(value), value])
+        else:
+            both = torch.stack(weighted(losses, weights))
+        dist.all_reduce(both, group=self.data)
+        return (both[1], None) if summed else (both[1] / both[0], both[0])
+
+    def agreed(self, value: float) -> float:
+        """The mean of what the processes give."""
+        values = self.gathered(value)
+        return sum(values) / len(values)
+
+    def any(self, truth: bool) -> bool:
+        """Whether it is true in any process."""
+        return bool(self._most(int(truth))[0])
+
+    def stopping(self, wish: bool) -> bool:
+        """Whether any process wished to end before this update; a wish of now is heard with the next."""
+        self._wish = wish
+        return self._stopping
+
+    def gathered(self, value: T) -> list[T]:
+        """What every process gives, in the order of their ranks."""
+        found: list[Any] = [None] * dist.get_world_size(self.everyone)
+        dist.all_gather_object(found, value, group=self.everyone)
+        return found
+
+    def led(self, action: Callable[[], T]) -> T | None:
+        """What ``action`` gives to the process that leads.
+
+        Raises:
+            PeerError: it failed there.
+        """
+        with self.together():
+            return action() if self.leads else None
+
+    def settle(self, model: nn.Module) -> None:
+        """Give every process the mean of all buffers of floating point, and the first one's others."""
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer, group=self.data)
+                buffer.div_(self.size)
+            else:
+                dist.broadcast(buffer, group=self.data, group_src=0)
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        dist.barrier(group=self.everyone)
+
+    def _most(self, first: int, second: int = 0) -> tuple[int, int]:
+        """The largest that any process gives, of each value.
+
+        Raises:
+            PeerMemoryError: a process ran out of memory instead.
+            PeerError: a process failed instead.
+        """
+        state, who, first, second = self._exchanged(FINE, 0, first, second)
+        if state == OUT_OF_MEMORY:
+            raise PeerMemoryError(f"The process of rank {who - 1} ran out of memory.")
+        if state == FAILED:
+            raise PeerError(f"The process of rank {who - 1} failed; its own message says why.")
+        return first, second
+
+    def _failed(self, error: BaseException, *, update: bool) -> None:
+        """Tell the others, who wait in the exchange of an ``update`` or for a decision, that this process failed."""
+        if lost(error) or isinstance(error, (PeerError, PeerMemoryError)):
+            return
+        with contextlib.suppress(RuntimeError):  # the others may be gone too; what failed here is what counts
+            if update:
+                self.release()
+            self._exchanged(OUT_OF_MEMORY if out_of_memory(error) else FAILED, dist.get_rank() + 1, 0, 0)
+
+    def _exchanged(self, *values: int) -> list[int]:
+        """The largest of each of four values; all that the processes say to each other on the way has this form."""
+        found = torch.tensor(values)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
+        return [int(value) for value in found]
+
+
+def lost(error: BaseException) -> bool:
+    """Whether ``error`` says that the connection to another process broke."""
+    said = isinstance(error, dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    )
+    return said or (error.__cause__ is not None and lost(error.__cause__))

@@ -1,0 +1,123 @@
+"""The processes of a run: joined when torchrun started them, left when they end, and told apart when one of them fails."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import hashlib
+import os
+import socket
+import sys
+import types
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trimtab.candidate import Settings
+from trimtab.errors import TrimtabError, UsageError
+from trimtab.train.distributed.group import PeerError, PeerMemoryError, lost
+from trimtab.train.distributed.replicas import Replicas
+from trimtab.train.distributed.shards import Shards
+from trimtab.train.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def join(settings: Settings, mesh: DeviceMesh | None = None) -> World:
+    """The world of this process: alone, or with those that torchrun started beside it.
+
+    Where torchrun, or another launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, started this
+    process, it meets the others first, over gloo, and NCCL for GPUs. Where the script has already initialised
+    :mod:`torch.distributed`, that is used, and left alone at the end.
+
+    Args:
+        settings: which device, and how the model is spread.
+        mesh: with axes ``data`` and ``model`` where layers are split (:func:`~trimtab.train.distributed.tensor_parallel.mesh`).
+
+    Raises:
+        UsageError: the settings do not go together with several processes.
+    """
+    if not dist.is_available():
+        return World()
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+            return World()
+        start(settings.device)
+    if dist.get_world_size() == 1:
+        return World()
+    _check(settings, mesh)
+    return Shards(settings, mesh) if settings.sharding != "replicate" or mesh is not None else Replicas(settings)
+
+
+def start(device: str = "cpu") -> None:
+    """Meet the other processes; they part when the interpreter ends.
+
+    Raises:
+        UsageError: the launcher did not say where they meet.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} are not set. Start the script with torchrun, "
+            "or set them to the address of the process of rank 0."
+        )
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    sys.excepthook = _say
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check(settings: Settings, mesh: DeviceMesh | None) -> None:
+    sharded = settings.sharding != "replicate"
+    if sharded and settings.communication in ("powersgd", "topk"):
+        raise UsageError(
+            f"Settings communication={settings.communication!r} needs sharding='replicate', because FSDP2 scatters gradients as "
+            "it adds them up. Take 'bfloat16' or 'float16', or replicate the model."
+        )
+    if mesh is not None and settings.communication is not None:
+        raise UsageError("Settings communication cannot be combined with split layers; leave it at None.")
+    if settings.exact_batchnorm and torch.device(settings.device).type != "cuda":
+        raise UsageError(
+            "exact_batchnorm over several processes is torch's SyncBatchNorm, which runs on GPUs only. Leave it off, or train on "
+            "one process."
+        )
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Tell of an error that nobody caught: once for all processes, in one sentence where it is one of trimtab's.
+
+    What only says that another process failed is left to that process.
+    """
+    atexit.unregister(_leave)  # to part in order, all would have to come
+    if isinstance(error, (PeerError, PeerMemoryError)):
+        return
+    place = f"[rank {dist.get_rank()} on {socket.gethostname()}]" if dist.is_initialized() else ""
+    if lost(error):
+        print(f"{place} Another process is gone; this one ends too.", file=sys.stderr)
+    elif isinstance(error, TrimtabError):
+        if _first_to_say(str(error)):
+            print(f"{place} error[{error.code}]: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _first_to_say(sentence: str) -> bool:
+    """Whether no other process has said the same; all of them find the same mistake in the same call."""
+    if not dist.is_initialized():
+        return True
+    key = "trimtab/" + hashlib.sha256(sentence.encode()).hexdigest()
+    try:
+        return bool(dist.distributed_c10d._get_default_store().add(key, 1) == 1)
+    except RuntimeError:  # the process that kept the store is gone
+        return True

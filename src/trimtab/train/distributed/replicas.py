@@ -1,0 +1,182 @@
+"""Every process holds the whole model: torch's DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.candidate import Settings
+from trimtab.errors import WorkloadError
+from trimtab.train.clock import Clock
+from trimtab.train.distributed.exchange import Exchange, Narrow
+from trimtab.train.distributed.group import Group
+from trimtab.train.distributed.powersgd import PowerSgd
+from trimtab.train.distributed.topk import TopK
+
+COMMUNICATION: dict[str | None, Callable[[], Exchange]] = {
+    None: Exchange,
+    "float16": lambda: Narrow(torch.float16),
+    "bfloat16": lambda: Narrow(torch.bfloat16),
+    "powersgd": PowerSgd,
+    "topk": TopK,
+}
+"""What ``Settings.communication`` means."""
+
+
+_KEEP_BUFFERS = (
+    "forward_sync_buffers"  # as it is called from torch 2.13 on
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"
+)
+
+
+class Replicas(Group):
+    """Processes with a copy of the model each, whose gradients are added up while the backward pass goes on.
+
+    The first update runs without DDP: it shows whether some parameters get no gradient, which DDP must know, and whether a
+    batch fits at all. An update that fails somewhere is tried again in that way, too. Then the gradients cross after everybody
+    has said that he has his; a process that fails under DDP first sends zeros for what the others still wait for.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.exchange = COMMUNICATION[settings.communication]()
+        self.engine: DistributedDataParallel | None = None
+        self._called: nn.Module = nn.Identity()
+        self._idle: bool | None = None
+        """Whether some parameters get no gradient; ``None`` until an update has shown it."""
+
+    def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
+        """The model as DDP has it; all processes begin with the parameters of the first, and draw random numbers of their own."""
+        with torch.no_grad():
+            for value in (*model.parameters(), *model.buffers()):
+                dist.broadcast(value, 0)
+        if fresh:
+            torch.manual_seed(torch.initial_seed() + self.rank)
+        self.engine, self._idle, self._called = None, None, model
+        return _Replica(self, model)
+
+    def timed(self, clock: Clock) -> None:
+        """Tell ``clock`` when the last bucket is on its way: what is left of the backward pass is waiting."""
+        self.exchange.clock = clock
+
+    @contextlib.contextmanager
+    def together(self, model: nn.Module | None = None) -> Iterator[None]:
+        """A block that succeeds in all processes or in none; after that of an update, all have the sum of the gradients."""
+        if model is not None:
+            if self.engine is not None:  # once; before anything can fail, because the processes talk about it
+                self.engine.reducer._rebuild_buckets()
+        engine = self.engine
+        with super().together(model):
+            yield
+            if model is not None and engine is not None and not self.exchange.complete:
+                raise WorkloadError(
+                    "Some parameters got no gradient in this update, though all got one in the first. With several processes "
+                    "let them take part in every update, for example by adding 0 * parameter.sum() to the loss."
+                )
+        if model is not None and engine is None:
+            self._add_up()
+            self._engage()
+        if model is not None:
+            self.exchange.landed()
+
+    @contextlib.contextmanager
+    def exchanging(self, model: nn.Module, *, now: bool) -> Iterator[None]:
+        """A block whose backward pass exchanges gradients only if ``now``."""
+        with contextlib.nullcontext() if now or self.engine is None else self.engine.no_sync():
+            yield
+
+    def release(self) -> None:
+        """Send zeros for the buckets that the others wait for."""
+        engine = self.engine
+        if engine is None:
+            return
+        buckets = engine.reducer._get_zeros_like_grad_buckets()
+        missing = buckets[self.exchange.launched :]
+        for future in [engine.reducer._run_comm_hook(bucket) for bucket in missing]:
+            future.wait()
+        if missing and engine.find_unused_parameters:
+            engine._match_unused_params_allreduce()
+        self.renew()
+
+    def renew(self) -> None:
+        """Take DDP away, whose hooks stand in the middle of an update; it is made anew after the next."""
+        if self.engine is not None:
+            del self.engine.reducer, self.engine.logger  # both hold torch's reducer, which removes its hooks when it goes
+            self.engine = None
+            self.exchange.landed()
+
+    def notes(self) -> list[str]:
+        """What crossed, and how much of it was waited for."""
+        meter = self.exchange.meter
+        if not meter.updates:
+            return []
+        parameters = [p for p in self._called.parameters() if p.requires_grad]
+        full = 2 * (self.size - 1) / self.size * sum(p.numel() * 4 for p in parameters)
+        each = meter.bytes / meter.updates
+        told = f"Each process sent {each / 1e6:.3g} MB of gradients per update, {each / full:.2f} of what float32 takes"
+        if meter.hidden is None:
+            return [f"{told}."]
+        ms = 1e3 * meter.flight_s / meter.updates
+        return [f"{told}; that took {ms:.3g} ms, of which {meter.hidden:.0%} passed behind the backward pass."]
+
+    def _add_up(self) -> None:
+        """Exchange the gradients that an update without DDP has left, in one bucket per dtype."""
+        parameters = [p for p in self._called.parameters() if p.requires_grad]
+        idle = self.any(any(p.grad is None for p in parameters))
+        self._idle = idle or bool(self._idle)
+        if idle:
+            used = torch.tensor([p.grad is not None for p in parameters])
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.everyone)
+            parameters = [p for p, some in zip(parameters, used.tolist(), strict=True) if some]
+        for dtype in sorted({p.dtype for p in parameters}, key=str):
+            self._add_up_bucket([p for p in parameters if p.dtype is dtype])
+
+    def _add_up_bucket(self, parameters: list[nn.Parameter]) -> None:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        parts = self.exchange.add_up(parameters, flat).wait().split([p.numel() for p in parameters])
+        for parameter, grad, part in zip(parameters, grads, parts, strict=True):
+            parameter.grad = grad.copy_(part.view(grad.shape))
+
+    def _engage(self) -> None:
+        """Hand the exchange to DDP."""
+        on_gpu = next(self._called.parameters()).device.type == "cuda"
+        self.engine = DistributedDataParallel(
+            self._called,
+            device_ids=[next(self._called.parameters()).device] if on_gpu else None,
+            **{_KEEP_BUFFERS: False},  # settle() gives them their mean where they are read
+            init_sync=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=bool(self._idle),
+            bucket_cap_mb=self.settings.bucket_mb,
+        )
+        self.engine.register_comm_hook(None, lambda _, bucket: self.exchange.bucket(bucket))
+
+
+class _Replica(nn.Module):
+    """Calls DDP once there is one; whatever else is asked of it, the model answers."""
+
+    def __init__(self, world: Replicas, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        self._world = [world]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, with gradients that are exchanged in the backward pass."""
+        engine = self._world[0].engine
+        return self.module(*args, **kwargs) if engine is None or not torch.is_grad_enabled() else engine(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has under ``name``, for losses that call its methods."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)

@@ -1,0 +1,146 @@
+"""Every process holds a share of each parameter: torch's FSDP2, alone, within hosts, or beside split layers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trimtab.candidate import Settings
+from trimtab.contracts import require
+from trimtab.errors import UsageError
+from trimtab.train.distributed.group import Group
+from trimtab.train.objective import Weight
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Shards(Group):
+    """Processes that hold a share of the model each, and gather a layer's parameters while it runs.
+
+    With ``sharding="hybrid"`` the shares are within a host, whose processes are close to each other, and gradients are added up
+    between hosts. With a ``mesh`` that has an axis ``model``, whose layers were split along it, the shares are along its axis
+    ``data``.
+
+    All processes must gather at the same time, so an epoch ends for all with the process that has least data: of an uneven
+    split at most one update is left out. And an update that runs out of memory ends the run.
+    """
+
+    averages = True
+
+    def __init__(self, settings: Settings, mesh: DeviceMesh | None = None) -> None:
+        super().__init__(settings, None if mesh is None else mesh.get_group("data"))
+        self.averages = mesh is None or self.size > 1
+        self.mesh = self._mesh() if mesh is None else mesh["data"]
+        self._model: Any = None
+
+    def place(self, model: nn.Module, settings: Settings) -> None:
+        """Leave of every parameter this process's share; the units are the elements of lists of layers, and what is left.
+
+        Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277
+        """
+        super().place(model, settings)
+        with torch.no_grad():
+            for value in (*model.parameters(), *model.buffers()):
+                dist.broadcast(_local(value), group=self.data, group_src=0)
+        if self.size == 1:
+            return
+        fsdp = require("torch.distributed.fsdp")
+        narrow = {} if settings.communication is None else {"reduce_dtype": getattr(torch, settings.communication)}
+        options = {"mesh": self.mesh, "mp_policy": fsdp.MixedPrecisionPolicy(**narrow)}
+        for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+            for layer in layers:
+                fsdp.fully_shard(layer, **options)
+        self._model = fsdp.fully_shard(model, **options)
+
+    def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
+        """The model as it is; the processes draw random numbers of their own."""
+        if fresh:
+            torch.manual_seed(torch.initial_seed() + self.rank)
+        return model
+
+    def rounds(self, groups: Iterator[Any], length: int | None) -> Iterator[Any]:
+        """``groups``, until the first process has no more."""
+        while True:
+            group = next(groups, None)
+            if self.any(group is None):
+                return
+            yield group
+
+    def exchanging(self, model: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[object]:
+        """A block whose backward pass scatters gradients only if ``now``."""
+        if self._model is not None:
+            self._model.set_requires_gradient_sync(now)
+        return contextlib.nullcontext()
+
+    def release(self) -> None:
+        """There is nothing that could be sent in place of layers that do not run: the others are ended by torchrun."""
+        raise RuntimeError("Sharded models cannot go on.")
+
+    def norm(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm over all parameters, whole or not."""
+        parts = [torch.nn.utils.get_total_norm(same) for same in _by_mesh(grads)]
+        whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in parts]
+        return torch.linalg.vector_norm(torch.stack(whole))
+
+    def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
+        """Multiply the gradients by ``factor``, in place."""
+        for grad in grads:
+            _local(grad).mul_(factor)
+
+    def whole(self, state: Any) -> Any:
+        """``state`` with whole tensors, on the CPU of the process that leads; the others take part, and get nothing of them."""
+        if isinstance(state, torch.Tensor):
+            found = state.full_tensor() if hasattr(state, "full_tensor") else state
+            return found.cpu() if self.leads else torch.empty(0)
+        if isinstance(state, Mapping):
+            return {key: self.whole(value) for key, value in state.items()}
+        if isinstance(state, (list, tuple)):
+            return type(state)(self.whole(value) for value in state)
+        return state
+
+    def part(self, value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        """This process's share of a whole tensor, which every process has read."""
+        if not hasattr(of, "full_tensor") or hasattr(value, "full_tensor") or value.shape != of.shape:
+            return value
+        given: Any = of
+        tensor = require("torch.distributed.tensor")
+        found: torch.Tensor = tensor.distribute_tensor(
+            value.to(_local(of).device), given.device_mesh, given.placements, src_data_rank=None
+        )
+        return found
+
+    def _mesh(self) -> DeviceMesh:
+        mesh = require("torch.distributed.device_mesh").init_device_mesh
+        kind = torch.device(self.settings.device).type
+        if self.settings.sharding != "hybrid":
+            found: DeviceMesh = mesh(kind, (self.size,), mesh_dim_names=("data",))
+            return found
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if not local or self.size % local:
+            raise UsageError(
+                f"sharding='hybrid' shares within hosts, but LOCAL_WORLD_SIZE is {local or 'not set'} and there are {self.size} "
+                "processes. Start the script with torchrun, with the same number of processes on each host."
+            )
+        found = mesh(kind, (self.size // local, local), mesh_dim_names=("hosts", "data"))
+        return found
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """What this process holds of ``value``."""
+    found: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found.detach()
+
+
+def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors in lists of those that are shared out over the same processes; only such may meet in one operation."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(found.values())

@@ -1,0 +1,76 @@
+"""Layers split over processes, through torch's own tensor parallelism."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from trimtab.candidate import Settings
+from trimtab.contracts import require
+from trimtab.errors import UsageError
+from trimtab.train.distributed.processes import start
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def mesh(model: int, settings: Settings = Settings()) -> DeviceMesh:
+    """All processes as a grid: ``data`` x ``model``, where neighbours, which share a host, split layers between them.
+
+    Raises:
+        UsageError: their number is no multiple of ``model``.
+    """
+    if not dist.is_initialized():
+        start(settings.device)
+    size = dist.get_world_size()
+    if model < 1 or size % model:
+        raise UsageError(f"Layers cannot be split in {model}: there are {size} processes, which is no multiple of it.")
+    made: DeviceMesh = require("torch.distributed.device_mesh").init_device_mesh(
+        settings.device.partition(":")[0], (size // model, model), mesh_dim_names=("data", "model")
+    )
+    return made
+
+
+def split_layers(model: nn.Module, grid: DeviceMesh, *, columns: Sequence[str] = (), rows: Sequence[str] = ()) -> nn.Module:
+    """Split linear layers and embeddings along the axis ``model`` of ``grid``, in place, and give the model back.
+
+    ``columns`` and ``rows`` are names of modules, as ``model.named_modules()`` has them, with ``*`` for any text. Of a pair of
+    layers the first is split by its outputs (``columns``) and the second by its inputs (``rows``), so that what lies between
+    them stays split and only the output of the second is added up: ``columns=["*.linear1"], rows=["*.linear2"]`` for the
+    feed-forward part of a transformer block. Attention is split in the same way, by heads (queries, keys and values by
+    ``columns``, the projection after them by ``rows``) where the block counts its heads from the size it gets: write
+    ``view(batch, length, -1, size_of_a_head)``.
+
+    Give the same ``grid`` to :func:`~trimtab.train.distributed.processes.join`, and what that returns to
+    ``Trainer(world=...)``: the processes of a row then get the same data.
+
+    Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
+
+    Raises:
+        UsageError: a name is none of the model's, or of a layer that cannot be split.
+    """
+    styles = require("torch.distributed.tensor.parallel")
+    plan = {name: styles.ColwiseParallel() for name in _named(model, columns)}
+    plan |= {name: styles.RowwiseParallel() for name in _named(model, rows)}
+    split: nn.Module = styles.parallelize_module(model, grid["model"], plan)
+    return split
+
+
+def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    modules = dict(model.named_modules())
+    found = []
+    for pattern in patterns:
+        names = fnmatch.filter(modules, pattern)
+        if not names:
+            raise UsageError(f"No module of {type(model).__name__} is called {pattern!r}; there are {', '.join(modules)[:200]}.")
+        for name in names:
+            if not isinstance(modules[name], (nn.Linear, nn.Embedding)):
+                raise UsageError(
+                    f"{name} is a {type(modules[name]).__name__}; only Linear and Embedding can be split. Name those in it."
+                )
+        found += names
+    return found
