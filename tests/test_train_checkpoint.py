@@ -1,0 +1,216 @@
+"""Checkpoints: what goes in comes out, nothing is ever half-written, and what does not fit is said."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab import Settings, Trainer
+from trimtab.errors import StorageError, UsageError
+from trimtab.train.checkpoint import HASHES, STATE, TENSORS, Checkpoints
+from trimtab.train.events import Event, Progressed, Saved
+from trimtab.train.schedule import one_cycle
+
+SCRIPT = """
+import sys, torch
+from trimtab.train.checkpoint import Checkpoints
+checkpoints = Checkpoints(sys.argv[1])
+for update in range(1, 100_000):
+    checkpoints.save(update, {"update": update, "tensor": torch.full((200_000,), float(update))})
+    print(update, flush=True)
+"""
+
+
+def test_what_goes_in_comes_out(tmp_path: pathlib.Path) -> None:
+    tied = torch.randn(3, 4)
+    state = {
+        "tensors": {
+            "tied": [tied, tied], "view": tied[1], "turned": tied.t(), "empty": torch.zeros(0, 3), "none": None,
+            "half": torch.randn(5).bfloat16(), "number": torch.tensor(3), "truth": torch.tensor([True, False]),
+            "image": torch.randn(1, 2, 3, 3).to(memory_format=torch.channels_last),
+        },
+        "keys": {0: {"exp_avg": torch.ones(2)}, "0": (1, 2.5, "x"), (1, 2): False},
+    }  # fmt: skip
+    checkpoints = Checkpoints(tmp_path)
+    place = checkpoints.save(7, state)
+    assert sorted(path.name for path in place.iterdir()) == sorted([TENSORS, STATE, HASHES])
+    found = checkpoints.load()
+    assert list(found["keys"]) == [0, "0", (1, 2)]
+    assert found["keys"]["0"] == (1, 2.5, "x")
+    for name, want in state["tensors"].items():
+        got = found["tensors"][name]
+        if isinstance(want, torch.Tensor):
+            assert torch.equal(got, want), name
+            assert got.dtype == want.dtype
+    first, second = found["tensors"]["tied"]
+    assert first is second
+
+
+def test_only_the_newest_are_kept_and_a_damaged_one_is_passed_over(tmp_path: pathlib.Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for update in (1, 2, 3):
+        checkpoints.save(update, {"update": update, "weights": torch.ones(100)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["update-00000002", "update-00000003"]
+    file = tmp_path / "update-00000003" / TENSORS
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert checkpoints.load()["update"] == 2
+    (tmp_path / "update-00000002" / STATE).unlink()
+    with pytest.raises(StorageError, match=r"none is whole \(update-00000003: tensors.safetensors has changed since it was"):
+        checkpoints.load()
+
+
+def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "save.py"
+    script.write_text(SCRIPT)
+    for attempt in range(4):
+        folder = tmp_path / f"run-{attempt}"
+        process = subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(2 + attempt):
+            assert process.stdout.readline()
+        time.sleep(0.003 * attempt)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        said = [int(line) for line in process.stdout.read().split()]
+        found = Checkpoints(folder).load()
+        assert found["update"] >= max(said, default=2 + attempt)
+        assert torch.equal(found["tensor"], torch.full((200_000,), float(found["update"])))
+        Checkpoints(folder).save(10**6, {"update": 10**6})  # what was left half-written is swept away
+        assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small tmpfs needs root on Linux")
+def test_a_full_disk_loses_nothing(tmp_path: pathlib.Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("this system does not let us mount a tmpfs")
+    try:
+        checkpoints = Checkpoints(disk / "run")
+        checkpoints.save(1, {"weights": torch.ones(400_000)})
+        with pytest.raises(
+            StorageError,
+            match=r"The checkpoint after update 2 cannot be written .*\. The checkpoint update-00000001 is still whole",
+        ):
+            checkpoints.save(2, {"weights": torch.zeros(900_000)})
+        assert [path.name for path in (disk / "run").iterdir()] == ["update-00000001"]
+        assert torch.equal(checkpoints.load()["weights"], torch.ones(400_000))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def trainer(folder: pathlib.Path, **options: Any) -> Trainer:
+    """A small convolutional network with everything that has a state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.2), nn.Flatten(), nn.Linear(144, 3))
+    defaults: dict[str, Any] = {
+        "loss": nn.CrossEntropyLoss(), "optimizer": functools.partial(torch.optim.AdamW, lr=0.01), "ema": 0.9,
+        "schedule": one_cycle(0.02), "checkpoint": folder, "checkpoint_every": 7, "log_every": 1,
+        "settings": Settings(memory_format="channels_last", accumulate=2),
+    }  # fmt: skip
+    return Trainer(model, **{**defaults, **options})
+
+
+def batches(shuffle: bool = True) -> torch.utils.data.DataLoader[Any]:
+    """Shuffled images."""
+    made = torch.Generator().manual_seed(1)
+    images = torch.randn(160, 1, 8, 8, generator=made)
+    data = torch.utils.data.TensorDataset(images, images.mean((1, 2, 3)).mul(99).long() % 3)
+    return torch.utils.data.DataLoader(data, batch_size=8, shuffle=shuffle)
+
+
+def losses(made: Trainer, *, kill_at: int | None = None) -> list[float]:
+    """The loss of every update; ends with an exception right after the checkpoint of an update if asked."""
+    found: list[float] = []
+
+    def note(trainer: Trainer, event: Event) -> None:
+        if isinstance(event, Progressed):
+            found.append(event.loss)
+        if isinstance(event, Saved) and event.update == kill_at:
+            raise ConnectionAbortedError
+
+    made.callbacks.append(note)
+    try:
+        made.fit(batches(), batches(shuffle=False), epochs=6)
+    except ConnectionAbortedError:
+        assert kill_at is not None
+    return found
+
+
+def test_the_next_fifty_losses_are_the_same_to_the_bit(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(3)
+    whole = losses(trainer(tmp_path / "whole"))
+    torch.manual_seed(3)
+    first = losses(trainer(tmp_path / "cut"), kill_at=7)
+    torch.manual_seed(99)  # a new process would have drawn others
+    rest = losses(trainer(tmp_path / "cut").resume())
+    assert len(whole) == 60
+    assert first + rest == whole
+    assert len(rest) >= 50
+
+
+def test_the_best_parameters_survive_too(tmp_path: pathlib.Path) -> None:
+    made = trainer(tmp_path, ema=None)
+    made.best_parameters = {name: value + 1 for name, value in made.model.state_dict().items()}
+    made.fit(batches(), steps=7)
+    found = trainer(tmp_path, ema=None).resume()
+    assert found.best_parameters is not None
+    assert found.best_parameters["5.bias"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"optimizer": functools.partial(torch.optim.SGD, lr=0.1)}, r"was made with AdamW, not SGD\. Give that optimizer\."),
+        ({"ema": None}, r"was made with ema=\.\.\.; give the same\."),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: pathlib.Path, other: dict[str, Any], sentence: str) -> None:
+    trainer(tmp_path).fit(batches(), steps=7)
+    with pytest.raises(UsageError, match=sentence):
+        trainer(tmp_path, **other).resume()
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: pathlib.Path) -> None:
+    trainer(tmp_path).fit(batches(), steps=7)
+    other = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    before = other[1].weight.detach().clone()
+    made = Trainer(other, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW, checkpoint=tmp_path, ema=0.9)
+    with pytest.raises(UsageError, match=r"is of another model, a Sequential: 0\.bias, 0\.weight, 1\.bias and \d+ more differ"):
+        made.resume()
+    assert torch.equal(before, other[1].weight)
+    assert made.position.update == 0
+
+
+def test_a_second_run_does_not_write_over_the_first(tmp_path: pathlib.Path) -> None:
+    trainer(tmp_path).fit(batches(), steps=7)
+    with pytest.raises(UsageError, match=r"holds update-00000007 of an earlier run\. Go on from it with trainer\.resume\(\)"):
+        trainer(tmp_path).fit(batches(), steps=7)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    place = checkpoints.save(1, {"x": 1})
+    facts = json.loads((place / STATE).read_text()) | {"schema": 99}
+    (place / STATE).write_text(json.dumps(facts))
+    with pytest.raises(StorageError, match="has changed since it was written"):
+        checkpoints.load()
+
+
+def test_what_cannot_be_kept_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=r"A builtins\.set cannot be kept in a checkpoint\."):
+        Checkpoints(tmp_path).save(1, {"x": {1, 2}})
+    assert list(tmp_path.glob("update-*")) == []
