@@ -33,7 +33,7 @@ FLOORS = [
     {"intake", "splits", "subject", "reference", "evaluate", "confirm", "explain", "train", "probe", "doctor"}
     | {"artifact", "_manifest", "_golden", "_artifact_text", "_shipping"},
     {"study"},
-    {"report", "serve", "testing", "optimizing", "cli", "__main__"},
+    {"report", "serve", "testing", "optimizing", "tuning", "cli", "__main__"},
 ]
 """Private modules that are not listed, such as ``_json``, stand on the ground floor; ``__init__`` is above all."""
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from trimtab.study.verify import verify
     from trimtab.train.trainer import Trainer
     from trimtab.trial import State, Trial
-    from trimtab.workload import Evaluation, Limits, Workload
+    from trimtab.tuning import tune
+    from trimtab.workload import Evaluation, Limits, Training, Workload
 
 _HOMES = {
     "Artifact": "artifact",
@@ -47,6 +48,7 @@ _HOMES = {
     "State": "trial",
     "Study": "study.study",
     "Trainer": "train.trainer",
+    "Training": "workload",
     "Trial": "trial",
     "TrimtabError": "errors",
     "Workload": "workload",
@@ -55,6 +57,7 @@ _HOMES = {
     "load_workload": "intake.load",
     "open_artifact": "artifact",
     "optimize": "optimizing",
+    "tune": "tuning",
     "verify": "study.verify",
 }
 """Public name -> the module that defines it. Loaded when first asked for, so that importing trimtab costs next to nothing."""
@@ -82,6 +85,7 @@ __all__ = [
     "State",
     "Study",
     "Trainer",
+    "Training",
     "Trial",
     "TrimtabError",
     "Workload",
@@ -90,6 +94,7 @@ __all__ = [
     "load_workload",
     "open_artifact",
     "optimize",
+    "tune",
     "verify",
 ]
 

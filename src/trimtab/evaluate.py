@@ -9,7 +9,7 @@ import os
 import pathlib
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -68,10 +68,18 @@ def evaluate(
     ``rival`` is the model as written, in a process of its own. Settings that are global to a process, such as torch's threads,
     are changed: run it in a process that ends afterwards.
     """
+    return ended(recipe, lambda figures: _line(recipe, subject, reference, rival, plan, folder, figures))
+
+
+def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | None]]) -> Trial:
+    """The trial that ``line`` makes of ``recipe``: it writes its figures into the mapping that it gets, and says how it ended.
+
+    Never raises what ``line`` does wrong.
+    """
     started = time.perf_counter()
     figures: dict[str, Any] = {}
     try:
-        state, reason = _line(recipe, subject, reference, rival, plan, folder, figures)
+        state, reason = line(figures)
     except Exception as error:  # noqa: BLE001 - the one boundary that turns whatever a trial does into its state
         state, reason = State.FAILED, describe(error)
         figures["traceback"] = traceback.format_exc()
@@ -232,7 +240,7 @@ def noise(found: Comparison) -> list[str]:
     return [f"The machine was too busy to measure well: the ratio is known to {_times(found.ratio)} only; {others}."]
 
 
-def per_second(latency: Measurement, examples: int) -> Measurement:
+def per_second(latency: Measurement, examples: float) -> Measurement:
     """Examples per second from milliseconds per call of ``examples``."""
     low, high = (1e3 * examples / bound for bound in (latency.interval.high, latency.interval.low))
     median = 1e3 * examples / latency.median

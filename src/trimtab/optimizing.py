@@ -23,17 +23,19 @@ from trimtab.evaluate import Objective
 from trimtab.intake.load import is_python, load_workload
 from trimtab.report import write as write_report
 from trimtab.study.finish import CONFIRM, CONFIRM_FOLDER, EXPLAIN, explain, finish
+from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import RECORD
 from trimtab.study.result import ARTIFACT, Result
 from trimtab.study.storage import shown
-from trimtab.study.study import OWNER, PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS, Options, Study
+from trimtab.study.study import OWNER, PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS, Study
+from trimtab.study.training import SETTINGS_FOLDER
 from trimtab.workload import Limits, Workload
 
 RESULT_FILE = "result.json"
 ENTRIES = {
     *(ARTIFACT, RESULT_FILE, CONFIRM_FOLDER, EXPLAIN, RECORD, OWNER, TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE),
-    *("study.db", "study.db-journal", "workload.pkl", "report.html"),
+    *("study.db", "study.db-journal", "workload.pkl", "report.html", "settings.json", SETTINGS_FOLDER),
 }
 """What a run folder may hold; whatever else lies there is somebody's own."""
 LEFT = re.compile(r"\..*\.tmp")

@@ -46,6 +46,8 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         UsageError: inputs or data are not what a workload can hold.
         WorkloadError: the user's own code raised, or the model's output is unusable; says what and where.
     """
+    if workload.mode == "train":
+        raise UsageError(f"The workload {workload.name!r} is for training: trimtab.tune(...) takes it.")
     notes = list(workload.notes)
     with user_code("The workload's model could not be built"):
         model = workload.build_model()

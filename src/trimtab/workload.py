@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from trimtab import _units
+from trimtab.candidate import Settings
 from trimtab.capture import Call, record
 from trimtab.dims import describe_dims
 from trimtab.errors import UsageError, WorkloadError
@@ -54,6 +55,35 @@ class Evaluation:
         for name in ("score", "metric", "run"):
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise UsageError(f"Evaluation {name} is {value!r}, which cannot be called. Give a function.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained, as its script says it: what :class:`~trimtab.train.trainer.Trainer` is given."""
+
+    data: Any
+    """A loader of batches that can be gone through again and again, or a function without arguments that makes one."""
+    optimizer: Callable[[Any], Any]
+    """``optimizer(parameters)`` -> one of :mod:`torch.optim`."""
+    loss: Callable[..., Any] | None = None
+    """As the Trainer takes it; ``None`` for a model that computes its own."""
+    schedule: Callable[[Any, int], Any] | None = None
+    """``schedule(optimizer, updates)`` -> a scheduler, as the Trainer takes it."""
+    settings: Settings = Settings()
+    """As written: what anything else has to beat."""
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "loss", "schedule"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise UsageError(
+                    f"Training {name} is a {type(value).__name__}, which cannot be called. Give a function, because every "
+                    "trial makes its own."
+                )
+        if not callable(self.data) and not hasattr(self.data, "__iter__"):
+            raise UsageError(
+                f"Training data is a {type(self.data).__name__}; give a loader of batches, or a function that makes one."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +146,7 @@ class Workload:
 
     model: nn.Module | Callable[[], nn.Module]
     """The model, or a function that builds it with its weights."""
-    inputs: Any
+    inputs: Any = None
     """Example inputs of the shape that must be fast: a tensor, a tuple of positional or a dict of keyword arguments, or a
     :class:`~trimtab.capture.Call` with both."""
     name: str = "workload"
@@ -129,8 +159,10 @@ class Workload:
     examples: Sequence[Any] = ()
     """More example inputs, of other sizes: the axes that differ are dynamic, those that differ alike are one dimension."""
     mode: Literal["infer", "train"] = "infer"
+    training: Training | None = None
+    """How the model is trained, for :func:`trimtab.tune`; ``mode="train"`` needs this and no inputs."""
     seed: int = 0
-    """Of the split of the data."""
+    """Of the split of the data; in training, of the parameters and of the order of the data."""
     notes: tuple[str, ...] = ()
     """Sentences about what was assumed when this was made; they are shown with the results."""
     reference: tuple[str, ...] = ()
@@ -145,6 +177,10 @@ class Workload:
             )
         if self.mode not in ("infer", "train"):
             raise UsageError(f"Workload mode is {self.mode!r}; it can be 'infer' or 'train'.")
+        if self.mode == "train" and self.training is None:
+            raise UsageError(f"Workload {self.name!r} has mode='train' but no training=...; give a trimtab.Training.")
+        if self.mode == "infer" and self.inputs is None:
+            raise UsageError(f"Workload {self.name!r} has no inputs=...; give what the model is called with.")
 
     @classmethod
     def capture(

@@ -30,13 +30,13 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
     """Confirm the winner, or the next best, or ship the original."""
     limits, objective = study.options.limits, study.options.objective
     ranked = verdict.ranked(study.trials, limits, objective)
-    eager = verdict.best_eager(study.trials)
+    eager = study.to_beat
     if eager is None and study.interrupted():
         raise KeyboardInterrupt
     if eager is None and not study.trials:
         raise UsageError("No trial was finished, not even of the model as written. Run it again with a longer --budget.")
     if eager is None:
-        raise WorkloadError(_no_baseline(study))
+        raise WorkloadError(no_baseline(study))
     if not ranked:
         return "limits_not_met", verdict.unmet(study.trials, limits), None
     ahead = ranked[: ranked.index(eager)] if eager in ranked else ranked
@@ -48,14 +48,14 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
     lost: list[str] = []
     with Rivals(study.job(), study.folder / RIVALS) as rivals:
         for trial in tried:
-            found = _confirm(study, trial, eager, rivals, must_win=must_win)
+            found = confirm(study, trial, eager, rivals, must_win=must_win)
             if found.confirmation.ok:
                 return "improved", _improved(study, found, lost), found
             lost.append(f"{trial.recipe}: {found.confirmation.reason}")
         study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
         if not verdict.feasible(eager, limits):
             return "limits_not_met", verdict.unmet([t for t in study.trials if t not in tried], limits), None
-        kept = _confirm(study, eager, eager, rivals, must_win=False)
+        kept = confirm(study, eager, eager, rivals, must_win=False)
     if not kept.confirmation.ok:
         return "kept_original", f"Nothing better was confirmed, and the original cannot ship: {kept.confirmation.reason}", kept
     why = " ".join(lost) or f"none of {len(study.trials)} trials was faster than the tuned original within the limits"
@@ -78,7 +78,7 @@ def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
     return -one <= (1 - LEAST_GAIN) * -other
 
 
-def _confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_win: bool) -> Best:
+def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_win: bool) -> Best:
     """Measure ``trial`` again and write the artifact; what an earlier run of this study confirmed is not done twice."""
     key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
     known = study.storage.noted(key)
@@ -86,7 +86,7 @@ def _confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_w
         return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=None)  # no second throw of the dice
     if known is not None and (artifact := _shipped(study, trial)) is not None:
         return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=artifact)
-    wanted = {"as_written": as_written()} | ({} if eager.recipe == as_written() else {"tuned": eager.recipe})
+    wanted = {"as_written": study.original} | ({} if eager.recipe == study.original else {"tuned": eager.recipe})
     for name, recipe in wanted.items():
         if not rivals.alive(name):
             study.start_rival(rivals, name, recipe, fresh=True, final=True)
@@ -168,8 +168,9 @@ def _improved(study: Study, found: Best, lost: list[str]) -> str:
     return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
 
 
-def _no_baseline(study: Study) -> str:
-    first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
+def no_baseline(study: Study) -> str:
+    """Why there is nothing to measure anything against."""
+    first = next((trial for trial in study.trials if trial.recipe == study.original), None)
     if first is None:
         return "The model as written was not among the finished trials. Start again with --fresh."
     return f"The model as written could not be measured ({first.state}): {first.reason} Log: {study.folder / str(first.log)}"

@@ -15,7 +15,6 @@ from trimtab.evaluate import UNRELIABLE
 from trimtab.explain import Explanation
 from trimtab.study import verdict
 from trimtab.study.record import Record
-from trimtab.study.sampler import as_written
 from trimtab.study.study import Study
 from trimtab.trial import State, Trial
 
@@ -71,7 +70,7 @@ class Result:
         limits, trials = self.study.options.limits, self.study.trials
         exact = [t for t in verdict.ranked(trials, limits, self.study.options.objective) if t.recipe.exact]
         found: dict[verdict.Rung, Trial | None] = {
-            "as_written": next((t for t in trials if t.recipe == as_written()), None),
+            "as_written": next((t for t in trials if t.recipe == self.study.original), None),
             "tuned": verdict.best_eager(trials),
             "lossless": exact[0] if exact else None,
         }

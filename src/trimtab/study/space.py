@@ -37,6 +37,12 @@ def backends() -> list[Backend]:
     return sorted((BACKENDS[name]() for name in BACKENDS), key=lambda backend: (COSTS.index(backend.cost), backend.name))
 
 
+def training() -> list[Pass]:
+    """Every value of the passes for training that a search may try."""
+    found = [PASSES[name]() for name in PASSES if "train" in PASSES[name].modes]
+    return [variant for step in found for variant in (step, *variants(step))]
+
+
 def variants(technique: Any, *, without: Collection[str] = ()) -> list[Any]:
     """``technique`` with one field at a time set to each other value that a search may try and that the technique takes."""
     found = []

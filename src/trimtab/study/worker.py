@@ -14,6 +14,7 @@ from trimtab._json import write_json
 from trimtab.errors import TrimtabError
 from trimtab.study.jobs import JOBS
 from trimtab.study.process import DISK_FULL, JOB, RESULT
+from trimtab.study.train_jobs import TRAINING
 
 
 def main(folder: pathlib.Path) -> int:
@@ -31,7 +32,7 @@ def main(folder: pathlib.Path) -> int:
 
 def _result(job: dict[str, Any], folder: pathlib.Path) -> Any:
     try:
-        return JOBS[job["kind"]](job, folder)
+        return (TRAINING if job.get("mode") == "train" else JOBS)[job["kind"]](job, folder)
     except TrimtabError as error:
         traceback.print_exc()
         return {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}

@@ -1,0 +1,73 @@
+"""What to try next on a training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from trimtab.contracts import BACKENDS, Pass
+from trimtab.recipe import Recipe
+from trimtab.study import space
+from trimtab.study.sampler import Ask, Facts, Sampler
+from trimtab.trial import Trial
+
+
+def trained_as_written() -> Recipe:
+    """The training as its script says it."""
+    return Recipe(backend=BACKENDS["eager"]())
+
+
+class Climb(Sampler):
+    """One technique at a time, then those that pay together: exact ones first, then those that may change what is learnt.
+
+    Techniques of training seldom hinder each other, so adding them up one by one, the best first, comes close to the best
+    combination for the price of a few trials. Like the ladder for inference it is a straight line through what is finished, so
+    that a study that was killed goes on where it stopped.
+    """
+
+    name = "climb"
+
+    def ask(self, trials: Sequence[Trial], facts: Facts) -> Ask | None:
+        """The first step of the walk that has no finished trial yet."""
+        done = {trial.recipe.hash: trial for trial in trials}
+        return next((ask for ask in self._walk(done, facts) if ask.recipe.hash not in done), None)
+
+    def _walk(self, done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:
+        yield Ask("as_written", trained_as_written())
+        steps = sorted(space.training(), key=lambda step: "compile" in step.sets)  # which costs most, and so comes last
+        yield from _added("lossless", [step for step in steps if step.exact], trained_as_written(), done, facts)
+        best = _best([trained_as_written()], done, facts)
+        yield from _added("precision", [step for step in steps if not step.exact], best, done, facts)
+
+
+def _added(stage: str, steps: Sequence[Pass], base: Recipe, done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:
+    """Each of ``steps`` on ``base``; then, on the best of these, the others that paid, the best first."""
+    alone = [_with(base, step) for step in steps]
+    for recipe in alone:
+        yield Ask(stage, recipe)
+    floor = _speed(base, done, facts)
+    paying = sorted((r for r in alone if _speed(r, done, facts) > floor), key=lambda r: -_speed(r, done, facts))
+    together = paying[0] if paying else base
+    for recipe in paying[1:]:
+        step = recipe.passes[-1]
+        if any(step.sets & taken.sets for taken in together.passes):
+            continue
+        more = _with(together, step)
+        yield Ask(stage, more)
+        if _speed(more, done, facts) > _speed(together, done, facts):
+            together = more
+
+
+def _with(recipe: Recipe, step: Pass) -> Recipe:
+    return dataclasses.replace(recipe, passes=(*(p for p in recipe.passes if p.name != step.name), step))
+
+
+def _speed(recipe: Recipe, done: Mapping[str, Trial], facts: Facts) -> float:
+    """What is sure of the speed-up of a recipe that keeps the limits; 0 for any other."""
+    trial = done.get(recipe.hash)
+    return (facts.value(trial) or 0.0) if trial is not None and facts.feasible(trial) else 0.0
+
+
+def _best(otherwise: Sequence[Recipe], done: Mapping[str, Trial], facts: Facts) -> Recipe:
+    exact = [trial.recipe for trial in done.values() if trial.recipe.exact]
+    return max((*otherwise, *exact), key=lambda recipe: _speed(recipe, done, facts))

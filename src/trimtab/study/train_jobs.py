@@ -1,0 +1,116 @@
+"""What a worker process can be asked to do in a study of a training; the counterpart of :mod:`trimtab.study.jobs`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trimtab._json import dumps, from_json, to_json, write_json
+from trimtab.evaluate import Plan, stage
+from trimtab.measure.memory import PeakMemory
+from trimtab.measure.remote import RemoteRunner, serve
+from trimtab.recipe import Recipe
+from trimtab.study import space
+from trimtab.study.jobs import READY, Job, authkey, read_workload
+from trimtab.train.losses import Written
+from trimtab.train.objective import tensors
+from trimtab.train.trial import confirm, try_recipe
+from trimtab.train.trying import TrainingSubject, Updates, prepared
+
+WRITTEN = "written.json"
+OTHER = 1
+"""What is added to the workload's seed where something is measured again."""
+
+
+def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
+    """Train as written for some updates, learn how far rounding alone moves their losses, and find what cannot be tried."""
+    subject = prepared(read_workload(job["workload"]), job["updates"])
+    written = subject.written(seed=subject.workload.seed)
+    write_json(folder / WRITTEN, written)
+    steps = space.training()
+    return {
+        "name": subject.workload.name,
+        "fingerprint": _fingerprint(subject),
+        "score": written.final,
+        "n": len(written.losses),
+        "blocked": {dumps(t, indent=None): reason for t in steps if (reason := t.blocked(subject.candidate))},
+        "notes": [*subject.notes, *_meaning(subject, written)],
+        "inputs": f"{subject.examples:g} examples per update",
+        "threads": subject.settings.threads or torch.get_num_threads(),
+        "splits": {},
+    }
+
+
+def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
+    """Train under the settings of a recipe whenever another process asks for updates, until killed."""
+    subject = prepared(read_workload(job["workload"]), 1)
+    seed = subject.workload.seed + (OTHER if job["fresh"] else 0)
+    with PeakMemory() as peak:
+        runner = Updates(subject, subject.settings_of(Recipe.from_json(job["recipe"])), seed=seed)
+        runner.block(2)
+    used = peak.result
+    write_json(folder / READY, {"cold_s": runner.first_s, "peak_mb": used.device_mb or used.host_mb})
+    serve(runner, job["address"], authkey())
+    return {}
+
+
+def trial_job(job: Job, folder: pathlib.Path) -> Any:
+    """Evaluate one recipe."""
+    with stage("the workload"):
+        subject = prepared(read_workload(job["workload"]), job["updates"])
+    written = from_json(Written, json.loads(pathlib.Path(job["written"]).read_text(encoding="utf-8")))
+    rival = RemoteRunner(job["address"], authkey())
+    plan = from_json(Plan, job["plan"])
+    return to_json(try_recipe(Recipe.from_json(job["recipe"]), subject, written, rival, plan=plan))
+
+
+def confirm_job(job: Job, folder: pathlib.Path) -> Any:
+    """Judge and time the winner again."""
+    workload = read_workload(job["workload"])
+    seed = workload.seed + OTHER
+    subject = prepared(workload, job["updates"], seed=seed)
+    rival = RemoteRunner(job["rivals"]["as_written"], authkey())
+    plan, recipe = from_json(Plan, job["plan"]), Recipe.from_json(job["recipe"])
+    return to_json(confirm(recipe, subject, rival, plan=plan, seed=seed, must_win=job["must_win"]))
+
+
+def settings_job(job: Job, folder: pathlib.Path) -> Any:
+    """The settings that a recipe stands for."""
+    subject = prepared(read_workload(job["workload"]), 1)
+    return to_json(subject.settings_of(Recipe.from_json(job["recipe"])))
+
+
+def _meaning(subject: TrainingSubject, written: Written) -> list[str]:
+    """What the figures of such a study stand for, where reports use the words of inference."""
+    rounding = max(t / abs(loss) if loss else 0.0 for t, loss in zip(written.tolerance, written.losses, strict=True))
+    return [
+        "One call is one update of the parameters, with the wait for its data; every recipe has the same examples per update.",
+        f"The score is the loss over the last of {subject.updates} updates; a drop of it is how much higher the loss ends up.",
+        f"Exact recipes were held to the losses as written within what rounding explains here: {rounding:.1g} of them at most.",
+    ]
+
+
+def _fingerprint(subject: TrainingSubject) -> str:
+    """Sixteen hexadecimal digits of what the study is about: first parameters, first batches, optimizer, settings."""
+    trainer = subject.trainer(subject.settings, subject.workload.seed)
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(
+        f"{dumps(to_json(subject.settings))} {type(trainer.optimizer).__name__} {trainer.optimizer.defaults}".encode()
+    )
+    for tensor in (*trainer.model.state_dict().values(), *tensors(subject.batches[0])):
+        digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+TRAINING: dict[str, Callable[[Job, pathlib.Path], Any]] = {
+    "prepare": prepare_job,
+    "serve": serve_job,
+    "trial": trial_job,
+    "confirm": confirm_job,
+    "settings": settings_job,
+}

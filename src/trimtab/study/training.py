@@ -1,0 +1,112 @@
+"""A study of a training: the same trials, storage and processes as for inference, other work in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab._json import from_json
+from trimtab.candidate import Settings
+from trimtab.confirm import Confirmation
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.recipe import Recipe
+from trimtab.study import verdict
+from trimtab.study.climb import Climb, trained_as_written
+from trimtab.study.finish import confirm, no_baseline
+from trimtab.study.result import Best
+from trimtab.study.rivals import Rivals
+from trimtab.study.sampler import Sampler
+from trimtab.study.study import KEEP, PREPARE, RIVALS, Study
+from trimtab.study.train_jobs import WRITTEN
+from trimtab.trial import Trial
+
+SETTINGS_FOLDER = "settings"
+
+
+class TrainingStudy(Study):
+    """A study whose trials train: the objective is the throughput of updates, the guard is what their losses become."""
+
+    def __init__(self, *arguments: Any, updates: int = 24, **options: Any) -> None:
+        self.updates = updates
+        """How many the losses are compared over."""
+        super().__init__(*arguments, **options)
+
+    @property
+    def original(self) -> Recipe:
+        """The training as written."""
+        return trained_as_written()
+
+    @property
+    def to_beat(self) -> Trial | None:
+        """The training as written: there is no other original."""
+        return next((trial for trial in self.trials if trial.recipe == self.original), None)
+
+    def make_sampler(self) -> Sampler:
+        """The one for trainings."""
+        return Climb()
+
+    def job(self) -> dict[str, Any]:
+        """What every job of this study has in common."""
+        own = {"mode": "train", "updates": self.updates, "written": str(self.folder / PREPARE / WRITTEN)}
+        return super().job() | own
+
+    def _identity(self) -> dict[str, Any]:
+        return super()._identity() | {"number of updates": self.updates}
+
+    def settings(self, recipe: Recipe) -> Settings:
+        """What ``recipe`` makes of the settings as written; a worker that has the model finds out.
+
+        Raises:
+            WorkloadError: it failed.
+        """
+        key = f"settings {recipe.hash}"
+        known = self.storage.noted(key)
+        if known is None:
+            job = self.job() | {"kind": "settings", "recipe": recipe.to_json()}
+            outcome = self.run_job(job, self.folder / SETTINGS_FOLDER, final=True)
+            if outcome.result is None:
+                raise WorkloadError(f"The settings of {recipe} cannot be found out: {outcome.reason}")
+            known = outcome.result
+            self.storage.note(key, known)
+        return from_json(Settings, known)
+
+
+def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
+    """Confirm the winner, or the next best; else the settings as written stay."""
+    limits, original = study.options.limits, study.to_beat
+    if original is None and study.interrupted():
+        raise KeyboardInterrupt
+    if original is None:
+        raise UsageError("No trial was finished, not even of the training as written. Run it again with a longer budget.")
+    if original.comparison is None:
+        raise WorkloadError(no_baseline(study))
+    ranked = verdict.ranked(study.trials, limits, study.options.objective)
+    ahead = ranked[: ranked.index(original)] if original in ranked else ranked
+    study.progress.stage("confirming the winner in fresh processes, from other parameters")
+    lost: list[str] = []
+    with Rivals(study.job(), study.folder / RIVALS) as rivals:
+        for trial in [*ahead[:KEEP], *[t for t in ahead[KEEP:] if t.recipe.exact][:1]]:
+            found = confirm(study, trial, original, rivals, must_win=verdict.feasible(original, limits))
+            if found.confirmation.ok:
+                return "improved", _improved(found, lost), found
+            lost.append(f"{trial.recipe}: {found.confirmation.reason}")
+    study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
+    if not verdict.feasible(original, limits):
+        return "limits_not_met", verdict.unmet(study.trials, limits), None
+    why = " ".join(lost) or f"none of {len(study.trials)} trials was surely faster within the limits"
+    kept = Confirmation(recipe=original.recipe, ok=True, loaded=False)
+    return "kept_original", f"The settings as written stay: {why}.", Best(trial=original, confirmation=kept, artifact=None)
+
+
+def _improved(found: Best, lost: list[str]) -> str:
+    confirmation, ratio = found.confirmation, found.confirmation.speedup
+    assert ratio is not None
+    words = (
+        f"{found.trial.recipe} trains {ratio.value:.2f}x as fast as written (95% interval {ratio.low:.2f} to {ratio.high:.2f})"
+    )
+    if found.trial.recipe.exact:
+        words += "; its losses are those as written, within rounding"
+    elif confirmation.drop is not None:
+        words += (
+            f"; its loss ends up {confirmation.drop.value:+.2g} beside that as written, {confirmation.drop.upper:+.2g} at most"
+        )
+    return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")

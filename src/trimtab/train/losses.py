@@ -1,0 +1,96 @@
+"""Whether a run learns what the run as written learns: their losses, update by update, from the same parameters and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+from trimtab.measure.quantiles import t_quantile
+from trimtab.measurement import Drop, Parity
+
+ROUNDING = 1e-4
+"""Relative difference of two losses that rounding explains whatever the model, such as that of a sum in another order."""
+MARGIN = 10.0
+"""How many times as far as the runs that were shaken an exact run may be from the run as written."""
+LATE = 4
+"""The last fourth of the updates is what a lossy run is judged by."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a run as written showed."""
+
+    losses: tuple[float, ...]
+    """Of each update."""
+    tolerance: tuple[float, ...]
+    """How far the loss of an exact run may be from it, at each update.
+
+    Training amplifies rounding, by how much is the workload's own affair: a small learning rate does not, a large one does by
+    orders of magnitude. So it is measured, on runs from parameters that were shaken by a few units in the last place."""
+
+    @classmethod
+    def of(cls, losses: Sequence[float], shaken: Sequence[Sequence[float]]) -> Written:
+        """``losses`` as written, and those of runs whose parameters were shaken."""
+        apart = [max((abs(other[i] - loss) for other in shaken), default=0.0) for i, loss in enumerate(losses)]
+        reach = itertools.accumulate(apart, max)
+        return cls(
+            losses=tuple(losses),
+            tolerance=tuple(ROUNDING * abs(loss) + MARGIN * far for loss, far in zip(losses, reach, strict=True)),
+        )
+
+    @property
+    def final(self) -> float:
+        """The loss at the end: the mean over the last fourth of the updates."""
+        return final(self.losses)
+
+
+def final(losses: Sequence[float]) -> float:
+    """The mean over the last fourth of the updates."""
+    return statistics.fmean(late(losses))
+
+
+def late(losses: Sequence[float]) -> Sequence[float]:
+    """The last fourth, two at least."""
+    return losses[-max(2, len(losses) // LATE) :]
+
+
+def parity(written: Written, losses: Sequence[float], *, exact: bool) -> Parity:
+    """How far ``losses`` are from those as written; an ``exact`` run is held to what rounding explains."""
+    apart = [abs(ours - theirs) for ours, theirs in zip(losses, written.losses, strict=True)]
+    far = [i for i, (gap, allowed) in enumerate(zip(apart, written.tolerance, strict=True)) if not gap <= allowed]
+    broken = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    reason = None
+    if broken is not None:
+        reason = f"The loss of update {broken + 1} is {losses[broken]}, where it is {written.losses[broken]:.6g} as written."
+    elif exact and far:
+        i = far[0]
+        reason = (
+            f"The loss of update {i + 1} is {losses[i]:.6g}, where it is {written.losses[i]:.6g} as written; rounding explains "
+            f"a difference of {written.tolerance[i]:.2g}. It trains something else, as where BatchNorm or dropout see other "
+            "batches."
+        )
+    relative = [gap / max(abs(loss), 1e-12) for gap, loss in zip(apart, written.losses, strict=True)]
+    known = [(gap, ratio) for gap, ratio in zip(apart, relative, strict=True) if math.isfinite(gap)]
+    return Parity(
+        ok=reason is None,
+        reason=reason,
+        n=len(losses),
+        max_abs=max((gap for gap, _ in known), default=None),
+        max_relative=max((ratio for _, ratio in known), default=None),
+        relative_to="size",
+    )
+
+
+def increase(written: Written, losses: Sequence[float], limit: float) -> Drop:
+    """How much higher the loss is at the end, with a 95% interval over the updates there, against ``limit``.
+
+    Both runs saw the same batches, so that each update is a pair.
+    """
+    apart = [ours - theirs for ours, theirs in zip(late(losses), late(written.losses), strict=True)]
+    n, value = len(apart), statistics.fmean(apart)
+    half = t_quantile(0.975, n - 1) * statistics.stdev(apart) / math.sqrt(n)
+    decided = True if value + half <= limit else False if value - half > limit else None
+    return Drop(value=value, low=value - half, upper=value + half, n=n, limit=limit, decided=decided, method="paired")

@@ -1,0 +1,143 @@
+"""One recipe for a training, evaluated: settings -> losses -> paired timing -> Trial; and the winner, measured again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.confirm import Confirmation
+from trimtab.evaluate import Plan, ended, noise, ours, per_second, stage
+from trimtab.measure.memory import PeakMemory
+from trimtab.measure.pairs import compare
+from trimtab.measure.timer import Runner
+from trimtab.measurement import Comparison, Drop, Interval, Parity
+from trimtab.recipe import Recipe
+from trimtab.train.losses import Written, final, increase, parity
+from trimtab.train.step import NonFiniteError
+from trimtab.train.trying import TrainingSubject, Updates
+from trimtab.trial import State, Trial
+
+
+def try_recipe(recipe: Recipe, subject: TrainingSubject, written: Written, rival: Runner, *, plan: Plan) -> Trial:
+    """Train under the settings of ``recipe`` in this process, which should end afterwards. Never raises what it did wrong.
+
+    ``rival`` makes updates as written, in a process of its own.
+    """
+    return ended(recipe, lambda figures: _line(recipe, subject, written, rival, plan, figures))
+
+
+def _line(
+    recipe: Recipe, subject: TrainingSubject, written: Written, rival: Runner, plan: Plan, figures: dict[str, Any]
+) -> tuple[State, str | None]:
+    settings, seed = subject.settings_of(recipe), subject.workload.seed
+    try:
+        with stage("losses"):
+            figures |= judged(recipe, written, subject.losses(settings, seed=seed), plan)
+    except NonFiniteError as error:
+        return State.MISMATCH, str(error)
+    if not figures["parity"].ok:
+        return State.MISMATCH, figures["parity"].reason
+    if figures["drop"].decided is False and not recipe.exact:
+        return State.STOPPED, f"Rule 'loss': {too_high(figures['drop'], written)}"
+    with stage("first updates"), PeakMemory() as peak:
+        runner = Updates(subject, settings, seed=seed)
+        runner.block(2)
+    figures |= {"cold_s": runner.first_s, "peak_mb": _most(peak), "notes": runner.notes}
+    with stage("first timing"):
+        first = compare(runner, rival, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(rival))
+    figures |= timed(first, subject)
+    if first.ratio.high < plan.floor:
+        return State.STOPPED, (
+            f"Rule 'hopeless': after a first timing it runs at {_times(first.ratio)} of the settings as written, surely below "
+            f"{plan.floor:.2f}, which is what it would need to come near the best so far."
+        )
+    with stage("timing"):
+        found = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
+    figures |= timed(found, subject)
+    figures["notes"] = (*figures["notes"], *noise(found))
+    return State.COMPLETE, None
+
+
+def confirm(recipe: Recipe, subject: TrainingSubject, rival: Runner, *, plan: Plan, seed: int, must_win: bool) -> Confirmation:
+    """Judge and time ``recipe`` again in this fresh process, from other parameters and in another order of the data.
+
+    With ``must_win`` it holds only if the lower end of its speed-up is above 1.
+    """
+    settings, written = subject.settings_of(recipe), subject.written(seed=seed)
+    figures = judged(recipe, written, subject.losses(settings, seed=seed), plan)
+    with PeakMemory() as peak:
+        runner = Updates(subject, settings, seed=seed)
+        runner.block(2)
+    found = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
+    figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _most(peak), "baseline_score": written.final}
+    reason = _unfaithful(recipe, figures["parity"], figures["drop"], written)
+    reason = reason or _over(figures["peak_mb"], plan) or (_unproven(found.ratio) if must_win else None)
+    undecided = reason is not None and must_win and found.ratio.vague
+    return Confirmation(recipe=recipe, ok=reason is None, reason=reason, loaded=False, undecided=undecided, **figures)
+
+
+def judged(recipe: Recipe, written: Written, losses: list[float], plan: Plan) -> dict[str, Any]:
+    """What the losses of a run say of it."""
+    found = parity(written, losses, exact=recipe.exact)
+    limit = plan.limits.drop_limit(written.final)
+    return (
+        {"parity": found, "score": final(losses), "drop": increase(written, losses, limit)} if found.ok else {"parity": found}
+    )
+
+
+def timed(found: Comparison, subject: TrainingSubject) -> dict[str, Any]:
+    """What a comparison says of a run."""
+    return {
+        "comparison": found,
+        "speedup": found.ratio,
+        "latency_ms": found.candidate,
+        "throughput": per_second(found.candidate, subject.examples),
+    }
+
+
+def too_high(drop: Drop, written: Written) -> str:
+    """A sentence about a loss that ends up above the limit."""
+    return (
+        f"The loss ends up {drop.value:.4g} (at least {drop.low:.4g}) above the {written.final:.4g} as written, over the last "
+        f"{drop.n} updates; the limit is {drop.limit:.4g}."
+    )
+
+
+def _unfaithful(recipe: Recipe, found: Parity, drop: Drop | None, written: Written) -> str | None:
+    if not found.ok:
+        return f"From other parameters: {found.reason}"
+    if drop is not None and not recipe.exact and not drop.decided:
+        return (
+            f"From other parameters, its loss ends up {drop.value:.4g} above the {written.final:.4g} as written, and up to "
+            f"{drop.upper:.4g} cannot be excluded; the limit is {drop.limit:.4g}."
+        )
+    return None
+
+
+def _over(peak_mb: float, plan: Plan) -> str | None:
+    limit = plan.limits.memory_mb
+    if limit is None or peak_mb <= limit:
+        return None
+    return f"Measured again, its peak memory is {peak_mb:.4g} MB; the limit is {limit:g} MB."
+
+
+def _unproven(ratio: Interval) -> str | None:
+    if ratio.vague:
+        return (
+            f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as written: the machine was too "
+            "busy to tell. The same call measures it once more; run it when the machine is quiet."
+        )
+    return (
+        None
+        if ratio.low > 1
+        else f"Measured again, it runs at {_times(ratio)} of the settings as written, which proves nothing."
+    )
+
+
+def _most(peak: PeakMemory) -> float:
+    """Of the GPU's allocator where there is one, else of the process, in MB."""
+    used = peak.result
+    return used.device_mb if used.device_mb else used.host_mb
+
+
+def _times(ratio: Interval) -> str:
+    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"

@@ -1,0 +1,176 @@
+"""Find the settings that make a training fastest, prove that it learns the same, and say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab._json import to_json, write_json
+from trimtab._units import positive, seconds
+from trimtab.candidate import Settings
+from trimtab.errors import TrimtabError, UsageError
+from trimtab.optimizing import RESULT_FILE, Interrupt, disk_errors, forget, reserve_s, run_folder
+from trimtab.report import write as write_report
+from trimtab.study.options import Options
+from trimtab.study.progress import Progress
+from trimtab.study.result import Result
+from trimtab.study.training import TrainingStudy, finish
+from trimtab.workload import Limits, Workload
+
+SETTINGS_FILE = "settings.json"
+FEWEST_UPDATES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingLadder:
+    """As written, the best exact settings, the best of all; ``str()`` of it is a table."""
+
+    rungs: tuple[Mapping[str, Any], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{'rung':<11} {'speed-up':<22} {'update':>10} {'final loss':>11} {'rise (up to)':>20}  recipe"]
+        return "\n".join([*lines, *map(_line, self.rungs)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuned(Result):
+    """The answer to :func:`tune`: a :class:`~trimtab.study.result.Result` with the settings in it."""
+
+    settings: Settings
+    """For ``Trainer(settings=...)``: those of the winner, or those as written where nothing was proven to be faster."""
+
+    def ladder(self) -> TrainingLadder:  # type: ignore[override]
+        """As written, tuned, best."""
+        rungs = [rung for rung in super().ladder().rungs if rung["rung"] != "lossless"]
+        return TrainingLadder(tuple(rungs))
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer with its settings."""
+        return super().to_json() | {"settings": to_json(self.settings)}
+
+    def __str__(self) -> str:
+        changed = [f.name for f in dataclasses.fields(Settings) if getattr(self.settings, f.name) != f.default]
+        shown = ", ".join(f"{name}={getattr(self.settings, name)!r}" for name in changed)
+        return f"{self.sentence}\n\n{self.ladder()}\n\nSettings({shown})"
+
+
+def tune(
+    workload: Workload | str,
+    *,
+    limits: Limits | None = None,
+    budget: str | float | None = None,
+    trials: int | None = None,
+    updates: int = 24,
+    out: str | pathlib.Path | None = None,
+    storage: str | None = None,
+    fresh: bool = False,
+    worker_memory_mb: float | None = None,
+    trial_seconds: float = 600.0,
+    timing_seconds: float = 5.0,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Search for the settings under which ``workload`` trains fastest, and prove that it learns the same.
+
+    Every trial is a process of its own that trains from the same parameters on the same batches. Exact settings must give the
+    losses as written, update by update, within what rounding explains on this very workload; others, such as bfloat16, must not
+    end up above the limit of the loss. Speed is measured in turns with the settings as written, at the same examples per
+    update, and the winner is judged and measured again in fresh processes, from other parameters and in another order of the
+    data: the lower end of its 95% interval must be above 1, or the settings as written stay.
+
+    Args:
+        workload: a :class:`Workload` with ``training=...``, or a reference such as ``"train.py:workload"``.
+        limits: ``max_drop`` is how much higher the loss may end up, in its own units; one percent of the loss as written if
+            nothing is said. ``memory_mb`` bounds the peak memory.
+        budget: time for everything, as ``"10m"`` or in seconds; ``None`` ends when there is nothing left to try.
+        trials: at most so many new trials.
+        updates: over how many the losses are compared.
+        out: the run folder; ``runs/NAME-tune`` if not said. A study found there goes on.
+        storage: URL of a database instead of an SQLite file in the run folder.
+        fresh: delete what is in the run folder, and a study of that name in ``storage``, first.
+        worker_memory_mb: memory limit of one worker process, in megabytes.
+        trial_seconds: time limit of one trial.
+        timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
+        progress: told what happens; silent if ``None``.
+
+    Raises:
+        UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
+        WorkloadError: the training itself fails.
+        StorageError: the storage cannot be used; finished trials are kept.
+        KeyboardInterrupt: on the second Ctrl-C, or on the first where no trial was finished yet; finished trials are kept.
+    """
+    began = time.monotonic()
+    options = Options(
+        objective="throughput",
+        limits=_limits(limits),
+        storage=storage,
+        trial_s=positive(trial_seconds, "trial_seconds"),
+        timing_s=positive(timing_seconds, "timing_seconds"),
+        worker_mb=worker_memory_mb,
+        fresh=fresh,
+    )
+    if not isinstance(updates, int) or updates < FEWEST_UPDATES:
+        raise UsageError(f"updates is {updates!r}; losses are compared over a whole number of at least {FEWEST_UPDATES}.")
+    most = None if trials is None else positive(trials, "trials")
+    limit_s = None if budget is None else seconds(budget, "budget")
+    folder = run_folder(workload, out)
+    if out is None:
+        folder = folder.with_name(f"{folder.name}-tune")
+    progress = progress or Progress()
+    with Interrupt(progress) as interrupt, disk_errors(folder):
+        if fresh:
+            forget(folder)
+        command = f"trimtab.tune({_spoken(workload)}, out={str(folder)!r}, ...)"
+        study = TrainingStudy(
+            workload, folder, options, updates=updates, progress=progress, interrupted=interrupt, command=command
+        )
+        study.record().write(study.folder)
+        deadline = None if limit_s is None else began + limit_s
+        study.search(deadline=deadline, reserve_s=0.0 if limit_s is None else reserve_s(study, limit_s), most=most)
+        return _answer(study, began)
+
+
+def _answer(study: TrainingStudy, began: float) -> Tuned:
+    """Confirm and report what the search found."""
+    status, sentence, best = finish(study)
+    settings = study.settings(study.original if best is None else best.trial.recipe)
+    result = Tuned(
+        study=study, status=status, sentence=sentence, best=best, seconds=time.monotonic() - began, settings=settings
+    )
+    result.record().write(study.folder)
+    write_json(study.folder / SETTINGS_FILE, settings)
+    write_json(study.folder / RESULT_FILE, result)
+    try:
+        result = dataclasses.replace(result, report=write_report(study.folder))
+    except (TrimtabError, OSError) as error:  # the answer stands without it
+        study.progress.remark(f"There is no report. {error}")
+    write_json(study.folder / RESULT_FILE, result)
+    return result
+
+
+def _limits(limits: Limits | None) -> Limits:
+    """The limits, of which only those of the loss and of the memory mean something here.
+
+    Raises:
+        UsageError: another one is given.
+    """
+    found = limits or Limits()
+    for name in ("latency_ms", "size_mb"):
+        if getattr(found, name) is not None:
+            raise UsageError(f"Limits {name} is for inference; a training takes max_drop, of the loss, and memory_mb.")
+    return found
+
+
+def _spoken(workload: Workload | str) -> str:
+    return repr(workload) if isinstance(workload, str) else "workload"
+
+
+def _line(rung: Mapping[str, Any]) -> str:
+    speedup, update, drop, loss = rung["speedup"], rung["latency_ms"]["median"], rung["drop"], rung["score"]["value"]
+    times = "-" if speedup["value"] is None else f"{speedup['value']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+    ms = "-" if update is None else f"{update:.3g} ms"
+    score = "-" if loss is None else f"{loss:.4g}"
+    rise = "-" if drop["value"] is None else f"{drop['value']:+.2g} ({drop['upper']:+.2g})"
+    return f"{rung['rung']:<11} {times:<22} {ms:>10} {score:>11} {rise:>20}  {rung['recipe']}"
