@@ -197,6 +197,17 @@ def test_the_average_is_what_is_validated_and_kept() -> None:
     torch.testing.assert_close(made.model[0].weight, average)  # type: ignore[index]
 
 
+def test_a_second_fit_goes_on_from_the_parameters_and_not_from_their_average() -> None:
+    def trained(*parts: int) -> nn.Module:
+        torch.manual_seed(3)
+        made = trainer(nn.Sequential(nn.Linear(8, 3)), ema=0.8)
+        for steps in parts:
+            made.fit(loader(shuffle=False), steps=steps)
+        return made.model
+
+    torch.testing.assert_close(trained(4, 9).state_dict(), trained(9).state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("policy", ["raise", "skip", "stop"])
 def test_what_is_not_finite_changes_no_parameter(policy: Any, tmp_path: pathlib.Path) -> None:
     inputs, targets = dataset(64).tensors
