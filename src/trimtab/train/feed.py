@@ -11,6 +11,7 @@ import torch
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.clock import Clock
 from trimtab.train.objective import Batch, examples, tensors
+from trimtab.train.prefetch import Transfer
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
@@ -18,7 +19,10 @@ _READING, _END = user_code("The loader raised"), object()
 
 @runtime_checkable
 class Seekable(Protocol):
-    """A loader whose order depends on nothing but the epoch, so that it can begin anywhere without reading what was before."""
+    """A loader whose order depends on nothing but the epoch, so that it can begin anywhere without reading what was before.
+
+    It draws from no random generator but its own, so that it does not matter when its batches are read.
+    """
 
     def seek(self, epoch: int, batch: int) -> None:
         """Make the next iteration begin at that batch of that epoch."""
@@ -34,6 +38,7 @@ class Feed:
         move: puts a batch on the device.
         micro: examples per micro-batch; larger batches are taken apart.
         joined: whether the batches of a group become one, for exact BatchNorm.
+        transfer: how batches get to the device; with ``move``, when their turn comes, if not given.
     """
 
     def __init__(
@@ -45,12 +50,14 @@ class Feed:
         *,
         micro: int | None = None,
         joined: bool = False,
+        transfer: Transfer | None = None,
     ) -> None:
         self.batches, self.accumulate, self.clock, self.move = batches, accumulate, clock, move
         self.micro, self.joined = micro, joined
         self.taken = 0
         """Batches of the running epoch that were given out, or skipped."""
-        self._running: Iterator[Batch] = iter(())
+        self._transfer = transfer or Transfer(move)
+        self._running: Iterator[Any] = iter(())
 
     def begin(self, epoch: int, skip: int = 0) -> None:
         """Start epoch ``epoch`` after its first ``skip`` batches."""
@@ -64,9 +71,17 @@ class Feed:
         if isinstance(batches, Seekable):
             batches.seek(epoch, skip)
             skip = 0
-        self._running = iter(batches)
-        for _ in itertools.islice(self._running, skip):
+        running = iter(batches)
+        for _ in itertools.islice(running, skip):
             pass
+        self._running = self._transfer.start(running, ahead=_may_run_ahead(batches))
+
+    def length(self) -> int | None:
+        """How many groups are left of the epoch, where the loader can say."""
+        try:
+            return -(-(len(self.batches) - self.taken) // self.accumulate)  # type: ignore[arg-type]
+        except TypeError:
+            return None
 
     def groups(self) -> Iterator[list[Batch]]:
         """What is left of the epoch.
@@ -84,16 +99,21 @@ class Feed:
         while len(group) < self.accumulate:
             self.clock.enter("data")
             with _READING:
-                batch = next(self._running, _END)
-            if batch is _END:
+                coming = next(self._running, _END)
+            if coming is _END:
                 break
             self.taken += 1
             self.clock.enter("copy")
-            group.append(self.move(batch))
+            group.append(self._transfer.arrive(coming))
         self.clock.enter("other")
         if self.joined and len(group) > 1:
             group = [join(group)]
         return group if self.micro is None else [part for batch in group for part in split(batch, self.micro)]
+
+
+def _may_run_ahead(batches: Any) -> bool:
+    """Whether a batch can be read before its turn without drawing random numbers that belong to somebody else."""
+    return isinstance(batches, Seekable) or bool(getattr(batches, "num_workers", 0))
 
 
 def mover(device: torch.device, *, channels_last: bool = False) -> Callable[[Batch], Batch]:
@@ -103,7 +123,7 @@ def mover(device: torch.device, *, channels_last: bool = False) -> Callable[[Bat
         if isinstance(batch, torch.Tensor):
             moved = batch.to(device, non_blocking=True)
             return moved.contiguous(memory_format=torch.channels_last) if channels_last and moved.dim() == 4 else moved
-        return _rebuilt(batch, move)
+        return rebuilt(batch, move)
 
     return move if channels_last or device.type != "cpu" else _same
 
@@ -119,7 +139,7 @@ def split(batch: Batch, size: int) -> list[Batch]:
             f"A batch cannot be taken apart into micro-batches of {size}: its tensors differ in their first axis ({shapes}). "
             "Make the loader's batches smaller and set accumulate instead."
         )
-    return [_rebuilt(batch, _part(start, start + size)) for start in range(0, count, size)]
+    return [rebuilt(batch, _part(start, start + size)) for start in range(0, count, size)]
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -147,12 +167,12 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 def _part(start: int, end: int) -> Callable[[Batch], Batch]:
     def part(item: Batch) -> Batch:
-        return item[start:end] if isinstance(item, torch.Tensor) and item.dim() else _rebuilt(item, part)
+        return item[start:end] if isinstance(item, torch.Tensor) and item.dim() else rebuilt(item, part)
 
     return part
 
 
-def _rebuilt(batch: Batch, change: Callable[[Batch], Batch]) -> Batch:
+def rebuilt(batch: Batch, change: Callable[[Batch], Batch]) -> Batch:
     """``batch`` with ``change`` made to everything in it; a leaf that is no tensor stays as it is."""
     if isinstance(batch, Mapping):
         changed = {key: change(item) for key, item in batch.items()}

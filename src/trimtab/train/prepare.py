@@ -14,12 +14,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trimtab.candidate import Settings
 from trimtab.errors import UsageError
+from trimtab.train.adjust import adjuster
 from trimtab.train.clock import Clock, clock_for
+from trimtab.train.compiling import CompiledStep, CompileWatch
 from trimtab.train.feed import Feed, mover
+from trimtab.train.kernels import use_kernels
+from trimtab.train.prefetch import transfer_for
 from trimtab.train.runtime import random_state
 from trimtab.train.step import Step
 from trimtab.train.validation import Move
+from trimtab.train.world import World
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
@@ -45,22 +51,39 @@ def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int
         UsageError: a schedule needs to know how long the run is, and the loader cannot say.
     """
     settings, model = trainer.settings, trainer.model
-    nhwc = settings.memory_format == "channels_last"
-    if nhwc:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    clock, move = clock_for(trainer.device), mover(trainer.device, channels_last=nhwc)
+    clock, move = clock_for(trainer.device), laid_out(model, settings, trainer.device)
     micro = settings.batch if isinstance(settings.batch, int) else None
-    feed = Feed(train, settings.accumulate, clock, move, micro=micro, joined=settings.exact_batchnorm)
-    called = torch.compile(model) if settings.compile is True else model
-    step = Step(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock)  # type: ignore[arg-type]
-    updates = steps if steps is not None else _updates(train, settings.accumulate, epochs or 0)
+    transfer = transfer_for(trainer.device, move)
+    feed = Feed(train, settings.accumulate, clock, move, micro=micro, joined=settings.exact_batchnorm, transfer=transfer)
+    trainer.world.timed(clock)
+    called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None)
+    step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock)
+    updates = steps if steps is not None else updates_of(train, settings.accumulate, epochs or 0)
+    updates = None if updates is None else max(trainer.world.gathered(updates))
     scheduler = _scheduler(trainer, updates)
     made = Ready(feed, step, scheduler, clock, move, updates)
     if trainer.resuming is not None:
-        _load_rest(made, trainer.resuming)
-    for group in trainer.optimizer.param_groups if settings.optimizer is not None else ():
-        group |= {"foreach": settings.optimizer == "foreach", "fused": settings.optimizer == "fused"}
+        _load_rest(made, trainer.resuming, trainer.world)
+    if settings.optimizer is not None and settings.optimizer != "auto":
+        use_kernels(trainer.optimizer, settings.optimizer)
+    if isinstance(made.step, CompiledStep):
+        trainer.watchers.append(CompileWatch(made.step))
+    if settings.adjust:
+        trainer.watchers.append(adjuster(trainer, made))
     return made
+
+
+def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move:
+    """Give ``model`` the memory format of ``settings``; returns what puts batches on ``device`` in the same."""
+    nhwc = settings.memory_format == "channels_last"
+    if nhwc:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return mover(device, channels_last=nhwc)
+
+
+def step_for(settings: Settings) -> type[Step]:
+    """The kind of step that ``settings`` ask for; one that is adjusted may be compiled later."""
+    return CompiledStep if settings.compile is True or settings.adjust else Step
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimizer]) -> Optimizer:
@@ -121,17 +144,20 @@ def check_folder(trainer: Trainer) -> None:
 
 
 def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
-    """Everything that the next update depends on."""
+    """Everything that the next update depends on; of several processes, all must ask for it."""
+    world = trainer.world
     return {
-        "model": trainer.model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
+        "model": world.whole(trainer.model.state_dict()),
+        "optimizer": world.whole(trainer.optimizer.state_dict()),
         "scheduler": None if ready.scheduler is None else _plain(ready.scheduler.state_dict()),
         "step": ready.step.state_dict(),
-        "ema": None if trainer.ema is None else trainer.ema.shadow,
-        "best": trainer.best_parameters,
+        "ema": None if trainer.ema is None else world.whole(trainer.ema.shadow),
+        "best": world.whole(trainer.best_parameters),
         "position": dataclasses.asdict(trainer.position),
-        "random": random_state(),
-        "epoch_random": trainer.epoch_random,
+        "random": world.gathered(random_state()),
+        "epoch_random": world.gathered(trainer.epoch_random),
+        "seed": world.seed,
+        "decided": trainer.decided,
         "kind": type(trainer.model).__qualname__,
         "optimizer_kind": type(trainer.optimizer).__qualname__,
     }
@@ -159,11 +185,24 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
         )
     if (trainer.ema is None) != (state["ema"] is None):
         raise UsageError(f"The checkpoint in {folder} was made with{'' if state['ema'] else 'out'} ema=...; give the same.")
-    trainer.model.load_state_dict(state["model"])
+    world = trainer.world
+    trainer.model.load_state_dict({name: world.part(value, now[name]) for name, value in state["model"].items()})
+    world.seed = state["seed"]
     if trainer.ema is not None:
         for name, value in trainer.ema.shadow.items():
-            value.copy_(state["ema"][name])
+            value.copy_(world.part(state["ema"][name], value))
     vars(trainer.position).update(state["position"])
+    _redecide(trainer, state.get("decided", {}))
+
+
+def _redecide(trainer: Trainer, decided: Mapping[str, Any]) -> None:
+    """Settings that were ``"auto"`` are what they were before the interruption, because others would give other losses."""
+    again = {name: value for name, value in decided.items() if getattr(trainer.settings, name) == "auto"}
+    trainer.settings = dataclasses.replace(trainer.settings, **again)
+    trainer.decided = dict(decided)
+    if again:
+        shown = ", ".join(f"{name}={value!r}" for name, value in again.items())
+        trainer.note(f"{shown}: as decided when the run began.")
 
 
 @contextlib.contextmanager
@@ -189,7 +228,8 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _updates(train: Iterable[Any], accumulate: int, epochs: int) -> int | None:
+def updates_of(train: Iterable[Any], accumulate: int, epochs: int) -> int | None:
+    """How many updates so many epochs are; ``None`` where the loader cannot say."""
     try:
         return -(-len(train) // accumulate) * epochs  # type: ignore[arg-type]
     except TypeError:
@@ -207,10 +247,10 @@ def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
     return schedule(trainer.optimizer, updates)
 
 
-def _load_rest(made: Ready, state: Mapping[str, Any]) -> None:
+def _load_rest(made: Ready, state: Mapping[str, Any], world: World) -> None:
     optimizer = made.step.optimizer
     optimizer.load_state_dict(state["optimizer"])  # not before, because making a scheduler changes the learning rates
-    _like_parameters(optimizer)
+    _like_parameters(optimizer, world)
     made.step.load_state_dict(state["step"])
     if made.scheduler is not None and state["scheduler"] is not None:
         made.scheduler.load_state_dict(state["scheduler"])
@@ -221,9 +261,11 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not callable(value) and name != "lr_lambdas"}
 
 
-def _like_parameters(optimizer: Optimizer) -> None:
+def _like_parameters(optimizer: Optimizer, world: World) -> None:
     """Lay out the optimizer's tensors as their parameters are: checkpoints know no layouts, and mixed ones are slow."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = value = world.part(value, parameter)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.feed import Seekable
 from trimtab.train.objective import Batch, Objective, Weight, call, examples
-from trimtab.train.world import weighted
 
 if TYPE_CHECKING:
     from trimtab.train.prepare import Ready
@@ -35,26 +35,37 @@ def validate(
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
     values: dict[str, list[torch.Tensor]] = {name: [] for name in metrics}
+    if isinstance(batches, Seekable):  # so that every validation, also one after a resumption, sees the same
+        batches.seek(0, 0)
     model.eval()
     try:
-        for batch in batches:
-            moved = ready.move(batch)
-            with ready.step.precision():
-                loss, weight = objective(model, moved)
-                for name, metric in metrics.items():
-                    values[name].append(_per_example(name, metric, model, moved))
-            losses.append(loss.detach())
-            weights.append(weight)
+        with world.together():
+            for batch in world.rounds(iter(batches), _length(batches)):
+                moved = ready.move(batch)
+                with ready.step.precision():
+                    loss, weight = objective(model, moved)
+                    for name, metric in metrics.items() if world.counts else ():
+                        values[name].append(_per_example(name, metric, model, moved))
+                if world.counts:
+                    losses.append(loss.detach())
+                    weights.append(weight)
     finally:
         model.train(was)
         clock.enter("other")
-    if not losses:
+    if not world.any(bool(losses)):
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
     found = {"loss": float(world.mean(losses, weights, summed=objective.summed)[0])}
     for name, parts in values.items():
-        count, total = weighted([part.double().mean() for part in parts], [float(part.numel()) for part in parts])
-        found[name] = float(total / count)
+        means, counts = [part.double().mean() for part in parts], [float(part.numel()) for part in parts]
+        found[name] = float(world.mean(means, counts, summed=False)[0])
     return found
+
+
+def _length(batches: Iterable[Batch]) -> int | None:
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _per_example(name: str, metric: Metric, model: nn.Module, batch: Batch) -> torch.Tensor:
