@@ -33,6 +33,8 @@ SHAKEN = (11, 12)
 """Seeds of the runs whose parameters are shaken."""
 SHAKE = 1e-6
 """How much, relative to each value: some units in the last place of a float32."""
+REPEATS = 0.01
+"""Relative difference between the first losses of two runs from the same seed that no rounding explains."""
 ENDLESS = 10**9
 """Updates of a run that is timed for as long as somebody asks."""
 
@@ -96,10 +98,21 @@ class TrainingSubject:
         return found
 
     def written(self, *, seed: int) -> Written:
-        """The losses as written, and how far rounding alone would move them."""
-        return Written.of(
-            self.losses(self.settings, seed=seed), [self.losses(self.settings, seed=seed, shake=s) for s in SHAKEN]
-        )
+        """The losses as written, and how far rounding alone would move them.
+
+        Raises:
+            WorkloadError: a run differs from another by more, from the very first update on.
+        """
+        losses = self.losses(self.settings, seed=seed)
+        others = [self.losses(self.settings, seed=seed, shake=s) for s in SHAKEN]
+        for other in others:
+            if abs(other[0] - losses[0]) > REPEATS * abs(losses[0]):
+                raise WorkloadError(
+                    f"Two runs from the same seed begin with different losses, {losses[0]:.6g} and {other[0]:.6g}, so nothing "
+                    "can be said of other settings. Something is kept from run to run, or draws from a generator of its own: make "
+                    "the model, the loss and the data anew in the functions that give them."
+                )
+        return Written.of(losses, others)
 
 
 def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> TrainingSubject:

@@ -1,0 +1,338 @@
+"""trimtab.tune: what a training workload states, the guard of its losses, and whole studies with real processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trimtab
+from trimtab.candidate import Settings
+from trimtab.contracts import BACKENDS, PASSES, Pass
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.evaluate import Plan
+from trimtab.recipe import Recipe
+from trimtab.study import space
+from trimtab.study.climb import Climb, trained_as_written
+from trimtab.study.record import Record
+from trimtab.study.sampler import Facts
+from trimtab.subject import prepare
+from trimtab.train.losses import Written, increase, parity
+from trimtab.train.trial import try_recipe
+from trimtab.train.trying import TrainingSubject, Updates, first, prepared
+from trimtab.trial import State, Trial
+from trimtab.workload import Limits, Training, Workload
+
+SCRIPT = """
+import torch, trimtab
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def model():
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+
+def batches():
+    x = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=4, shuffle=True)
+
+def workload():
+    return trimtab.Workload(
+        name="tiny",
+        mode="train",
+        model=model,
+        training=trimtab.Training(
+            data=batches,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+            settings=trimtab.Settings(accumulate=16, threads=1),
+        ),
+    )
+"""
+RUN = """
+import json, sys, trimtab
+found = trimtab.tune("train.py", out="run", updates=8, timing_seconds=0.4, trials=int(sys.argv[1]))
+print(json.dumps(found.to_json()))
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def network(*between: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(8, 32), *(make() for make in between), nn.ReLU(), nn.Linear(32, 3))
+
+
+def data() -> DataLoader[Any]:
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=16, shuffle=True)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def workload(model: Any = None, settings: Settings = Settings(), **more: Any) -> Workload:
+    training = Training(**{"data": data, "optimizer": adam, "loss": nn.CrossEntropyLoss(), "settings": settings} | more)
+    return Workload(name="tiny", mode="train", model=model or network(), training=training)
+
+
+def recipe(*passes: Pass) -> Recipe:
+    return Recipe(passes=passes, backend=BACKENDS["eager"]())
+
+
+def tried(subject: TrainingSubject, step: Pass, **plan: Any) -> Trial:
+    """The trial of one pass, with a rival in this very process."""
+    seed = subject.workload.seed
+    rival = Updates(subject, subject.settings, seed=seed)
+    return try_recipe(recipe(step), subject, subject.written(seed=seed), rival, plan=Plan(seconds=0.2, quick_s=0.1, **plan))
+
+
+# What a workload states.
+
+
+def test_a_training_workload_needs_no_inputs_and_one_for_inference_does() -> None:
+    assert workload().inputs is None
+    with pytest.raises(UsageError, match="has no inputs"):
+        Workload(name="a", model=network())
+    with pytest.raises(UsageError, match=r"mode='train' but no training"):
+        Workload(name="a", model=network(), mode="train")
+
+
+def test_what_cannot_be_called_or_gone_through_is_refused_when_it_is_stated() -> None:
+    with pytest.raises(UsageError, match="Training optimizer is a AdamW, which cannot be called"):
+        workload(optimizer=adam(network()().parameters()))
+    with pytest.raises(UsageError, match="Training data is a int"):
+        workload(data=5)
+
+
+def test_optimize_and_tune_send_each_other_their_workloads(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=r"is for training: trimtab.tune"):
+        prepare(workload())
+    with pytest.raises(UsageError, match=r"does not say how it is trained. Give it training=trimtab.Training"):
+        prepared(Workload(name="a", model=network(), inputs=torch.zeros(1, 8)), 8)
+
+
+@pytest.mark.parametrize(("limits", "name"), [(Limits(latency_ms=3), "latency_ms"), (Limits(size_mb=3), "size_mb")])
+def test_limits_that_mean_nothing_in_training_are_refused(limits: Limits, name: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=f"Limits {name} is for inference"):
+        trimtab.tune(workload(), limits=limits, out=tmp_path / "run")
+    with pytest.raises(UsageError, match="updates is 3"):
+        trimtab.tune(workload(), updates=3, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loader_that_gives_nothing_is_named() -> None:
+    with pytest.raises(WorkloadError, match="The loader gave 0 batches and then no more, but 8 are needed"):
+        prepared(workload(data=[]), 8)
+    with pytest.raises(WorkloadError, match="gave 2 batches and then no more, but 5"):
+        first(iter([torch.zeros(1), torch.zeros(1)]), 5)
+
+
+def test_what_decides_itself_is_off_as_written() -> None:
+    subject = prepared(workload(settings=Settings(compile="auto", optimizer="auto", adjust=True)), 8)
+    assert subject.settings == Settings()
+    assert subject.notes == ("What would decide itself is off in the settings as written: adjust, compile, optimizer.",)
+
+
+# The guard.
+
+
+def test_losses_as_written_repeat_to_the_bit_and_a_model_that_is_given_is_not_trained() -> None:
+    model = network()()
+    before = [p.detach().clone() for p in model.parameters()]
+    subject = prepared(workload(model), 12)
+    assert subject.losses(Settings(), seed=0) == subject.losses(Settings(), seed=0)
+    assert len(subject.losses(Settings(), seed=0)) == 12
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_training_that_keeps_something_from_run_to_run_is_refused() -> None:
+    norm = nn.BatchNorm1d(32)
+    with pytest.raises(WorkloadError, match="Two runs from the same seed begin with different losses"):
+        prepared(workload(network(lambda: norm)), 8).written(seed=0)
+
+
+def test_the_tolerance_grows_with_how_much_a_training_amplifies_rounding() -> None:
+    calm = prepared(workload(optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)), 24).written(seed=0)
+    wild = prepared(workload(network(lambda: nn.Linear(32, 32)), optimizer=lambda p: torch.optim.Adam(p, lr=0.1)), 24)
+    assert max(calm.tolerance) < 1e-3 * max(calm.losses)
+    assert wild.written(seed=0).tolerance[-1] > 2 * calm.tolerance[-1]
+
+
+@pytest.mark.parametrize("step", [PASSES["micro_batch"](size=4), PASSES["joined"](), PASSES["optimizer"](kernels="foreach")])
+def test_exact_settings_at_the_same_effective_batch_have_the_losses_as_written(step: Pass) -> None:
+    subject = prepared(workload(settings=Settings(accumulate=3)), 10)
+    settings = subject.settings_of(recipe(step))
+    assert settings != subject.settings
+    found = parity(subject.written(seed=0), subject.losses(settings, seed=0), exact=True)
+    assert found.ok
+    assert found.max_relative is not None
+    assert found.max_relative < 1e-4
+    assert subject.examples == 48
+
+
+def test_a_split_batch_norm_is_a_mismatch_that_says_why() -> None:
+    found = tried(prepared(workload(network(lambda: nn.BatchNorm1d(32))), 8), PASSES["micro_batch"](size=4))
+    assert found.state is State.MISMATCH
+    assert found.reason is not None
+    assert "rounding explains a difference of" in found.reason
+    assert "BatchNorm" in found.reason
+
+
+def test_a_lossy_recipe_is_held_to_the_limit_of_the_loss() -> None:
+    subject = prepared(workload(), 12)
+    strict = tried(subject, PASSES["autocast"](), limits=Limits(max_drop=0.0))
+    loose = tried(subject, PASSES["autocast"](), limits=Limits(max_drop=0.5))
+    assert loose.state is State.COMPLETE
+    assert loose.drop is not None
+    assert loose.drop.decided is True
+    assert loose.throughput is not None
+    assert loose.throughput.unit == "examples/s"
+    assert strict.state is State.STOPPED or (strict.drop is not None and strict.drop.decided is None)
+
+
+def test_a_loss_that_is_no_number_is_a_mismatch() -> None:
+    written = Written.of([1.0, 0.5, 0.4], [[1.0, 0.5, 0.4]])
+    found = parity(written, [1.0, math.nan, 0.4], exact=False)
+    assert not found.ok
+    assert found.reason == "The loss of update 2 is nan, where it is 0.5 as written."
+    assert parity(written, [1.0, 0.6, 0.4], exact=False).ok
+    assert not parity(written, [1.0, 0.6, 0.4], exact=True).ok
+
+
+def test_the_interval_of_the_rise_decides() -> None:
+    losses = [2.0 - 0.01 * i for i in range(40)]
+    written = Written.of(losses, [losses])
+    assert increase(written, [loss + 0.1 for loss in losses], 0.05).decided is False
+    assert increase(written, losses, 0.05).decided is True
+    noisy = [loss + (0.3 if i % 2 else -0.2) for i, loss in enumerate(losses)]
+    assert increase(written, noisy, 0.06).decided is None
+
+
+def test_an_exception_of_the_training_fails_its_trial_only() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no kernel for this")
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    subject = prepared(workload(loss=loss), 8)
+    found = tried(subject, PASSES["autocast"]())
+    assert found.state is State.FAILED
+    assert found.reason is not None
+    assert "no kernel for this" in found.reason
+
+
+# The search.
+
+
+def test_the_climb_tries_everything_alone_then_adds_up_what_pays() -> None:
+    speeds = {"joined": 1.5, "threads": 1.2, "optimizer": 0.9, "autocast": 2.0}
+
+    def value(trial: Trial) -> float:
+        found = 1.0
+        for step in trial.recipe.passes:
+            found *= speeds.get(step.name, 0.8)
+        return found
+
+    facts, climb, done = Facts(throughput=True, feasible=lambda trial: True, value=value), Climb(), []
+    while (ask := climb.ask(done, facts)) is not None:
+        done.append(Trial(recipe=ask.recipe, state=State.COMPLETE, stage=ask.stage))
+    assert done[0].recipe == trained_as_written()
+    assert len({trial.recipe.hash for trial in done}) == len(done)
+    assert {trial.recipe.passes for trial in done} >= {(step,) for step in space.training() if step.exact}
+    best = max(done, key=value).recipe
+    assert [step.name for step in best.passes] == ["joined", "threads", "autocast"]
+    assert not any("infer" not in step.modes for step in space.passes(exact=True))
+
+
+# Whole studies.
+
+
+def run(folder: pathlib.Path, trials: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, str(trials)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def wait_for_trial(folder: pathlib.Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (folder / "run" / "record.json").exists() and Record.read(folder / "run").trials:
+            return
+        time.sleep(0.1)
+    raise AssertionError("no trial ended")
+
+
+@pytest.mark.slow
+def test_a_study_ends_with_settings_a_ladder_and_a_report_and_goes_on(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    found = answer(run(tmp_path, 2))
+    assert found["status"] in ("improved", "kept_original")
+    rungs = {rung["rung"]: rung for rung in found["ladder"]}
+    assert list(rungs) == ["as_written", "tuned", "best"]
+    assert rungs["as_written"]["speedup"]["value"] == 1.0
+    won = found["status"] == "improved"
+    assert found["settings"]["exact_batchnorm"] is won  # of those two trials, the other one ran its batches as one
+    assert rungs["best"]["speedup"]["low"] > 1.0 or not won
+    assert {trial["state"] for trial in found["trials"]} == {"COMPLETE", "SKIPPED"}
+    assert all(trial["reason"] for trial in found["trials"] if trial["state"] == "SKIPPED")
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "joined" in page
+    settings = trimtab.Settings(**json.loads((tmp_path / "run" / "settings.json").read_text()))
+    model = network()()
+    summary = trimtab.Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings).fit(data(), steps=2)
+    assert summary.updates == 2
+
+    before = Record.read(tmp_path / "run").trials
+    again = answer(run(tmp_path, 1))
+    after = Record.read(tmp_path / "run").trials
+    assert after[: len(before)] == before
+    measured = [trial for trial in again["trials"] if trial["state"] != "SKIPPED"]
+    assert len(measured) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_study_that_is_cut_off_keeps_what_is_finished(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    process = run(tmp_path, 50)
+    wait_for_trial(tmp_path)
+    process.send_signal(number)
+    if number == signal.SIGINT:  # ends cleanly, with the best so far
+        assert answer(process)["status"] in ("improved", "kept_original")
+    else:
+        process.wait(timeout=60)
+    before = Record.read(tmp_path / "run").trials
+    assert before[0].recipe == trained_as_written()
+    assert answer(run(tmp_path, 1))["trials"][0]["recipe"] == "eager"
+    assert Record.read(tmp_path / "run").trials[: len(before)] == before
