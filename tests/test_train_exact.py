@@ -64,7 +64,11 @@ def close(a: nn.Module, b: nn.Module) -> None:
 
 
 def by_hand(
-    model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], batches: Sequence[Any], clip: float | None, rate: float = 0.5
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    batches: Sequence[Any],
+    clip: float | None,
+    rate: float = 0.5,
 ) -> float:
     """One plain update per batch, and the loss of the last."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -150,7 +154,11 @@ def test_scheduler_and_optimizer_step_once_per_update() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     batches = [(torch.randn(3, 4), torch.randn(3, 1)) for _ in range(7)]
     trainer = Trainer(
-        model, loss=nn.MSELoss(), optimizer=optimizer, schedule=schedule, settings=Settings(accumulate=3, batch=2, clip_norm=1.0)
+        model,
+        loss=nn.MSELoss(),
+        optimizer=optimizer,
+        schedule=schedule,
+        settings=Settings(accumulate=3, batch=2, clip_norm=1.0),
     )
     trainer.fit(batches, epochs=1)
     assert counted == [1.0, 0.5, 0.25]  # 3 + 3 + 1 batches
@@ -159,17 +167,15 @@ def test_scheduler_and_optimizer_step_once_per_update() -> None:
 def normalised() -> nn.Module:
     """A net with BatchNorm in two and four dimensions, one with a cumulative average."""
     torch.manual_seed(0)
+    body = [block(1 if i == 0 else 6, momentum) for i, momentum in enumerate((0.3, None, 0.1, 0.1))]
+    head = [nn.Flatten(), nn.Linear(6 * 64, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)]
+    return nn.Sequential(*body, *head)
+
+
+def block(width: int, momentum: float | None) -> nn.Module:
+    """Convolution, normalisation, activation."""
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1, bias=False),
-        nn.BatchNorm2d(6, momentum=0.3),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(6, 6, 3, padding=1),
-        nn.BatchNorm2d(6, momentum=None),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(6 * 64, 8),
-        nn.BatchNorm1d(8),
-        nn.Linear(8, CLASSES),
+        nn.Conv2d(width, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6, momentum=momentum), nn.ReLU(inplace=True)
     )
 
 
@@ -182,7 +188,7 @@ def images(sizes: Sequence[int]) -> list[Batch]:
     ]
 
 
-@pytest.mark.parametrize("activation_mb", [None, 0.13], ids=["", "recomputed"])
+@pytest.mark.parametrize("activation_mb", [None, 0.2], ids=["", "recomputed"])
 def test_exact_batchnorm_is_that_of_the_full_batch(activation_mb: float | None) -> None:
     model, batches = normalised(), images([8, 3, 5, 1])
     plain = copy.deepcopy(model)
@@ -196,7 +202,7 @@ def test_exact_batchnorm_is_that_of_the_full_batch(activation_mb: float | None) 
     )
     trainer.fit(batches, epochs=3)
     close(model, plain)  # running means and variances and the number of batches are among the buffers
-    assert [int(b) for n, b in model.state_dict().items() if n.endswith("num_batches_tracked")] == [3, 3, 3]
+    assert [int(b) for n, b in model.state_dict().items() if n.endswith("num_batches_tracked")] == [3] * 5
     if activation_mb is not None:
         assert any("recomputed" in note and "nothing" not in note for note in trainer.notes), trainer.notes
 
@@ -207,13 +213,15 @@ def test_without_exact_batchnorm_the_statistics_are_those_of_each_batch() -> Non
     by_hand(plain, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), [join(batches)], clip=None, rate=0.1)
     trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=sgd, settings=Settings(accumulate=4))
     trainer.fit(batches, epochs=1)
-    assert int(model.get_buffer("1.num_batches_tracked")) == 4
+    assert int(model.get_buffer("0.1.num_batches_tracked")) == 4
     with pytest.raises(AssertionError):
         close(model, plain)
 
 
 def test_exact_batchnorm_refuses_what_would_break_it() -> None:
-    with pytest.raises(UsageError, match=r"exact_batchnorm runs the batches of an update as one, which batch=2 would take apart"):
+    with pytest.raises(
+        UsageError, match=r"exact_batchnorm runs the batches of an update as one, which batch=2 would take apart"
+    ):
         Settings(exact_batchnorm=True, batch=2)
     ragged = [(torch.randn(2, 1, 8, 8), torch.zeros(2).long()), (torch.randn(2, 1, 9, 8), torch.zeros(2).long())]
     trainer = Trainer(

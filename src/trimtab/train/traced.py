@@ -80,6 +80,10 @@ def trace(model: nn.Module, forward: Callable[[], object], device: torch.device)
     return found
 
 
+def _forget(tensor: torch.Tensor) -> None:
+    return None
+
+
 def _refuse(nothing: None) -> torch.Tensor:
     raise DifferentiatedError
 
@@ -119,7 +123,7 @@ def _seconds(model: nn.Module, forward: Callable[[], object], device: torch.devi
             _wait(device)
             spent[module] += time.perf_counter() - began.pop()
 
-        with torch.no_grad(), _hooked(model, begin, end):
+        with torch.autograd.graph.saved_tensors_hooks(_forget, _refuse), _hooked(model, begin, end):
             forward()
         best = {module: min(seconds, best.get(module, seconds)) for module, seconds in spent.items()}
     return best
