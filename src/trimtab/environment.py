@@ -214,7 +214,7 @@ def measured_peaks(environment: Environment, *, cache: pathlib.Path | None = Non
     cannot be read is measured anew, one that cannot be written is done without, and peaks of a busy machine are measured again
     next time, when the better of both counts; ``notes`` of the result say so. torch's thread count is the same afterwards.
     """
-    file = cache or cache_folder() / f"peaks-{environment.fingerprint}.json"
+    file = cache or _peaks_file(environment)
     known, notes = (None, ()) if refresh else _known_peaks(file, environment.fingerprint)
     if known is not None and known.foreign <= BUSY:
         return known
@@ -232,6 +232,15 @@ def measured_peaks(environment: Environment, *, cache: pathlib.Path | None = Non
     except OSError as error:
         notes += (f"The peaks could not be kept in {file} ({error}), so the next command measures them again.",)
     return dataclasses.replace(peaks, notes=notes)
+
+
+def known_peaks(environment: Environment) -> Peaks | None:
+    """What :func:`measured_peaks` remembers of ``environment``, without measuring anything; ``None`` if that is nothing."""
+    return _known_peaks(_peaks_file(environment), environment.fingerprint)[0]
+
+
+def _peaks_file(environment: Environment) -> pathlib.Path:
+    return cache_folder() / f"peaks-{environment.fingerprint}.json"
 
 
 def _known_peaks(file: pathlib.Path, fingerprint: str) -> tuple[Peaks | None, tuple[str, ...]]:

@@ -31,8 +31,14 @@ class FlopCount:
     """Operators that ran and may compute a lot, but for which there is no formula: with any, ``total`` is a lower bound."""
 
 
-def count_flops(model: Callable[..., object], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> FlopCount:
-    """Run ``model(*args, **kwargs)`` once without gradients and count its operations.
+def count_flops(
+    model: Callable[..., object],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    gradients: bool = False,
+) -> FlopCount:
+    """Run ``model(*args, **kwargs)`` once and count its operations, those of a backward pass in it too with ``gradients``.
 
     The model runs in the mode it is in; in training mode its statistics change as in any call.
 
@@ -41,7 +47,7 @@ def count_flops(model: Callable[..., object], args: Sequence[Any] = (), kwargs: 
     """
     seen = _Seen()
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
-    with torch.no_grad(), seen, counter:
+    with torch.set_grad_enabled(gradients), seen, counter:
         model(*args, **(kwargs or {}))
     counts = {str(operator): count for operator, count in counter.get_flop_counts().get("Global", {}).items() if count}
     ranked = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

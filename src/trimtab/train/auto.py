@@ -22,7 +22,7 @@ from trimtab.train.compiling import WORTH_S, CompiledStep, first_line
 from trimtab.train.double import Double, candidate, seconds_of
 from trimtab.train.kernels import why_not
 from trimtab.train.memory_errors import out_of_memory
-from trimtab.train.objective import Batch
+from trimtab.train.objective import Batch, tensors
 from trimtab.train.peek import first_batches, kept_random
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Verdict:
     """What came of one technique."""
 
     text: str
-    """After the name of the setting: ``is on: ...``."""
+    """``on`` or ``off``, and why."""
     better: Double | None = None
     """Where it pays."""
 
@@ -118,40 +118,64 @@ class _Decisions:
         if trainer.world.any(failure is not None):
             self.trainer.note(f"{', '.join(fields)} cannot be measured and stay off. {failure or 'Another process failed.'}")
             return
-        options = {name: list(_techniques(name)) for name in fields}
-        seconds = self._seconds() / max(sum(len(found) for name, found in options.items() if name != "compile"), 1)
+        options = {name: [(technique, self._against_trying(technique)) for technique in _techniques(name)] for name in fields}
+        tried = sum(reason is None for name, found in options.items() for _, reason in found if name != "compile")
+        seconds = self._seconds() / max(tried, 1)
         for name in fields:
-            told = {f"{name}={value!r}": text for value, text in (self._decided(each, seconds) for each in options[name])}
-            if len(told) > 1 and len(set(told.values())) == 1:
-                told = {name: next(iter(told.values()))}
-            for what, text in told.items():
-                trainer.note(f"{what} {text}")
+            told: dict[str, list[str]] = {}
+            for technique, reason in options[name]:
+                what, text = self._decided(technique, reason, seconds)
+                told.setdefault(text, []).append(what)
+            for text, whats in told.items():
+                shown = name if len(told) == 1 < len(whats) else ", ".join(whats)
+                trainer.note(f"{shown} {'is' if shown == name or len(whats) == 1 else 'are'} {text}")
 
-    def _decided(self, technique: Pass, seconds: float) -> tuple[Any, str]:
-        """Have ``technique`` from now on if it pays in every process; its value in the settings, and what came of it."""
+    def _against_trying(self, technique: Pass) -> str | None:
+        """Why ``technique`` cannot pay, as far as that is known beforehand."""
+        assert self.candidate is not None
+        field, value = self._set_by(technique)
+        if value == "float16" and self.trainer.device.type == "cpu":
+            return "float16 pays on GPUs only; bfloat16 is the one that some CPUs multiply."
+        if field == "optimizer" and (reason := why_not(self.trainer.optimizer, value)):
+            return reason
+        if field == "compile" and self.updates is None:
+            return "how many updates there will be is not known, so nothing says whether compiling would be paid back."
+        if field == "compile" and self.updates is not None and (left := self.updates * self.step_s) < WORTH_S:
+            return f"the {self.updates} updates take about {left:.0f} s, too little to pay back what compiling costs."
+        return technique.blocked(self.candidate)
+
+    def _set_by(self, technique: Pass) -> tuple[str, Any]:
+        """The field that ``technique`` sets, and its value."""
         assert self.candidate is not None
         (field,) = technique.sets
-        value = getattr(technique.apply(self.candidate).settings, field)
-        settings = dataclasses.replace(self.trainer.settings, **{field: value})
-        try:
-            verdict = self._verdict(technique, field, settings, seconds)
-        except _InterruptedError:
-            verdict = _Verdict("is off: the run was interrupted before it was measured.")
-        except (TrimtabError, *_FAILURES) as error:
-            memory = out_of_memory(error)
-            verdict = _Verdict(f"is off: {'there is no memory to try it.' if memory else f'it fails. {first_line(error)}'}")
+        return field, getattr(technique.apply(self.candidate).settings, field)
+
+    def _decided(self, technique: Pass, reason: str | None, seconds: float) -> tuple[str, str]:
+        """Have ``technique`` from now on if it pays in every process; what it is called, and what came of it."""
+        field, value = self._set_by(technique)
+        verdict = _Verdict(f"off: {reason}")
+        if reason is None:
+            try:
+                verdict = self._verdict(technique, field, value, seconds)
+            except _InterruptedError:
+                verdict = _Verdict("off: the run was interrupted before it was measured.")
+            except (TrimtabError, *_FAILURES) as error:
+                memory = out_of_memory(error)
+                verdict = _Verdict(f"off: {'there is no memory to try it.' if memory else f'it fails. {first_line(error)}'}")
         if not self.trainer.world.any(verdict.better is None):  # each process asks exactly once
-            self.best, self.trainer.settings = verdict.better, settings
+            assert verdict.better is not None
+            self.best, self.trainer.settings = verdict.better, verdict.better.settings
         elif verdict.better is not None:
-            verdict = _Verdict("is off: it does not pay in every process.")
-        return value, verdict.text
+            verdict = _Verdict("off: it does not pay in every process.")
+        return f"{field}={value!r}", verdict.text
 
     def _settle(self, double: Double) -> None:
         """Find out how long an update of ``double`` takes; where that is long, the batches of a single one must do."""
         accumulate = self.trainer.settings.accumulate
         _, self.round_s = seconds_of(double)
         self.step_s = self.round_s / -(-len(self.batches) // accumulate)
-        if self.round_s > SECONDS / 40:
+        alike = len({tuple(tensor.shape for tensor in tensors(batch)) for batch in self.batches}) == 1
+        if alike or self.round_s > SECONDS / 40:
             self.batches = double.feed.batches = self.batches[:accumulate]
             self.round_s = self.step_s
 
@@ -162,40 +186,23 @@ class _Decisions:
         run_s = self.updates * self.step_s
         return max(min(SECONDS, EARLY_SHARE * run_s), SHARE * run_s)
 
-    def _verdict(self, technique: Pass, field: str, settings: Settings, seconds: float) -> _Verdict:
-        """Whether ``technique``, which makes the settings ``settings``, pays."""
-        assert self.candidate is not None
-        value = getattr(settings, field)
+    def _verdict(self, technique: Pass, field: str, value: Any, seconds: float) -> _Verdict:
+        """Whether ``technique``, which sets ``field`` to ``value``, pays; takes ``seconds`` or less."""
         if self.trainer.ending:
             raise _InterruptedError
-        if reason := technique.blocked(self.candidate) or self._known(field, value, seconds):
-            return _Verdict(f"is off: {reason}")
-        other = Double(self.trainer, settings, self.batches)
+        if field != "compile" and (needed := FEWEST_ROUNDS * self.round_s) > seconds:
+            run = "this run" if self.updates is None else f"a run of about {self.updates * self.step_s:.0f} s"
+            return _Verdict(f"off: measuring it would take {needed:.1f} s, which is too much for {run}.")
+        other = Double(self.trainer, dataclasses.replace(self.trainer.settings, **{field: value}), self.batches)
         first_s, later_s = seconds_of(other)
         if isinstance(other.step, CompiledStep) and other.step.failure is not None:
-            return _Verdict(f"is off: the model cannot be compiled. {other.step.failure}")
+            return _Verdict(f"off: the model cannot be compiled. {other.step.failure}")
         if difference := self._difference(other, exact=technique.exact):
-            return _Verdict(f"is off: {difference}")
+            return _Verdict(f"off: {difference}")
         ratio = self._ratio(other, max(seconds, SHARE * first_s))
         if reason := self._against(field, ratio, first_s - later_s):
-            return _Verdict(f"is off: {reason}")
-        return _Verdict(f"is on: it ran at {_times(ratio)}.{self._paid(field, ratio, first_s - later_s)}", other)
-
-    def _known(self, field: str, value: Any, seconds: float) -> str | None:
-        """Why nothing needs to be measured."""
-        if value == "float16" and self.trainer.device.type == "cpu":
-            return "float16 pays on GPUs only; bfloat16 is the one that some CPUs multiply."
-        if field == "optimizer" and (reason := why_not(self.trainer.optimizer, value)):
-            return reason
-        left = None if self.updates is None else self.updates * self.step_s
-        if field == "compile" and left is None:
-            return "how many updates there will be is not known, so nothing says whether compiling would be paid back."
-        if field == "compile" and left is not None and left < WORTH_S:
-            return f"the {self.updates} updates take about {left:.0f} s, too little to pay back what compiling costs."
-        if field != "compile" and (needed := FEWEST_ROUNDS * self.round_s) > seconds:
-            run = "of unknown length" if left is None else f"of about {left:.0f} s"
-            return f"measuring it would take {needed:.1f} s, which is too much for a run {run}."
-        return None
+            return _Verdict(f"off: {reason}")
+        return _Verdict(f"on: it ran at {_times(ratio)}.{self._paid(field, ratio, first_s - later_s)}", other)
 
     def _difference(self, other: Double, *, exact: bool) -> str | None:
         """How the losses of ``other`` differ from those of the best so far on the same batches, if they do."""

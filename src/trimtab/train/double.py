@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,7 +38,8 @@ class Double:
 
     def __init__(self, trainer: Trainer, settings: Settings, batches: Sequence[Batch]) -> None:
         self.settings = settings
-        self.model, objective, optimizer = copied(trainer)
+        self.model: nn.Module
+        self.model, objective, optimizer = copied(trainer.model, trainer.objective, trainer.optimizer)
         self.model.train()
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0.0
@@ -89,25 +90,23 @@ class _Loss(nn.Module):
 
 def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
     """A copy of what is trained as passes know it, to ask them for reasons: the loss of ``batch`` as a model of its tensors."""
-    model, objective, _ = copied(trainer)
+    model, objective = copied(trainer.model, trainer.objective)
     moved = mover(trainer.device)(batch)
     made = Candidate.of(_Loss(model.train(), objective, moved), tuple(tensors(moved)))
     return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads")})
 
 
-def copied(trainer: Trainer) -> tuple[nn.Module, Objective, torch.optim.Optimizer]:
-    """Copies that belong together: the optimizer updates the parameters of the copied model.
+def copied(*parts: Any) -> Any:
+    """Copies that belong together: a copied optimizer updates the parameters of the copied model.
 
     Raises:
         CompileError: something in them cannot be copied.
     """
     try:
-        found: tuple[nn.Module, Objective, torch.optim.Optimizer] = copy.deepcopy(
-            (trainer.model, trainer.objective, trainer.optimizer)
-        )
+        return copy.deepcopy(parts)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
-        raise CompileError(f"A {type(trainer.model).__name__} cannot be copied: {error}") from error
-    return found
+        names = ", ".join(type(part).__name__ for part in parts)
+        raise CompileError(f"One of {names} cannot be copied: {error}") from error
 
 
 def seconds_of(double: Double) -> tuple[float, float]:

@@ -11,6 +11,8 @@ import torch
 from trimtab.train.clock import PHASES, Clock
 from trimtab.train.events import Progressed
 from trimtab.train.objective import Batch, examples
+from trimtab.train.pace import Pace, laggard
+from trimtab.train.peak import flops_share
 from trimtab.train.step import Update
 from trimtab.train.summary import Summary
 
@@ -29,11 +31,17 @@ class Meter:
         self._examples = self._all_examples = 0
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._loss: float | None = None
+        self._group: Sequence[Batch] = ()
+        """What the last update was made from."""
+        self._slow: int | None = None
+        """The process that was slow in the last report."""
+        self._named: set[int] = set()
         clock.take()
 
     def count(self, update: Update, group: Sequence[Batch]) -> None:
         """One update was made from ``group``."""
         self._unread.append(update)
+        self._group = group or self._group
         self._examples += sum(examples(batch) for batch in group)
         if len(self._unread) >= self.trainer.log_every:
             self.report()
@@ -53,6 +61,8 @@ class Meter:
         total = sum(spent.values())
         for phase, seconds in spent.items():
             self._spent[phase] += seconds
+        paces = self.trainer.world.gathered(Pace(self._examples, spent))
+        made = sum(pace.examples for pace in paces)
         event = Progressed(
             update=position.update,
             epoch=position.epoch,
@@ -60,13 +70,20 @@ class Meter:
             loss=self._loss,
             norm=float(norms.mean()),
             rate=float(self.trainer.optimizer.param_groups[0]["lr"]),
-            examples_per_s=self._examples / max(now - self._since, 1e-9),
+            examples_per_s=made / max(now - self._since, 1e-9),
+            step_ms=1e3 * total / len(self._unread),
             skipped=len(self._unread) - int(applied.sum()),
             shares=_shares(spent, total),
         )
-        self._all_examples += self._examples
+        self._all_examples += made
         self._unread, self._examples, self._since = [], 0, now
         self.trainer.emit(event)
+        slow = laggard(paces)
+        rank, text = slow or (None, "")
+        if rank is not None and rank == self._slow and rank not in self._named:  # twice in a row: no passing noise
+            self._named.add(rank)
+            self.trainer.note(text)
+        self._slow = rank
 
     def summary(self, ended: str) -> Summary:
         """All of it."""
@@ -80,13 +97,20 @@ class Meter:
             best=trainer.position.best,
             metrics=trainer.results,
             examples_per_s=self._all_examples / seconds if self._all_examples else None,
-            peak_mb=None,
-            flops_share=None,
+            peak_mb=trainer.room.peak_mb,
+            flops_share=self._flops_share(),
             shares=_shares(self._spent, sum(self._spent.values())),
             skipped=trainer.position.skipped,
             settings=trainer.settings,
-            notes=tuple(trainer.notes),
+            notes=(*trainer.notes, *trainer.world.notes()),
         )
+
+    def _flops_share(self) -> float | None:
+        """Of the time in updates, not of that between them."""
+        busy = sum(seconds for phase, seconds in self._spent.items() if phase != "other")
+        if not busy or not self._group:
+            return None
+        return flops_share(self.trainer, self._group, self._all_examples / busy / self.trainer.world.size)
 
 
 def _shares(spent: Mapping[str, float], total: float) -> dict[str, float]:

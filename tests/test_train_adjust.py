@@ -1,0 +1,246 @@
+"""Adjusting a run while it goes on: what is seen, tried, kept and undone."""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from trimtab import Settings, Trainer
+from trimtab.train.adjust import WINDOWS, Adjuster, Micro, Window, Workers, with_workers, workers_of
+from trimtab.train.clock import HostClock
+from trimtab.train.events import Adjusted, Event, Progressed
+from trimtab.train.feed import Feed, mover
+
+CPU = mover(torch.device("cpu"))
+ADJUSTED = Settings(threads=1, adjust=True)
+
+
+class Slowing(Dataset[tuple[torch.Tensor, int]]):
+    """Rows that take no time at first, and a while after ``quick`` of them, in whatever process they are made."""
+
+    def __init__(self, quick: int, *, size: int = 160, draws: bool = False) -> None:
+        self.quick, self.size, self.draws, self.given = quick, size, draws, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.given += 1
+        if self.given > self.quick or get_worker_info() is not None:
+            time.sleep(0.005)
+        noise = torch.randn(8) if self.draws else torch.zeros(8)
+        return noise + index / self.size, index % 3
+
+
+def run(data: Any, epochs: int, settings: Settings = ADJUSTED) -> tuple[list[Event], Trainer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    events: list[Event] = []
+    trainer = Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        settings=settings,
+        log_every=4,
+        callbacks=[lambda _, event: events.append(event)],
+    )
+    trainer.fit(data, epochs=epochs)
+    return events, trainer
+
+
+def adjusted(events: Iterable[Event]) -> list[Adjusted]:
+    return [event for event in events if isinstance(event, Adjusted)]
+
+
+def test_a_loader_that_becomes_slow_gets_workers_and_the_run_stays_the_same() -> None:
+    events, trainer = run(DataLoader(Slowing(300), 4, shuffle=True), 5)
+    found = [event for event in adjusted(events) if event.what.startswith("loader workers 0 -> ")]
+    assert len(found) >= 1, trainer.notes
+    assert found[0].unit == "ms per update"
+    assert found[0].kept == any(note.startswith(found[0].what) and ", kept at" in note for note in trainer.notes)
+    if found[0].kept:
+        assert found[0].after < found[0].before
+    _, plain = run(DataLoader(Slowing(10_000), 4, shuffle=True), 5, Settings(threads=1))
+    for a, b in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # micro-batches, if tried, add up in another order
+
+
+def test_a_dataset_that_draws_random_numbers_is_left_alone() -> None:
+    events, trainer = run(DataLoader(Slowing(100, draws=True), 4), 2)
+    assert [event for event in adjusted(events) if "workers" in event.what] == []
+    assert any("was not tried: the dataset draws random numbers" in note for note in trainer.notes)
+
+
+def test_what_has_no_workers_says_so() -> None:
+    data = [(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))] * 3
+    feed = Feed(data, 1, HostClock(), CPU)
+    _, trainer = run(data, 1)
+    assert str(Workers(feed, trainer.position, 2).why_not()).startswith("the loader, a list, has no workers.")
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter([torch.zeros(2)])
+
+
+def test_a_stream_is_not_divided_anew() -> None:
+    _, trainer = run([(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))], 1)
+    feed = Feed(DataLoader(Stream()), 1, HostClock(), CPU)
+    assert str(Workers(feed, trainer.position, 2).why_not()).startswith("the loader's dataset divides itself")
+
+
+def test_other_workers_give_the_same_batches() -> None:
+    plain = DataLoader(Slowing(10_000, size=12), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
+    first = [batch[0] for batch in plain]
+    again = DataLoader(Slowing(10_000, size=12), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
+    more = with_workers(again, 2)
+    assert (workers_of(again), workers_of(more)) == (0, 2)
+    assert all(torch.equal(a, b[0]) for a, b in zip(first, more, strict=True))
+
+
+class Seekable:
+    """A loader of the kind of our own: it can begin anywhere, and its workers can be changed."""
+
+    def __init__(self) -> None:
+        self.workers, self.sought = 0, [(0, 0)]
+
+    def seek(self, epoch: int, batch: int) -> None:
+        self.sought.append((epoch, batch))
+
+    def __iter__(self) -> Any:
+        return iter(range(self.sought[-1][1], 6))
+
+
+def test_a_loader_that_can_begin_anywhere_is_changed_at_once() -> None:
+    loader = Seekable()
+    feed = Feed(loader, 1, HostClock(), CPU)
+    feed.begin(0)
+    groups = feed.groups()
+    _, trainer = run([(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))], 1)
+    trainer.position.epoch = 0
+    seen = [next(groups) for _ in range(2)]
+    remedy = Workers(feed, trainer.position, 2)
+    assert remedy.why_not() is None
+    remedy.apply()
+    assert loader.workers == 2
+    seen += list(groups)
+    assert seen == [[index] for index in range(6)]
+    remedy.undo()
+    assert loader.workers == 0
+
+
+def test_micro_batches_leave_batchnorm_alone() -> None:
+    feed = Feed([], 1, HostClock(), CPU)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert Micro(feed, model, 2).why_not() == "BatchNorm would see other batches."
+    remedy = Micro(feed, nn.Linear(2, 2), 2)
+    assert remedy.why_not() is None
+    remedy.apply()
+    assert feed.micro == 2
+    remedy.undo()
+    assert feed.micro is None
+
+
+class Switch:
+    """A remedy that makes updates ``factor`` times as long."""
+
+    def __init__(self, machine: "Machine", factor: float, reason: str | None = None) -> None:
+        self.machine, self.factor, self.reason = machine, factor, reason
+        self.what = f"switch to {factor:g}"
+
+    def why_not(self) -> str | None:
+        return self.reason
+
+    def apply(self) -> None:
+        self.machine.factor = self.factor
+
+    def undo(self) -> None:
+        self.machine.factor = 1.0
+
+    def works(self, position: Any) -> bool:
+        return True
+
+
+class Machine:
+    """Windows as they would be measured on a machine whose updates take 10 ms, a tenth of it for data."""
+
+    def __init__(self) -> None:
+        self.factor, self.extra = 1.0, {"data": 0.0, "forward": 0.0}
+        self.events: list[Adjusted] = []
+        _, self.trainer = run([(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))], 1, Settings(threads=1))
+        self.trainer.callbacks = [lambda _, event: self.events.extend(adjusted([event]))]
+        self.trainer.notes = []
+
+    def windows(self, adjuster: Adjuster, count: int) -> None:
+        for _ in range(count):
+            spent = {"data": 1.0 + self.extra["data"], "forward": 4.0 + self.extra["forward"], "backward": 5.0}
+            spent = {phase: ms * self.factor for phase, ms in spent.items()}
+            step, self.trainer.position.update = sum(spent.values()), self.trainer.position.update + 4
+            shares = {phase: ms / step for phase, ms in spent.items()}
+            self.trainer.watchers = [adjuster]
+            self.trainer.emit(
+                Progressed(
+                    update=self.trainer.position.update,
+                    epoch=0,
+                    updates=None,
+                    loss=1.0,
+                    norm=1.0,
+                    rate=0.1,
+                    examples_per_s=400.0,
+                    step_ms=step,
+                    skipped=0,
+                    shares=shares,
+                )
+            )
+
+
+def adjuster(machine: Machine, **remedies: list[Switch]) -> Adjuster:
+    def giving(name: str) -> Any:
+        def give(now: Window) -> list[Switch]:
+            return remedies.get(name, [])
+
+        return give
+
+    return Adjuster({name: giving(name) for name in ("data", "compute")})
+
+
+def test_nothing_is_done_while_nothing_changes() -> None:
+    machine = Machine()
+    watching = adjuster(machine, data=[Switch(machine, 0.5)], compute=[Switch(machine, 0.5)])
+    machine.windows(watching, 20)
+    assert machine.events == []
+    assert watching.usual == Window(step=10.0, data=1.0, compute=9.0, examples=4.0)
+
+
+@pytest.mark.parametrize("phase", ["data", "forward"])
+def test_what_helps_is_kept_and_what_does_not_is_undone(phase: str) -> None:
+    machine = Machine()
+    remedies = [Switch(machine, 1.2), Switch(machine, 0.1, "it is not allowed."), Switch(machine, 0.5), Switch(machine, 0.4)]
+    kind = "data" if phase == "data" else "compute"
+    watching = adjuster(machine, **{kind: remedies})
+    machine.windows(watching, 1 + WINDOWS)
+    machine.extra[phase] = 10.0
+    machine.windows(watching, WINDOWS + 2 * (WINDOWS + 1))
+    assert [(event.what, event.kept) for event in machine.events] == [("switch to 1.2", False), ("switch to 0.5", True)]
+    assert machine.events[1].before == pytest.approx(20.0)
+    assert machine.events[1].after == pytest.approx(10.0)
+    assert machine.factor == 0.5
+    assert "switch to 0.1 was not tried: it is not allowed." in machine.trainer.notes
+    machine.windows(watching, 20)
+    assert len(machine.events) == 2  # what is usual now is not tried to be mended for ever
+
+
+def test_a_shift_of_a_moment_is_no_shift() -> None:
+    machine = Machine()
+    watching = adjuster(machine, compute=[Switch(machine, 0.5)])
+    machine.windows(watching, 1 + WINDOWS)
+    for _ in range(4):
+        machine.extra["forward"] = 10.0
+        machine.windows(watching, WINDOWS - 1)
+        machine.extra["forward"] = 0.0
+        machine.windows(watching, 1)
+    assert machine.events == []
