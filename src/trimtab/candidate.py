@@ -52,21 +52,29 @@ class Settings:
     cudnn_benchmark: bool | Literal["auto"] = False
     """Whether cuDNN times its algorithms for each new shape."""
     activation_mb: float | None = None
-    """Most memory for the activations that wait for the backward pass, in MB (10**6 bytes); the rest is computed again."""
+    """Most memory that a micro-batch may take above parameters, gradients and the optimizer's state, in MB (10**6 bytes): modules
+    are chosen, by measurement on the first batch, whose activations are computed again in the backward pass."""
     nonfinite: Literal["raise", "skip", "stop"] = "raise"
     """What a loss or gradient that is not finite leads to: an error, an update left out, or the end of the run."""
     communication: Literal["float16", "bfloat16", "powersgd", "topk"] | None = None
     """How gradients are compressed between processes."""
+    bucket_mb: float | None = None
+    """Most gradients that cross between processes at once, in MiB; ``None`` leaves DDP's own choice of 25."""
     sharding: Literal["replicate", "shard", "hybrid"] = "replicate"
     """Whether every process holds the whole model (DDP), a share of it (FSDP2), or a share within its host."""
     adjust: bool = False
     """Whether workers, micro-batch and compilation are tuned again while the run goes on, where its steps slow down."""
 
     def __post_init__(self) -> None:
-        for name in ("threads", "accumulate", "batch", "clip_norm", "activation_mb"):
+        for name in ("threads", "accumulate", "batch", "clip_norm", "activation_mb", "bucket_mb"):
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not value > 0:
                 raise UsageError(f"Settings {name} is {value}; it must be above zero.")
+        if self.exact_batchnorm and self.batch is not None:
+            raise UsageError(
+                f"exact_batchnorm runs the batches of an update as one, which batch={self.batch!r} would take apart. Leave one "
+                "out; activation_mb bounds the memory."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import nn
 from trimtab.candidate import Settings
 from trimtab.errors import WorkloadError
 from trimtab.train.clock import Clock
-from trimtab.train.objective import Batch, Objective, Weight
+from trimtab.train.objective import Batch, Objective, Weight, examples
 from trimtab.train.world import World
 
 
@@ -76,17 +76,22 @@ class Step:
             NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
         """
         clock, world = self.clock, self.world
+        if self._typical is None and world.size > 1:
+            self._typical = world.agreed(max(map(examples, batches)))
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
-        for index, batch in enumerate(batches):
-            with world.exchanging(self.model, now=index == len(batches) - 1):  # gradients cross once per update
-                clock.enter("forward")
-                with self.precision():
-                    loss, weight = self.objective(self.model, batch)
-                losses.append(loss.detach())
-                weights.append(weight)
-                clock.enter("backward")
-                self.scaler.scale(self._weighted(loss, weight, len(batches))).backward()  # type: ignore[no-untyped-call]
+        with world.together(self.model):
+            for index, batch in enumerate(batches):
+                with world.exchanging(self.model, now=index == len(batches) - 1):  # gradients cross once per update
+                    clock.enter("forward")
+                    with self.precision():
+                        loss, weight = self.objective(self.model, batch)
+                    if not world.counts:
+                        loss, weight = loss * 0, weight * 0
+                    losses.append(loss.detach())
+                    weights.append(weight)
+                    clock.enter("backward")
+                    self.scaler.scale(self._weighted(loss, weight, len(batches))).backward()  # type: ignore[no-untyped-call]
         clock.enter("communication")
         loss, total = world.mean(losses, weights, summed=self.objective.summed)
         clock.enter("optimizer")
@@ -95,7 +100,7 @@ class Step:
         self._unweight(grads, total)
         norm = world.norm(grads)
         if self.settings.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.settings.clip_norm, norm)
+            self.world.scale(grads, (self.settings.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does it
         update = self._apply(loss, norm)
         self.discard()
         clock.enter("other")
@@ -141,10 +146,16 @@ class Step:
         if self.objective.summed or (count == 1 and self.world.size == 1):
             return loss
         if self._typical is None:
-            self._typical = self.world.agreed(float(weight)) or 1.0
+            self._typical = float(weight) or 1.0
+        if self.world.size == 1 and _known_to_be_nothing(weight):  # others may wait for what the backward pass exchanges
+            return self._nought()
         if isinstance(weight, torch.Tensor):  # a mean over nothing, where all labels are ignored, is no number
             loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
         return loss * (weight / self._typical)
+
+    def _nought(self) -> torch.Tensor:
+        """A loss of 0 whose gradients are 0; those of a mean over nothing are no numbers, even where it is multiplied by 0."""
+        return torch.stack([p.reshape(-1)[:0].sum() for p in self._parameters if p.requires_grad]).sum()
 
     def _unweight(self, grads: list[torch.Tensor], total: Weight | None) -> None:
         """Turn the sum of weighted gradients into that of the mean; ``total`` is ``None`` where nothing was weighted."""
@@ -152,7 +163,7 @@ class Step:
         if total is not None and not self.objective.summed and self._typical is not None:
             factor = factor * self._typical / total
         if isinstance(factor, torch.Tensor) or factor != 1.0:
-            torch._foreach_mul_(grads, factor)
+            self.world.scale(grads, factor)
 
     def _apply(self, loss: torch.Tensor, norm: torch.Tensor) -> Update:
         """Run the optimizer unless the settings keep it from an update that is not finite."""
@@ -171,6 +182,11 @@ class Step:
         if applied:
             self.optimizer.step()
         return Update(loss, norm, applied)
+
+
+def _known_to_be_nothing(weight: Weight) -> bool:
+    """Whether a loss stands for nothing, as far as can be said without waiting for a GPU."""
+    return (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu") and not weight
 
 
 def _finite(loss: torch.Tensor, norm: torch.Tensor) -> bool:
