@@ -58,12 +58,13 @@ def adjusted(events: Iterable[Event]) -> list[Adjusted]:
 
 def test_a_loader_that_becomes_slow_gets_workers_and_the_run_stays_the_same() -> None:
     events, trainer = run(DataLoader(Slowing(300), 4, shuffle=True), 5)
-    found = [event for event in adjusted(events) if event.what.startswith("loader workers 0 -> ")]
+    found = [event for event in adjusted(events) if event.what.startswith("loader workers ")]
     assert len(found) >= 1, trainer.notes
-    assert found[0].unit == "ms per update"
-    assert found[0].kept == any(note.startswith(found[0].what) and ", kept at" in note for note in trainer.notes)
-    if found[0].kept:
-        assert found[0].after < found[0].before
+    for event in found:  # which of them are kept is for the machine to say
+        outcome = f"{'kept' if event.kept else 'undone'} at update {event.update}."
+        assert any(note.startswith(f"{event.what}: ") and note.endswith(outcome) for note in trainer.notes)
+        assert event.unit == "ms per update"
+        assert event.after < event.before or not event.kept
     _, plain = run(DataLoader(Slowing(10_000), 4, shuffle=True), 5, Settings(threads=1))
     for a, b in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # micro-batches, if tried, add up in another order

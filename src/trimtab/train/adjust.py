@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -317,18 +318,20 @@ def workers_of(loader: Any) -> int | None:
 
 def with_workers(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     """A loader of the same batches in the same order, with ``count`` workers."""
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=loader.batch_sampler,
-        num_workers=count,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        persistent_workers=count > 0,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # more workers than cores are right where they wait and do not compute: time will tell
+        return DataLoader(
+            loader.dataset,
+            batch_sampler=loader.batch_sampler,
+            num_workers=count,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            persistent_workers=count > 0,
+        )
 
 
 def _window(trainer: Trainer, event: Progressed) -> Window:
