@@ -159,6 +159,7 @@ class Loader:
                 raise self._died(error) from error
             if isinstance(batch, _Failure):
                 self.close()
+                del batches  # ends the workers now, and not when the traceback goes, in an order in which they cannot be told
                 raise batch.error()
             yield batch
 
@@ -173,6 +174,7 @@ class Loader:
             pin_memory=self._pins(),
             persistent_workers=self.persistent,
             in_order=self.in_order,
+            generator=torch.Generator(),  # it would draw a seed from the caller's
         )
 
     def _died(self, error: RuntimeError) -> WorkloadError:
