@@ -72,6 +72,10 @@ class Checkpoints:
         """The newest checkpoint that is whole."""
         return next((place for place in self._places() if not _damage(place)), None)
 
+    def update(self) -> int:
+        """After how many updates the newest checkpoint was written, whole or not; 0 if there is none."""
+        return max((int(place.name.removeprefix("update-")) for place in self._places()), default=0)
+
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """What the newest whole checkpoint holds, its tensors on ``device``.
 

@@ -64,8 +64,8 @@ class Objective:
         """Whether the loss is a sum, so that those of several batches add up as they are."""
         self._with_model = loss is not None and _takes_model(loss)
 
-    def __call__(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight]:
-        """The loss of ``batch``, a scalar that carries gradients, and what it is a mean over.
+    def __call__(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight]:
+        """The loss of ``batch``, a scalar that carries gradients, and what it is a mean over: 1 where that is not ``weighed``.
 
         Raises:
             WorkloadError: the loss is no scalar, carries no gradient, or the batch has not the form that the loss asks for.
@@ -79,7 +79,7 @@ class Objective:
             inputs, targets = _pair(batch)
             outputs = call(model, inputs)
             try:
-                loss, weight = self.loss(outputs, targets), _denominator(self.loss, targets)
+                loss, weight = self.loss(outputs, targets), _denominator(self.loss, targets) if weighed else None
             except IndexError as error:
                 raise WorkloadError(_wrong_label(outputs, targets, error)) from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -89,7 +89,9 @@ class Objective:
                 "The loss does not depend on any parameter that is trained. Look for detach(), no_grad() or item() between the "
                 "model and the loss, and for a model that is frozen."
             )
-        return loss, 1.0 if self.summed else examples(batch) if weight is None else weight
+        if self.summed or not weighed:
+            return loss, 1.0
+        return loss, examples(batch) if weight is None else weight
 
     def _own(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
         """The loss that the model itself computes."""
@@ -105,6 +107,8 @@ class Objective:
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return loss, None
+        model = getattr(model, "_orig_mod", model)  # what is compiled
+        model = getattr(model, "module", model)  # what DDP wraps
         config = getattr(model, "config", None)
         shifted = any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or [])
         shifted |= "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
@@ -130,7 +134,15 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
 
 def examples(batch: Batch) -> int:
     """The number of examples in ``batch``: the length of its first tensor that has one, 1 if there is none."""
-    return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 1)
+    found = _length(batch)
+    return 1 if found is None else found
+
+
+def _length(batch: Batch) -> int | None:
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else None
+    items = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, Mapping) else ()
+    return next((length for item in items if (length := _length(item)) is not None), None)
 
 
 def _pair(batch: Batch) -> tuple[Any, Any]:

@@ -40,6 +40,6 @@ def laggard(paces: Sequence[Pace]) -> tuple[int, str] | None:
     own = {phase: statistics.median(pace.seconds.get(phase, 0.0) for pace in others) for phase in PHASES}
     worst = max((phase for phase in PHASES if phase != "communication"), key=lambda p: slow.seconds.get(p, 0.0) - own[p])
     return rank, (
-        f"The process of rank {rank} on {slow.host} takes {slow.busy_s / usual:.1f} times as long per update as the others, most "
-        f"of it in {worst!r}, and all wait for it."
+        f"The process of rank {rank} on {slow.host} takes {slow.busy_s / usual:.1f} times as long per update as the others, "
+        f"most of it in {worst!r}, and all wait for it."
     )

@@ -110,7 +110,8 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimiz
     if foreign:
         raise UsageError(
             f"The optimizer updates {len(foreign)} parameters that are not the model's (the first has shape "
-            f"{tuple(foreign[0].shape)}). Make it from model.parameters() of this very model, after its last conversion."
+            f"{tuple(foreign[0].shape)}). Make it from model.parameters() of this very model, after its last conversion, or "
+            "give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)."
         )
     return optimizer
 

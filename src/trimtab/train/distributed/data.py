@@ -77,8 +77,8 @@ def _remade(loader: DataLoader[Any], rank: int, size: int, seed: int) -> DataLoa
     count = len(given)  # type: ignore[arg-type]
     if isinstance(given, RandomSampler) and (given.replacement or count != len(given.data_source)):
         raise UsageError(
-            "The DataLoader draws with replacement, or only some examples, which cannot be shared out between processes. Give it "
-            "a DistributedSampler."
+            "The DataLoader draws with replacement, or only some examples, which cannot be shared out between processes. Give "
+            "it a DistributedSampler."
         )
     return DataLoader(
         loader.dataset,

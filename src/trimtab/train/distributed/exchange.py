@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,8 @@ class Exchange:
         self.complete = False
         """Whether its last bucket was among them."""
 
-    def bucket(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """What DDP calls when the gradients of a bucket are there."""
+    def bucket(self, bucket: Any) -> Future[torch.Tensor]:
+        """What DDP calls when the gradients of a bucket, a ``GradBucket``, are there."""
         self.launched += 1
         began = time.perf_counter()
         future = self.add_up(bucket.parameters(), bucket.buffer())
@@ -44,7 +45,7 @@ class Exchange:
         return future
 
     def landed(self) -> None:
-        """The update has its gradients, or has failed."""
+        """The backward pass of an update is over."""
         self.launched, self.complete = 0, False
         self.meter.landed()
 
@@ -98,7 +99,7 @@ class Errors:
         key = tuple(id(p) for p in parameters)
         if key not in self._flat:
             fresh = torch.zeros_like(flat)
-            for parameter, part in zip(parameters, fresh.split([p.numel() for p in parameters]), strict=True):
+            for parameter, part in zip(parameters, torch.split(fresh, [p.numel() for p in parameters]), strict=True):
                 if id(parameter) in self._parts:
                     part.copy_(self._parts[id(parameter)])
                 self._parts[id(parameter)] = part

@@ -40,8 +40,8 @@ class PeerMemoryError(torch.OutOfMemoryError):
 class Group(World):
     """A process among several.
 
-    What the hosts must agree on crosses over gloo, so that nobody waits for a GPU to know it. The processes call everything here
-    in the same order; :meth:`together` keeps that true where one of them fails.
+    What the hosts must agree on crosses over gloo, so that nobody waits for a GPU to know it. The processes call everything
+    here in the same order; :meth:`together` keeps that true where one of them fails.
 
     Args:
         settings: of the run.
@@ -75,7 +75,7 @@ class Group(World):
                 "The processes have different models: their parameters differ in name or shape. Build the same one in each."
             )
         if settings.exact_batchnorm:
-            nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
 
     def share(self, batches: Iterable[Any], what: str) -> Iterable[Any]:
         """This process's part of the batches; see :func:`~trimtab.train.distributed.data.share`."""

@@ -61,7 +61,7 @@ class PowerSgd(Exchange):
         future = self.summed(torch.cat([q.flatten() for q in wide]))
 
         def multiplied(done: Future[torch.Tensor]) -> torch.Tensor:
-            for (start, end), values in zip(plain, rest.split([end - start for start, end in plain]), strict=True):
+            for (start, end), values in zip(plain, torch.split(rest, [end - start for start, end in plain]), strict=True):
                 flat[start:end] = values
             for matrix, p, q in zip(matrices, tall, _unpacked(done.value(), wide), strict=True):
                 self._bases[id(matrix.parameter)] = q
@@ -100,5 +100,5 @@ def _unpacked(packed: torch.Tensor, like: Sequence[torch.Tensor], rest: torch.Te
     if rest is not None:
         start = rest.numel()
         rest.copy_(packed[:start])
-    parts = packed[start:].split([value.numel() for value in like])
+    parts = torch.split(packed[start:], [value.numel() for value in like])
     return [part.view(value.shape) for part, value in zip(parts, like, strict=True)]

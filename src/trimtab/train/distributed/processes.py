@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import datetime
+import datetime as dt
 import hashlib
 import os
 import socket
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError, UsageError
@@ -24,7 +26,7 @@ from trimtab.train.world import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TIMEOUT = datetime.timedelta(minutes=30)
+TIMEOUT = dt.timedelta(minutes=30)
 
 
 def join(settings: Settings, mesh: DeviceMesh | None = None) -> World:
@@ -62,13 +64,19 @@ def start(device: str = "cpu") -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UsageError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} are not set. Start the script with torchrun, "
-            "or set them to the address of the process of rank 0."
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} are not set. Start the script with "
+            "torchrun, or set them to the address of the process of rank 0."
         )
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    # torchrun keeps one store for all its attempts, and with it the addresses of processes that are gone; who connects to one
+    # waits in vain, and uses up a restart. So each attempt has names of its own.
+    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set_timeout(TIMEOUT)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     sys.excepthook = _say
     atexit.register(_leave)
 
@@ -82,15 +90,15 @@ def _check(settings: Settings, mesh: DeviceMesh | None) -> None:
     sharded = settings.sharding != "replicate"
     if sharded and settings.communication in ("powersgd", "topk"):
         raise UsageError(
-            f"Settings communication={settings.communication!r} needs sharding='replicate', because FSDP2 scatters gradients as "
-            "it adds them up. Take 'bfloat16' or 'float16', or replicate the model."
+            f"Settings communication={settings.communication!r} needs sharding='replicate', because FSDP2 scatters gradients "
+            "as it adds them up. Take 'bfloat16' or 'float16', or replicate the model."
         )
     if mesh is not None and settings.communication is not None:
         raise UsageError("Settings communication cannot be combined with split layers; leave it at None.")
     if settings.exact_batchnorm and torch.device(settings.device).type != "cuda":
         raise UsageError(
-            "exact_batchnorm over several processes is torch's SyncBatchNorm, which runs on GPUs only. Leave it off, or train on "
-            "one process."
+            "exact_batchnorm over several processes is torch's SyncBatchNorm, which runs on GPUs only. Leave it off, or train "
+            "on one process."
         )
 
 

@@ -30,11 +30,12 @@ COMMUNICATION: dict[str | None, Callable[[], Exchange]] = {
 """What ``Settings.communication`` means."""
 
 
-_KEEP_BUFFERS = (
-    "forward_sync_buffers"  # as it is called from torch 2.13 on
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    else "broadcast_buffers"
-)
+_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+_BUFFERS_STAY: dict[str, Any] = {
+    (
+        "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+    ): False  # the first from torch 2.13 on
+}
 
 
 class Replicas(Group):
@@ -54,7 +55,7 @@ class Replicas(Group):
         """Whether some parameters get no gradient; ``None`` until an update has shown it."""
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
-        """The model as DDP has it; all processes begin with the parameters of the first, and draw random numbers of their own."""
+        """The model as DDP has it; all begin with the parameters of the first, and draw random numbers of their own."""
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 dist.broadcast(value, 0)
@@ -70,9 +71,8 @@ class Replicas(Group):
     @contextlib.contextmanager
     def together(self, model: nn.Module | None = None) -> Iterator[None]:
         """A block that succeeds in all processes or in none; after that of an update, all have the sum of the gradients."""
-        if model is not None:
-            if self.engine is not None:  # once; before anything can fail, because the processes talk about it
-                self.engine.reducer._rebuild_buckets()
+        if model is not None and self.engine is not None:  # once; before anything can fail, because the processes talk about it
+            self.engine.reducer._rebuild_buckets()
         engine = self.engine
         with super().together(model):
             yield
@@ -81,11 +81,11 @@ class Replicas(Group):
                     "Some parameters got no gradient in this update, though all got one in the first. With several processes "
                     "let them take part in every update, for example by adding 0 * parameter.sum() to the loss."
                 )
+            if model is not None:
+                self.exchange.landed()
         if model is not None and engine is None:
             self._add_up()
             self._engage()
-        if model is not None:
-            self.exchange.landed()
 
     @contextlib.contextmanager
     def exchanging(self, model: nn.Module, *, now: bool) -> Iterator[None]:
@@ -103,7 +103,7 @@ class Replicas(Group):
         for future in [engine.reducer._run_comm_hook(bucket) for bucket in missing]:
             future.wait()
         if missing and engine.find_unused_parameters:
-            engine._match_unused_params_allreduce()
+            engine._match_unused_params_allreduce()  # type: ignore[no-untyped-call]
         self.renew()
 
     def renew(self) -> None:
@@ -111,7 +111,7 @@ class Replicas(Group):
         if self.engine is not None:
             del self.engine.reducer, self.engine.logger  # both hold torch's reducer, which removes its hooks when it goes
             self.engine = None
-            self.exchange.landed()
+            self.exchange.launched = 0
 
     def notes(self) -> list[str]:
         """What crossed, and how much of it was waited for."""
@@ -142,7 +142,7 @@ class Replicas(Group):
     def _add_up_bucket(self, parameters: list[nn.Parameter]) -> None:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        parts = self.exchange.add_up(parameters, flat).wait().split([p.numel() for p in parameters])
+        parts = torch.split(self.exchange.add_up(parameters, flat).wait(), [p.numel() for p in parameters])
         for parameter, grad, part in zip(parameters, grads, parts, strict=True):
             parameter.grad = grad.copy_(part.view(grad.shape))
 
@@ -152,7 +152,7 @@ class Replicas(Group):
         self.engine = DistributedDataParallel(
             self._called,
             device_ids=[next(self._called.parameters()).device] if on_gpu else None,
-            **{_KEEP_BUFFERS: False},  # settle() gives them their mean where they are read
+            **_BUFFERS_STAY,  # settle() gives them their mean where they are read
             init_sync=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=bool(self._idle),

@@ -87,7 +87,8 @@ class Shards(Group):
         """The norm over all parameters, whole or not."""
         parts = [torch.nn.utils.get_total_norm(same) for same in _by_mesh(grads)]
         whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in parts]
-        return torch.linalg.vector_norm(torch.stack(whole))
+        found: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
+        return found
 
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
         """Multiply the gradients by ``factor``, in place."""
@@ -125,8 +126,8 @@ class Shards(Group):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         if not local or self.size % local:
             raise UsageError(
-                f"sharding='hybrid' shares within hosts, but LOCAL_WORLD_SIZE is {local or 'not set'} and there are {self.size} "
-                "processes. Start the script with torchrun, with the same number of processes on each host."
+                f"sharding='hybrid' shares within hosts, but LOCAL_WORLD_SIZE is {local or 'not set'} and there are "
+                f"{self.size} processes. Start the script with torchrun, with the same number of processes on each host."
             )
         found = mesh(kind, (self.size // local, local), mesh_dim_names=("hosts", "data"))
         return found

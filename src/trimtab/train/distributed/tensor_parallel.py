@@ -66,7 +66,9 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         names = fnmatch.filter(modules, pattern)
         if not names:
-            raise UsageError(f"No module of {type(model).__name__} is called {pattern!r}; there are {', '.join(modules)[:200]}.")
+            raise UsageError(
+                f"No module of {type(model).__name__} is called {pattern!r}; there are {', '.join(modules)[:200]}."
+            )
         for name in names:
             if not isinstance(modules[name], (nn.Linear, nn.Embedding)):
                 raise UsageError(

@@ -34,7 +34,7 @@ class TopK(Exchange):
         kept[places] = 0
         packed, future = self.collected(torch.cat([values, places.int().view(torch.float32)]))
 
-        def spread(done: Future[object]) -> torch.Tensor:
+        def spread(done: Future[torch.Tensor]) -> torch.Tensor:
             done.value()
             flat.zero_()
             for row in packed:
