@@ -111,8 +111,10 @@ class Fitting:
 
     The update is the same, because each part counts by what it stands for; only BatchNorm sees smaller batches. The size that
     worked is used for the updates that follow. Whole batches are tried again after :data:`AGAIN_AFTER` updates, because an
-    unusually long batch or a neighbour may have been the reason, and ever more rarely where that fails. Random generators of
-    torch and the model's buffers are as they were before each try.
+    unusually long batch or a neighbour may have been the reason, and ever more rarely where that fails.
+
+    Where batches are larger than any that fitted so far, torch's random generators and the model's buffers are kept, and put
+    back before a second try. Elsewhere, where hardly ever anything fails, that would only take time.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -121,8 +123,8 @@ class Fitting:
         """Most examples at once."""
         self._least: int | None = None
         self._wait, self._since = AGAIN_AFTER, 0
-        self._kept: Kept | None = None
-        self._settled = False
+        self._fitted = 0
+        """Elements of the largest batch that fitted."""
 
     def __call__(self, step: Step, group: Sequence[Batch]) -> Update:
         """The update from ``group``.
@@ -130,11 +132,14 @@ class Fitting:
         Raises:
             WorkloadError: a single example does not fit, or batches may not be taken apart.
         """
-        size = largest = max(examples(batch) for batch in group)
+        size = largest = max(map(examples, group))
         if self.limit is not None and self._since < self._wait:
             size, group = min(size, self.limit), parts(group, self.limit)
-        state = self._state()
+        before = None
         while True:
+            elements = max(map(_elements, group))
+            if before is None and elements > self._fitted:
+                before = _Before(self.trainer)
             try:
                 update = step(group)
                 break
@@ -142,31 +147,15 @@ class Fitting:
                 if not out_of_memory(error):
                     raise
                 self._may_split(step, size, error)
-            self._put_back(step, state)  # outside the except block, whose traceback keeps the step's tensors alive
+            step.discard()  # outside the except block, whose traceback keeps the step's tensors alive
+            if before is not None:
+                before.put_back()
             size = -(-size // 2)
             group = parts(group, size)
-        self._remember(size, largest)
+        self._fitted = max(self._fitted, elements)
+        if self.limit is not None or size < largest:
+            self._remember(size, largest)
         return update
-
-    def _state(self) -> list[torch.Tensor]:
-        """Note the model's buffers, and return the state of torch's generators."""
-        if self._kept is None:
-            self._kept = Kept(self.trainer.model.buffers())
-        elif not self._settled:  # after the first update it is known which buffers change at all
-            self._kept, self._settled = Kept(self._kept.changed()), True
-        else:
-            self._kept.take()
-        device = self.trainer.device
-        return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-    def _put_back(self, step: Step, state: list[torch.Tensor]) -> None:
-        step.discard()
-        if self._kept is not None:
-            self._kept.put_back()
-        torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.empty_cache()
-            torch.cuda.set_rng_state(state[1], self.trainer.device)
 
     def _may_split(self, step: Step, size: int, error: BaseException) -> None:
         words = str(error).strip().partition("\n")[0]
@@ -182,15 +171,17 @@ class Fitting:
             ) from error
 
     def _remember(self, size: int, largest: int) -> None:
-        if size >= largest:
-            if self.limit is not None and self._since >= self._wait:
-                self.limit, self._wait = None, AGAIN_AFTER
-            self._since += self.limit is not None
+        """Note that an update was made from batches of at most ``size`` examples, where they had up to ``largest``."""
+        whole = self.limit is not None and self._since >= self._wait  # it was tried without the limit
+        if whole and size == largest:
+            self.limit, self._wait, self._since = None, AGAIN_AFTER, 0
             return
-        if self.limit is not None and self._since >= self._wait:
+        if whole:
             self._wait, self._since = self._wait * 2, 0
-        self.limit, self._since = size, self._since + 1
-        if self._least is None or size < self._least:
+        self._since += 1
+        if size < largest:
+            self.limit = size
+        if size < (self._least or largest):
             self._least = size
             self._remark(size, largest)
 
@@ -199,6 +190,24 @@ class Fitting:
             f"A batch of {largest} did not fit into memory: such batches now run in parts of at most {size}, with the same "
             "updates, except that BatchNorm sees smaller batches."
         )
+
+
+class _Before:
+    """What a try may change that is not made anew: torch's random generators, and the model's buffers."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._device = trainer.device
+        self._buffers = Kept(trainer.model.buffers())
+        self._host = torch.get_rng_state()
+        self._gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+    def put_back(self) -> None:
+        """As it was; memory of the GPU that is held but not used is given back."""
+        self._buffers.put_back()
+        torch.set_rng_state(self._host)
+        if self._gpu is not None:
+            torch.cuda.empty_cache()
+            torch.cuda.set_rng_state(self._gpu, self._device)
 
 
 def _elements(batch: Batch) -> int:

@@ -26,12 +26,6 @@ class Kept:
         self._copies = [tensor.detach().clone() for tensor in self._tensors]
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Copy the values as they are now."""
-        if self._tensors:
-            torch._foreach_copy_(self._copies, [tensor.detach() for tensor in self._tensors])
-
-    @torch.no_grad()
     def put_back(self) -> None:
         """Give the tensors the values that were copied; those that have them are not touched."""
         for tensor, kept in zip(self._tensors, self._copies, strict=True):
