@@ -204,6 +204,33 @@ def test_running_statistics_move_once_per_batch() -> None:
     assert int(model.get_buffer("1.norm1.num_batches_tracked")) == 2
 
 
+def test_fixed_segments_of_a_chain() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), *[perceptron(16) for _ in range(8)], nn.BatchNorm1d(16), nn.Linear(16, 10))
+    plain, data = copy.deepcopy(model), [(torch.randn(64, 16), torch.randint(0, 10, (64,))) for _ in range(2)]
+
+    def step() -> None:
+        functional.cross_entropy(model(data[0][0]), data[0][1]).backward()  # type: ignore[no-untyped-call]
+
+    full = peak_activations(step, model.parameters(), CPU)
+    recomputed = Recomputed([model], segments=3)
+    assert peak_activations(step, model.parameters(), CPU) < 0.6 * full
+    recomputed.undo()
+    model.load_state_dict(plain.state_dict())
+    model.zero_grad()
+    for each, segments in ((model, 3), (plain, None)):
+        torch.manual_seed(1)
+        trainer = Trainer(each, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(segments=segments))
+        trainer.fit(data, epochs=2)
+        assert not any("forward" in vars(module) for module in each.modules())
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    trainer = Trainer(nn.Linear(16, 10), loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(segments=2))
+    with pytest.raises(UsageError, match=r"segments needs an nn.Sequential of at least two modules, and Linear has none"):
+        trainer.fit(data, epochs=1)
+    with pytest.raises(UsageError, match="segments and activation_mb both say"):
+        Settings(segments=2, activation_mb=1.0)
+
+
 class Spectral(nn.Module):
     """Buffers that the forward pass both changes and computes with, and randomness that is not torch's."""
 

@@ -52,8 +52,11 @@ class Settings:
     cudnn_benchmark: bool | Literal["auto"] = False
     """Whether cuDNN times its algorithms for each new shape."""
     activation_mb: float | None = None
-    """Most memory that a micro-batch may take above parameters, gradients and the optimizer's state, in MB (10**6 bytes): modules
-    are chosen, by measurement on the first batch, whose activations are computed again in the backward pass."""
+    """Most memory that a micro-batch may take above parameters, gradients and the optimizer's state, in MB (10**6 bytes).
+    Modules are chosen, by measurement on the first batch, whose activations are computed again in the backward pass."""
+    segments: int | None = None
+    """Parts into which the model's longest ``nn.Sequential`` is divided, each of which is computed again in the backward pass:
+    a fixed alternative to ``activation_mb``."""
     nonfinite: Literal["raise", "skip", "stop"] = "raise"
     """What a loss or gradient that is not finite leads to: an error, an update left out, or the end of the run."""
     communication: Literal["float16", "bfloat16", "powersgd", "topk"] | None = None
@@ -66,10 +69,12 @@ class Settings:
     """Whether workers, micro-batch and compilation are tuned again while the run goes on, where its steps slow down."""
 
     def __post_init__(self) -> None:
-        for name in ("threads", "accumulate", "batch", "clip_norm", "activation_mb", "bucket_mb"):
+        for name in ("threads", "accumulate", "batch", "clip_norm", "activation_mb", "bucket_mb", "segments"):
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not value > 0:
                 raise UsageError(f"Settings {name} is {value}; it must be above zero.")
+        if self.segments is not None and self.activation_mb is not None:
+            raise UsageError("segments and activation_mb both say what is computed again. Give one of them.")
         if self.exact_batchnorm and self.batch is not None:
             raise UsageError(
                 f"exact_batchnorm runs the batches of an update as one, which batch={self.batch!r} would take apart. Leave one "

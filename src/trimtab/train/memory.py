@@ -13,7 +13,7 @@ from trimtab.measure.memory import PeakMemory, PeakUse
 from trimtab.train.batch_size import micro_batch, parts, plan_for
 from trimtab.train.memory_errors import out_of_memory
 from trimtab.train.objective import Batch, examples, tensors
-from trimtab.train.recompute import Recomputed
+from trimtab.train.recompute import Recomputed, longest_chain
 from trimtab.train.rehearsal import Kept
 from trimtab.train.step import Step, Update
 
@@ -80,8 +80,11 @@ class Room:
         return self.fitting(ready.step, group)
 
     def _begin(self, ready: Ready, group: Sequence[Batch]) -> Sequence[Batch]:
-        """Find the micro-batch where the settings leave it open; a run that goes on keeps the one that it had."""
-        if self.trainer.settings.batch != "auto":
+        """Recompute fixed segments; find the micro-batch where it is open, which a run that goes on has kept."""
+        settings, model = self.trainer.settings, self.trainer.model
+        if settings.segments is not None:
+            self._recomputed = Recomputed([longest_chain(model)], model.buffers(), segments=settings.segments)
+        if settings.batch != "auto":
             return group
         ready.feed.micro = micro_batch(self.trainer, ready.step, group)
         return parts(group, ready.feed.micro)

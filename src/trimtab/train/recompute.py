@@ -5,8 +5,9 @@ Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; torch.utils.checkpoi
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from trimtab.errors import UsageError
 
 Place = tuple[nn.Module, str]
 """A buffer, as the module that has it and its name there."""
@@ -30,14 +33,16 @@ class Recomputed:
     Args:
         modules: none may contain another.
         changing: buffers that a forward pass may change, other than those of normalisation layers.
+        segments: in how many parts each module is recomputed, one after the other. More than one is for chains, that is
+            ``nn.Sequential``: each part then keeps what it gets, and no more than one of them is there in full at a time.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], changing: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module], changing: Iterable[torch.Tensor] = (), *, segments: int = 1) -> None:
         self.modules = list(modules)
         known = {id(buffer) for buffer in changing}
         for module in self.modules:
-            # Put into the instance, not through setattr, which modules may have overridden.
-            vars(module)["forward"] = Again(module.forward, buffers_of(module, known))
+            again = Again(module.forward, buffers_of(module, known)) if segments == 1 else Segments(module, segments, known)
+            vars(module)["forward"] = again  # into the instance, not through setattr, which modules may have overridden
 
     def undo(self) -> None:
         """The modules are as they were."""
@@ -70,6 +75,50 @@ class Again:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _SecondRun(self.buffers)
+
+
+class Segments:
+    """The forward pass of a chain, in ``count`` parts of about as many links, each computed again as one."""
+
+    def __init__(self, chain: nn.Module, count: int, changing: set[int]) -> None:
+        links = list(chain.children())
+        bounds = [round(i * len(links) / count) for i in range(count + 1)]
+        runs = [_Run(links[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
+        self.parts = [Again(run, [place for link in run.links for place in buffers_of(link, changing)]) for run in runs]
+
+    def __call__(self, x: Any) -> Any:
+        """Run it."""
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class _Run:
+    """Links of a chain, called one after the other."""
+
+    def __init__(self, links: Sequence[nn.Module]) -> None:
+        self.links = list(links)
+
+    def __call__(self, x: Any) -> Any:
+        for link in self.links:
+            x = link(x)
+        return x
+
+
+def longest_chain(model: nn.Module) -> nn.Sequential:
+    """The ``nn.Sequential`` in ``model`` with most links.
+
+    Raises:
+        UsageError: there is none of at least two.
+    """
+    chains = [m for m in model.modules() if isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward]
+    found = max(chains, key=len, default=None)
+    if found is None or len(found) < 2:
+        raise UsageError(
+            f"segments needs an nn.Sequential of at least two modules, and {type(model).__name__} has none. Give "
+            "activation_mb, which works with any model."
+        )
+    return found
 
 
 def buffers_of(module: nn.Module, changing: set[int]) -> list[Place]:
