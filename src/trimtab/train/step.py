@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,7 @@ class Step:
         clock, world = self.clock, self.world
         if self._typical is None and world.size > 1:
             self._typical = world.agreed(max(map(examples, batches)))
+        alone = len(batches) == 1 and world.size == 1  # then what the loss is a mean over makes no difference
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
         with world.together(self.model):
@@ -85,7 +87,7 @@ class Step:
                 with world.exchanging(self.model, now=index == len(batches) - 1):  # gradients cross once per update
                     clock.enter("forward")
                     with self.precision():
-                        loss, weight = self.objective(self.model, batch)
+                        loss, weight = self.objective(self.model, batch, weighed=not alone)
                     if not world.counts:
                         loss, weight = loss * 0, weight * 0
                     losses.append(loss.detach())
@@ -190,4 +192,4 @@ def _known_to_be_nothing(weight: Weight) -> bool:
 
 
 def _finite(loss: torch.Tensor, norm: torch.Tensor) -> bool:
-    return bool(torch.isfinite(loss + norm))
+    return math.isfinite(float(loss + norm))
