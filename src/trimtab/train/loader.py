@@ -226,7 +226,7 @@ class Loader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the running workers, which stay with this process."""
-        return {**self.__dict__, "_pool": None}
+        return {**self.__dict__, "_pool": None, "_jobs": _Jobs([])}
 
 
 class _Jobs:
