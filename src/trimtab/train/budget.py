@@ -72,6 +72,10 @@ def choose(
                 "activation_mb cannot be kept for a model that differentiates within its own forward pass. Leave it out, and "
                 "make micro-batches smaller: Settings(batch=...)."
             ) from error
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise UsageError(_impossible(budget, {})) from error
         changing = tuple(kept.changed())
         plans = front(model, traced)
         if world is not None and world.size > 1:
@@ -152,7 +156,7 @@ class _Search:
 
 
 def _impossible(budget: float, peaks: dict[int, float]) -> str:
-    least = min(peaks.values())
+    least = min(peaks.values(), default=math.inf)
     if math.isinf(least):
         return (
             f"activation_mb={budget / 1e6:g} cannot be kept: even with all that recomputing saves, this batch does not fit "
