@@ -1,0 +1,288 @@
+"""The Trainer against loops that do the same work: bare ones by hand, Accelerate's and Lightning's.
+
+Two sides take turns in one process, A B B A, an update at a time; a ratio above 1 means that the Trainer is faster. ``bare``
+is the shortest loop there is: forward, backward, optimizer. ``guarded`` also looks at the norm of the gradient and refuses to
+go on from a loss that is no number, as the Trainer does. Targets: at least 1/1.03 of ``bare`` where an update takes 5 ms or
+more; at least as fast as Accelerate and Lightning everywhere, and 1.4 times Lightning on the tiny model.
+
+The rivals are needed for this only, and are left out with a sentence where they are missing:
+
+    pip install --target /tmp/rivals --no-deps accelerate pytorch-lightning lightning-utilities torchmetrics
+    PYTHONPATH=/tmp/rivals python benchmarks/trainer.py
+    PYTHONPATH=/tmp/rivals python benchmarks/trainer.py --quick --models tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import logging
+import os
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab import Environment, Settings, Trainer
+from trimtab._json import to_json
+from trimtab.measure.pairs import compare
+from trimtab.measure.timer import LocalRunner, Runner
+from trimtab.measurement import Comparison
+
+Data = list[tuple[torch.Tensor, torch.Tensor]]
+Build = Callable[[], tuple[nn.Module, Data]]
+BATCHES, CLASSES = 64, 10
+ENDLESS = 10**9
+TARGETS = {"bare": 1 / 1.03, "accelerate": 1.0, "lightning": 1.0}
+TINY_LIGHTNING = 1.4
+LONG_MS = 5.0
+"""The target against the bare loop is for updates of at least this."""
+
+
+def batches(size: int, *shape: int) -> Data:
+    """Random images or rows with random labels."""
+    torch.manual_seed(1)
+    return [(torch.randn(size, *shape), torch.randint(CLASSES, (size,))) for _ in range(BATCHES)]
+
+
+def tiny() -> tuple[nn.Module, Data]:
+    """Two layers on rows of a table: an update is next to nothing, so all that is seen is the loop."""
+    return nn.Sequential(nn.Linear(30, 64), nn.ReLU(), nn.Linear(64, CLASSES)), batches(32, 30)
+
+
+def mlp() -> tuple[nn.Module, Data]:
+    """Three layers of a thousand."""
+    layers = [nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, CLASSES)]
+    return nn.Sequential(*layers), batches(64, 256)
+
+
+def cnn() -> tuple[nn.Module, Data]:
+    """Convolutions with BatchNorm."""
+    layers: list[nn.Module] = []
+    for before, after in ((3, 16), (16, 32), (32, 32)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES)), batches(16, 3, 24, 24)
+
+
+class Encoder(nn.Module):
+    """A small transformer over vectors, its outputs averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(96, 4, 192, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), nn.Linear(96, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Vectors (batch, length, 96) to logits."""
+        logits: torch.Tensor = self.head(self.encoder(x).mean(1))
+        return logits
+
+
+def transformer() -> tuple[nn.Module, Data]:
+    """Attention and its layers."""
+    return Encoder(), batches(16, 32, 96)
+
+
+MODELS: dict[str, Build] = {"tiny": tiny, "mlp": mlp, "cnn": cnn, "transformer": transformer}
+
+
+def made(build: Build) -> tuple[nn.Module, Data, torch.optim.Optimizer]:
+    """A model from the same seed for each side, with its data and its optimizer."""
+    torch.manual_seed(0)
+    model, data = build()
+    return model, data, optimizer_of(model.parameters())
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """The same for all sides."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def trainer(build: Build) -> Runner:
+    """Ours."""
+    model, data, _ = made(build)
+    run = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=optimizer_of, settings=Settings(), progress=False)
+    updates = run.updates(data, steps=ENDLESS)
+    return LocalRunner(lambda: next(updates))
+
+
+def bare(build: Build, *, guarded: bool = False) -> Runner:
+    """By hand."""
+    model, data, optimizer = made(build)
+    loss_of, parameters = nn.CrossEntropyLoss(), list(model.parameters())
+
+    def updates() -> Iterator[None]:
+        model.train()
+        while True:
+            for inputs, targets in data:
+                optimizer.zero_grad()
+                loss = loss_of(model(inputs), targets)
+                loss.backward()
+                if guarded:
+                    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+                    assert torch.isfinite(loss + norm)
+                optimizer.step()
+                yield
+
+    run = updates()
+    return LocalRunner(lambda: next(run))
+
+
+def guarded(build: Build) -> Runner:
+    """By hand, with a look at the gradient."""
+    return bare(build, guarded=True)
+
+
+def accelerate(build: Build) -> Runner:
+    """As Accelerate's own examples have it."""
+    model, data, optimizer = made(build)
+    helper = importlib.import_module("accelerate").Accelerator(cpu=True)
+    model, optimizer = helper.prepare(model, optimizer)
+    loss_of = nn.CrossEntropyLoss()
+
+    def updates() -> Iterator[None]:
+        model.train()
+        while True:
+            for inputs, targets in data:
+                optimizer.zero_grad()
+                loss = loss_of(model(inputs), targets)
+                helper.backward(loss)
+                optimizer.step()
+                yield
+
+    run = updates()
+    return LocalRunner(lambda: next(run))
+
+
+class Again:
+    """Batches as a loader: Lightning takes a list for as many loaders."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter(self.data)
+
+
+class Lightning:
+    """Lightning's Trainer with everything off that can be: each block is a call of its ``fit``, timed from batch to batch."""
+
+    def __init__(self, build: Build) -> None:
+        self.pid = os.getpid()
+        self._library = importlib.import_module("pytorch_lightning")
+        for name in ("pytorch_lightning", "lightning.pytorch"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        model, self._data, optimizer = made(build)
+        self._module = self._wrapped(model, optimizer)
+
+    def block(self, calls: int) -> list[int]:
+        """Nanoseconds of each of ``calls`` updates; the first two warm up."""
+        marks: list[int] = []
+
+        class Marks(self._library.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, *arguments: Any) -> None:
+                marks.append(time.perf_counter_ns())
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = self._library.Trainer(
+                max_steps=calls + 2,
+                accelerator="cpu",
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=[Marks()],
+            )
+            run.fit(self._module, Again(self._data))
+        return [b - a for a, b in itertools.pairwise(marks[1:])]
+
+    def _wrapped(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        loss_of = nn.CrossEntropyLoss()
+
+        class Module(self._library.LightningModule):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+
+            def training_step(self, batch: Any, index: int) -> torch.Tensor:
+                inputs, targets = batch
+                loss: torch.Tensor = loss_of(self.model(inputs), targets)
+                return loss
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return optimizer
+
+        return Module()
+
+
+RIVALS: dict[str, Callable[[Build], Runner]] = {
+    "bare": bare,
+    "guarded": guarded,
+    "accelerate": accelerate,
+    "lightning": Lightning,
+}
+
+
+def target(model: str, rival: str, update_ms: float) -> float | None:
+    """What the ratio must be at least; ``None`` where nothing is promised."""
+    if rival == "lightning" and model == "tiny":
+        return TINY_LIGHTNING
+    return None if rival == "bare" and update_ms < LONG_MS else TARGETS.get(rival)
+
+
+def line(model: str, rival: str, found: Comparison) -> str:
+    """One comparison for a person."""
+    ours, theirs = found.candidate.median, found.rival.median
+    wanted = target(model, rival, theirs)
+    verdict = "" if wanted is None else f", target {wanted:.2f}: {'met' if found.ratio.low >= wanted else 'NOT met'}"
+    if wanted is not None and found.ratio.low < wanted <= found.ratio.high:
+        verdict = f", target {wanted:.2f}: not decided"
+    noise = f"; others had {found.foreign + found.stolen:.0%} of the CPU" if found.foreign + found.stolen > 0.1 else ""
+    return (
+        f"{model:12} against {rival:10} {found.ratio!s:24} {1e3 * ours:8.1f} us, theirs {1e3 * theirs:8.1f} us, "
+        f"{1e3 * (ours - theirs):+7.1f} us{verdict}{noise}"
+    )
+
+
+def main() -> None:
+    """Measure what is asked for, print it, and write it where told."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rivals", default=",".join(RIVALS))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--quick", action="store_true", help="a second each: shows that it runs, and proves nothing")
+    parser.add_argument("--json", type=pathlib.Path)
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    here = Environment.capture()
+    print(f"{here.cpu}, {asked.threads} threads, torch {torch.__version__}; median update and ratio with its 95% interval")
+    rows = []
+    for model in asked.models.split(","):
+        for rival in asked.rivals.split(","):
+            try:
+                other = RIVALS[rival](MODELS[model])
+            except ImportError as error:
+                print(f"{model:12} against {rival:10} left out: {error}. The first lines of this file say how to install it.")
+                continue
+            seconds, quads = (1.0, 4) if asked.quick else (asked.seconds, 8)
+            found = compare(trainer(MODELS[model]), other, seconds=seconds, width=0.01, min_quads=quads)
+            print(line(model, rival, found), flush=True)
+            rows.append({"model": model, "rival": rival, **to_json(found)})
+    if asked.json:
+        facts = {"environment": to_json(here), "threads": asked.threads, "rows": rows}
+        asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
