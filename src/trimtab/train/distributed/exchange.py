@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from trimtab.train.clock import Clock
+
+_GATHER: Callable[..., dist.Work] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
 class Exchange:
@@ -63,7 +65,7 @@ class Exchange:
         """Begin to bring the ``values`` of all processes, (n,), to each: (processes, n)."""
         self.meter.sent((self.size - 1) * values.nbytes)
         found = values.new_empty(self.size * values.numel())
-        work = dist.all_gather_into_tensor(found, values, group=self.group, async_op=True)
+        work = _GATHER(found, values, group=self.group, async_op=True)
         return found.view(self.size, -1), work.get_future()
 
 

@@ -37,7 +37,7 @@ class PowerSgd(Exchange):
     Source: Vogels et al. 2019, https://arxiv.org/abs/1905.13727
     """
 
-    def __init__(self, rank: int = 2, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, rank: int = 4, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
         self.rank, self.errors = rank, Errors()
         self._bases: dict[int, torch.Tensor] = {}
