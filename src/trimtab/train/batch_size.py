@@ -271,7 +271,7 @@ class _Search:
                 return str(error).partition(". ")[0]
             entry.peak = entry.plan.peak
         else:
-            with self.world.exchanging(self.step.model, now=False):
+            with looked_at(self.step):
                 entry.peak = peak_activations(lambda: backward(self.step, batch), trainer.model.parameters(), trainer.device)
             self.step.discard()
         limit = self.limit
@@ -325,8 +325,16 @@ def plan_for(step: Step, trainer: Trainer, batch: Batch, budget_mb: float) -> Ve
         with step.precision():
             return step.objective(getattr(step.model, "_orig_mod", step.model), batch)[0]
 
-    with step.world.exchanging(step.model, now=False):
+    with looked_at(step):
         return choose(trainer.model, loss, budget_mb * 1e6, trainer.device, world=step.world)
+
+
+def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
+    """A block for backward passes whose gradients are thrown away: they do not cross between processes.
+
+    Those of shards do, because FSDP keeps what has not crossed where nobody else can throw it away, for the next update.
+    """
+    return step.world.exchanging(step.model, now=step.settings.sharding != "replicate")
 
 
 def backward(step: Step, batch: Batch) -> None:
