@@ -14,6 +14,7 @@ from trimtab.train.adjust import WINDOWS, Adjuster, Micro, Window, Workers, with
 from trimtab.train.clock import HostClock
 from trimtab.train.events import Adjusted, Event, Progressed
 from trimtab.train.feed import Feed, mover
+from trimtab.train.loader import Loader
 
 CPU = mover(torch.device("cpu"))
 ADJUSTED = Settings(threads=1, adjust=True)
@@ -94,6 +95,19 @@ def test_a_stream_is_not_divided_anew() -> None:
     assert str(Workers(feed, trainer.position, 2).why_not()).startswith("the loader's dataset divides itself")
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_other_workers_leave_the_order_of_all_epochs(persistent: bool) -> None:
+    def epochs(switch: bool) -> list[torch.Tensor]:
+        torch.manual_seed(4)
+        options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True} if persistent else {}
+        loader: DataLoader[Any] = DataLoader(Slowing(10_000, size=12), 3, shuffle=True, **options)
+        found = [batch[0] for batch in loader]
+        loader = with_workers(loader, 2) if switch else loader
+        return found + [batch[0] for _ in range(2) for batch in loader]
+
+    assert all(torch.equal(a, b) for a, b in zip(epochs(True), epochs(False), strict=True))
+
+
 def test_other_workers_give_the_same_batches() -> None:
     plain = DataLoader(Slowing(10_000, size=12), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
     first = [batch[0] for batch in plain]
@@ -103,11 +117,23 @@ def test_other_workers_give_the_same_batches() -> None:
     assert all(torch.equal(a, b[0]) for a, b in zip(first, more, strict=True))
 
 
+def test_our_own_loader_is_changed_within_the_epoch() -> None:
+    events, trainer = run(Loader(Slowing(120, size=480), 4, seed=1), 1)
+    found = [event for event in adjusted(events) if event.what.startswith("loader workers 0 -> ")]
+    assert len(found) >= 1, trainer.notes
+    _, plain = run(Loader(Slowing(10_000, size=480), 4, seed=1), 1, Settings(threads=1))
+    for a, b in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 class Seekable:
     """A loader of the kind of our own: it can begin anywhere, and its workers can be changed."""
 
     def __init__(self) -> None:
         self.workers, self.sought = 0, [(0, 0)]
+
+    def retune(self, *, workers: int) -> None:
+        self.workers = workers
 
     def seek(self, epoch: int, batch: int) -> None:
         self.sought.append((epoch, batch))

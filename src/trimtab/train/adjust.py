@@ -203,7 +203,7 @@ class Workers:
         if workers_of(self.loader) is None:
             return f"the loader, a {type(self.loader).__name__}, has no workers. Use trimtab.train.Loader."
         if isinstance(self.loader, Seekable):
-            return None
+            return None if hasattr(self.loader, "retune") else f"a {type(self.loader).__name__} has no retune(workers=...)."
         if self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset):
             return "the loader's dataset divides itself, so that other workers would give other batches."
         if _draws(self.loader.dataset):
@@ -225,7 +225,7 @@ class Workers:
     def _use(self, count: int) -> None:
         self._epoch = self.position.epoch
         if isinstance(self.loader, Seekable):
-            self.loader.workers = count  # type: ignore[attr-defined]
+            self.loader.retune(workers=count)  # type: ignore[attr-defined]
             self.feed.begin(self.position.epoch, self.feed.taken)
         else:
             self.feed.batches = self.loader if count == self.before else with_workers(self.loader, count)
@@ -317,7 +317,11 @@ def workers_of(loader: Any) -> int | None:
 
 
 def with_workers(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
-    """A loader of the same batches in the same order, with ``count`` workers."""
+    """A loader of the same batches in the same order, with ``count`` workers.
+
+    Each epoch torch draws a seed for workers from the generator that the order may come from too, but for workers that stay
+    only once. So this one draws as often as ``loader`` does, and where that has drawn its seed, from elsewhere.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # more workers than cores are right where they wait and do not compute: time will tell
         return DataLoader(
@@ -329,8 +333,8 @@ def with_workers(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            persistent_workers=count > 0,
+            generator=torch.Generator() if loader.persistent_workers else loader.generator,
+            persistent_workers=loader.persistent_workers and count > 0,
         )
 
 
