@@ -1,10 +1,10 @@
 """Compressed gradients between real processes over gloo: what crosses, what the loss becomes, and what an update takes.
 
 Every kind of ``Settings.communication`` trains the same network on the digits for the same number of updates, in turns, from
-several seeds. Printed are the bytes that one process sends per update, relative to float32; the validation loss relative to that
-of float32, median over the seeds with its 95% interval; the time of an update, the part of it that is spent waiting for other
-processes, and how much of the time in flight was hidden behind the backward pass. On one machine the network is its memory: times
-tell of the cost of compressing, not of what a slow network would gain.
+several seeds. Printed are the bytes that one process sends per update, relative to float32; the validation loss relative to
+that of float32, median over the seeds with its 95% interval; the time of an update, the part of it that is spent waiting for
+other processes, and how much of the time in flight was hidden behind the backward pass. On one machine the network is its memory:
+times tell of the cost of compressing, not of what a slow network would gain.
 
     python benchmarks/communication.py                       # some minutes on two quiet cores
     python benchmarks/communication.py --quick               # one seed, few updates: does it run?
@@ -125,9 +125,8 @@ def main() -> None:
         torch.multiprocessing.spawn(process, (port, out, options), nprocs=options.processes)  # type: ignore[no-untyped-call]
         made = rows(json.loads(pathlib.Path(out).read_text(encoding="utf-8")))
     here = Environment.capture()
-    print(
-        f"{here.cpu}, {here.usable_cores} cores, torch {torch.__version__}; {options.processes} processes of one thread over gloo, {options.seeds} seeds,"
-    )
+    print(f"{here.cpu}, {here.usable_cores} cores, torch {torch.__version__}")
+    print(f"{options.processes} processes of one thread over gloo, {options.seeds} seeds,")
     print(f"{options.epochs} epochs, width {options.width}, SGD at {options.rate:g}, momentum {options.momentum:g}\n")
     for row in made:
         figures = ", ".join(f"{name} {row[name]}" for name in ("loss", "ms", "waiting", "hidden"))
