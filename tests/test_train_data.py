@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
-from trimtab.train.collate import Collate
+from trimtab.train import Collate, Loader, MappedTensors
+from trimtab.train.distributed.data import share
 from trimtab.train.feed import Seekable
 from trimtab.train.fetch import Chosen, Columns, source_of
-from trimtab.train.loader import Loader
-from trimtab.train.mapped import MappedTensors
 
 X, Y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 400).astype(int) + 1
@@ -153,6 +152,11 @@ def test_workers_read_the_same_and_from_anywhere(data: Any) -> None:
     assert same(list(elsewhere), epochs[0][2:])
     with pytest.raises(ValueError, match="begun anew"):
         next(started)
+
+
+def test_trainers_of_several_processes_leave_a_loader_alone() -> None:
+    loader = Loader(X)
+    assert share(loader, "train", 1, 2, seed=0) is loader
 
 
 class Once(Dataset[Any]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,9 @@ class Loader:
             than ``tokens``, or a number makes no sense.
         WorkloadError: when gone through: the dataset raised, a worker died, or examples cannot be joined.
     """
+
+    sharded: ClassVar[bool] = True
+    """It divides the data among processes by itself."""
 
     def __init__(
         self,
