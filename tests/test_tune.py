@@ -278,14 +278,14 @@ def run(folder: pathlib.Path, trials: int) -> subprocess.Popen[str]:
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
 
 
 def wait_for_trial(folder: pathlib.Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if (folder / "run" / "record.json").exists() and Record.read(folder / "run").trials:
             return

@@ -109,7 +109,7 @@ class TrainingSubject:
             if abs(other[0] - losses[0]) > REPEATS * abs(losses[0]):
                 raise WorkloadError(
                     f"Two runs from the same seed begin with different losses, {losses[0]:.6g} and {other[0]:.6g}, so nothing "
-                    "can be said of other settings. Something is kept from run to run, or draws from a generator of its own: make "
+                    "can be said of other settings. Something is kept from run to run, or has a generator of its own: make "
                     "the model, the loss and the data anew in the functions that give them."
                 )
         return Written.of(losses, others)
