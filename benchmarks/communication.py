@@ -3,8 +3,8 @@
 Every kind of ``Settings.communication`` trains the same network on the digits for the same number of updates, in turns, from
 several seeds. Printed are the bytes that one process sends per update, relative to float32; the validation loss relative to
 that of float32, median over the seeds with its 95% interval; the time of an update, the part of it that is spent waiting for
-other processes, and how much of the time in flight was hidden behind the backward pass. On one machine the network is its memory:
-times tell of the cost of compressing, not of what a slow network would gain.
+other processes, and how much of the time in flight was hidden behind the backward pass. On one machine the network is its
+memory: times tell of the cost of compressing, not of what a slow network would gain.
 
     python benchmarks/communication.py                       # some minutes on two quiet cores
     python benchmarks/communication.py --quick               # one seed, few updates: does it run?

@@ -84,8 +84,9 @@ class World:
         """The norm of the gradient of all parameters, wherever they lie."""
         if len({(grad.device, grad.dtype) for grad in grads}) != 1:
             return torch.nn.utils.get_total_norm(grads)
-        norms: list[torch.Tensor] = torch._foreach_norm(list(grads))  # what torch's own function does, without its bookkeeping
-        return torch.linalg.vector_norm(torch.stack(norms))
+        norms = torch._foreach_norm(list(grads))  # what torch's own function does, without its bookkeeping
+        found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return found
 
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
         """Multiply the gradients by ``factor``, in place."""
