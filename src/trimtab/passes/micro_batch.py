@@ -33,7 +33,7 @@ class MicroBatch(Pass):
         """Needs batches that are larger."""
         rows = next((leaf.shape[0] for leaf in candidate.leaves if leaf.dim()), 1)
         if self.size >= rows:
-            return f"micro_batch takes batches apart that have more than {self.size} examples, and these have {rows}."
+            return f"micro_batch takes batches apart that have more than {self.size} examples, and these have no more."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
