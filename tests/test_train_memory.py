@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pathlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from _nets import CPU, MODELS, Residual, adam, convolutional, made, perceptron, transformer
+from _ranks import on_ranks
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.budget import Verified, choose
@@ -316,6 +318,43 @@ def test_larger_batches_get_a_plan_of_their_own() -> None:
     assert len(trainer.notes) == 2
     assert "nothing is recomputed" in trainer.notes[0]
     assert "nothing" not in trainer.notes[1]
+
+
+def sums(folder: pathlib.Path) -> dict[str, Any]:
+    """On one of several processes: the losses of runs with and without a budget, for whole and for sharded parameters."""
+    found = {}
+    for name, settings in {
+        "plain": Settings(),
+        "budget": Settings(activation_mb=1.7),
+        "budget, sharded": Settings(activation_mb=1.7, sharding="shard"),
+        "auto, sharded": Settings(batch="auto", sharding="shard"),
+    }.items():
+        model, *_ = made(transformer)
+        loader = torch.utils.data.DataLoader(Pairs(), batch_size=8)
+        trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
+        found[name] = {"loss": trainer.fit(loader, epochs=2).loss, "notes": trainer.notes}
+    return found
+
+
+class Pairs(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Inputs and labels of four batches."""
+
+    def __init__(self) -> None:
+        batches = batches_of(transformer)
+        self.inputs, self.labels = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+def test_several_processes_keep_a_budget_and_learn_the_same(tmp_path: pathlib.Path) -> None:
+    found = on_ranks(sums, tmp_path)[0]
+    assert "recomputed" in found["budget"]["notes"][0]
+    for name, run in found.items():
+        assert run["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-5), name
 
 
 @pytest.mark.gpu
