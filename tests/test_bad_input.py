@@ -136,7 +136,11 @@ USAGE = [
     ("missing.py", "There is no file 'missing.py' (looked in {folder})."),
     ("notes.txt", f"'notes.txt' is not a workload. {FORM}"),
     ("no_such_module:workload", "There is no module 'no_such_module' on the path. For a file, write its path with .py."),
-    ("empty.py", "'empty.py' defines 0 workloads. Name one of them `workload`, or say which: empty.py:NAME (it has: nothing)."),
+    (
+        "empty.py",
+        "'empty.py' defines no workload. `trimtab init` writes a file to start from; if one of its functions makes one, say "
+        "which: empty.py:NAME (it has: nothing).",
+    ),
     ("two.py", "'two.py' defines 2 workloads. Name one of them `workload`, or say which: two.py:NAME (it has: nothing)."),
     ("two.py:c", "'two.py:c': the file has no 'c'. It has: nothing."),
     (":wrong_type", "'faulty.py:wrong_type' is a Linear; it must be a trimtab.Workload or a function that returns one."),
@@ -159,6 +163,7 @@ USAGE = [
     (":calibration_empty", "The calibration data is empty. Give some batches of inputs, or leave calibration=None."),
     (":name", "Workload name 'my model' names a folder; use letters, digits, '.', '_' and '-'."),
     (":dynamic", "dynamic names axis 7 of 'input', which has 2 axes."),
+    (":no_inputs", "Workload 'workload' has no inputs=...; give what the model is called with."),
     (":mode", "Workload mode is 'predict'; it can be 'infer' or 'train'."),
     (":good --latency '4 parsecs'", f"--latency is '4 parsecs': 'parsecs' is not a unit of it. {TIME}"),
     (":good --latency 4", f"--latency is '4': the unit is missing. {TIME}"),
@@ -194,11 +199,6 @@ WORKLOAD = [
     (
         ":raises",
         f"'faulty.py:raises' raised while it made the workload: KeyError: 'weights' (faulty.py, line {line('    return {}')})",
-    ),
-    (
-        ":no_inputs",
-        "'faulty.py:no_inputs' raised while it made the workload: TypeError: Workload.__init__() missing 1 required "
-        f"keyword-only argument: 'inputs' (faulty.py, line {line('def no_inputs')})",
     ),
     (
         ":inputs_shape",

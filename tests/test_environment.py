@@ -7,9 +7,11 @@ import tomllib
 
 import pytest
 import torch
+from rich.console import Console
 
 from trimtab import _peaks
 from trimtab._json import dumps, to_json
+from trimtab.cli.environment import _packages_table
 from trimtab.environment import OPTIONAL, Environment, Gpu, Peaks, Rate, cache_folder, measured_peaks
 from trimtab.errors import UsageError
 
@@ -223,3 +225,11 @@ def test_many_threads_are_no_slower_than_one() -> None:
 def test_peaks_of_a_gpu(peaks: Peaks) -> None:
     values = [peaks.find(kind, "cuda:0") for kind in ("float32", "bfloat16", "float16", "memory")]  # type: ignore[arg-type]
     assert all(value is not None and value > 1 for value in values)
+
+
+def test_the_commands_that_bring_what_is_missing_are_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = [item for item in OPTIONAL if not item.installed]
+    assert missing, "every optional package is installed here, so that this test has nothing to look at"
+    Console(width=300).print(_packages_table(Environment.capture()))
+    shown = capsys.readouterr().out
+    assert [item.command for item in missing if item.command not in shown] == []

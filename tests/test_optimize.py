@@ -16,8 +16,8 @@ import trimtab
 from trimtab.errors import IntegrityError
 from trimtab.optimizing import command_line
 from trimtab.study import verdict
-from trimtab.study.process import WorkerProcess
 from trimtab.study.options import Options
+from trimtab.study.process import WorkerProcess
 from trimtab.study.study import Study
 from trimtab.trial import State
 

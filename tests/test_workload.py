@@ -116,7 +116,7 @@ def test_limits() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1", "defines 0 workloads"),
+        ("x = 1", "defines no workload"),
         ("workload = 3", "is a int; it must be a trimtab.Workload or a function that returns one"),
         ("def workload(): return None", "is a NoneType; it must be a trimtab.Workload"),
     ],

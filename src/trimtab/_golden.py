@@ -94,6 +94,7 @@ class Golden:
             for i, tensor in enumerate(found)
         }
         save_file(tensors, path)
+        path.chmod(0o644)  # safetensors writes files for their owner only, and those who serve a model may be others
 
     @classmethod
     def load(cls, path: pathlib.Path, cases: int, inputs: int, outputs: int) -> Golden:

@@ -31,6 +31,10 @@ class Interval:
         hold either, because they come and go."""
         return not self.high <= VAGUE * self.low
 
+    def times(self) -> str:
+        """As a ratio: ``2.53x (2.41 to 2.66)``, or ``unclear (0.11 to 5.64)`` where one number would mislead."""
+        return f"{'unclear' if self.vague else f'{self.value:.2f}x'} ({self.low:.2f} to {self.high:.2f})"
+
     def __str__(self) -> str:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import trimtab
 from trimtab._json import dumps, to_json
 from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
+
+_USES = {"infer": "inference", "train": "training"}
+_MARKUP = re.compile(r"(?::[a-z]+:)?`+~?([^`]+)`+")
+"""Of docstrings, which a terminal shows as it stands."""
 
 if TYPE_CHECKING:
     from trimtab.environment import Environment, Peaks
@@ -90,7 +96,7 @@ def _packages_table(found: Environment) -> Table:
         table.add_row(name, number, "")
     for item in late("environment").OPTIONAL:
         if not item.installed:
-            table.add_row(item.package, "not installed", f"{item.brings} {item.command}")
+            table.add_row(item.package, "not installed", escape(f"{item.brings} {item.command}"))
     return table
 
 
@@ -114,10 +120,11 @@ def list_command(
     if not rows:
         typer.echo(f"There are no {kind} yet.")
         return 0
-    table = _table("name", "what it does", "fields", "here")
+    table = _table("name", "for", "what it does", "fields", "here")
     for row in rows:
         fields = ", ".join(f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items())
-        table.add_row(row["name"], row["summary"], fields or "-", row["why_not"] or "can run")
+        cells = (row["summary"], fields or "-", row["why_not"] or "can run")
+        table.add_row(row["name"], ", ".join(_USES[mode] for mode in row["modes"]), *map(escape, cells))
     Console(highlight=False).print(table)
     return 0
 
@@ -126,7 +133,7 @@ def _row(cls: Any, contracts: Any) -> dict[str, Any]:
     package = contracts.missing_package(cls.requires)
     return {
         "name": cls.name,
-        "summary": (inspect.getdoc(cls) or "").splitlines()[0],
+        "summary": _MARKUP.sub(r"\1", (inspect.getdoc(cls) or "").splitlines()[0]),
         "modes": sorted(cls.modes),
         "exact": cls().exact,
         "fields": {name: [to_json(v) for v in values] for name, values in cls.choices().items()},

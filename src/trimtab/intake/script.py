@@ -66,6 +66,11 @@ def _pick(module: types.ModuleType, name: str, text: str) -> Any:
     found = [value for value in vars(module).values() if isinstance(value, Workload)]
     if len(found) == 1:
         return found[0]
+    if not found:
+        raise UsageError(
+            f"{text!r} defines no workload. `trimtab init` writes a file to start from; if one of its functions makes one, say "
+            f"which: {text}:NAME (it has: {', '.join(_public(module)) or 'nothing'})."
+        )
     raise UsageError(
         f"{text!r} defines {len(found)} workloads. Name one of them `workload`, or say which: {text}:NAME "
         f"(it has: {', '.join(_public(module)) or 'nothing'})."

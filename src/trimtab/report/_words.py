@@ -85,11 +85,11 @@ def span(interval: Interval | None) -> str:
 
 
 def speed(interval: Interval | None) -> str:
-    """``2.53x (2.41 to 2.66)``."""
-    if interval is None or known(interval.value) is None:
-        return UNKNOWN
+    """``2.53x (2.41 to 2.66)``, or ``unclear (0.11 to 5.64)`` where one number would mislead."""
     bounds = span(interval)
-    return times(interval.value) + (f" ({bounds})" if bounds else "")
+    if interval is None or not bounds:
+        return UNKNOWN if interval is None else times(interval.value)
+    return f"{quoted(interval)} ({bounds})"
 
 
 def quoted(interval: Interval | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from trimtab._json import dumps, from_json, to_json
@@ -17,7 +18,7 @@ from trimtab.study.result import ARTIFACT, Best
 from trimtab.study.rivals import Rivals
 from trimtab.study.sampler import as_written
 from trimtab.study.study import KEEP, RIVALS, Study
-from trimtab.trial import Trial
+from trimtab.trial import State, Trial
 
 CONFIRM = 2
 """Each paired timing of the confirmation may take this many times as long as that of a trial."""
@@ -58,7 +59,7 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
         kept = confirm(study, eager, eager, rivals, must_win=False)
     if not kept.confirmation.ok:
         return "kept_original", f"Nothing better was confirmed, and the original cannot ship: {kept.confirmation.reason}", kept
-    why = " ".join(lost) or f"none of {len(study.trials)} trials was faster than the tuned original within the limits"
+    why = " ".join(lost).rstrip(".") or _nothing_won(study.trials)
     slower = ""
     ratio = kept.confirmation.speedup
     if kept.artifact is not None and ratio is not None and ratio.high < 1:
@@ -67,6 +68,13 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
             "as written; where its class is at hand, go on using the model itself."
         )
     return "kept_original", f"The original ships: {why}.{slower}", kept
+
+
+def _nothing_won(trials: Sequence[Trial]) -> str:
+    others = [t for t in trials if t.state is not State.SKIPPED and t.recipe.backend.name != "eager"]
+    if not others:
+        return "the search ended before any other runtime was tried, and the same command goes on from here"
+    return f"none of {len(trials)} trials was faster than the tuned original within the limits"
 
 
 def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
@@ -95,7 +103,7 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
         "recipe": trial.recipe.to_json(),
         "files": str(study.files(trial)),
         "rivals": rivals.addresses,
-        "plan": to_json(study.plan(seconds=CONFIRM * study.options.timing_s, width=0.02)),
+        "plan": to_json(study.plan(seconds=(CONFIRM if must_win else 0.5) * study.options.timing_s, width=0.02)),
         "must_win": must_win,
         "ships": trial.size_mb is not None,
         "artifact": str(study.folder / ARTIFACT),
@@ -116,7 +124,7 @@ def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Ex
     """Where the time of the model as written and of what ships goes. It explains the answer and decides nothing, so where it
     fails the study has a note more, and where the user wants to stop it is left out."""
     first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
-    if study.interrupted() or first is None or first.comparison is None:
+    if first is None or first.comparison is None:
         return None, {}
     found = best.confirmation.comparison if best is not None else None
     times = found if found is not None else first.comparison
@@ -127,9 +135,11 @@ def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Ex
         files, seconds = str(study.files(best.trial)), found.candidate.median / 1e3
         asked["best"] = {"recipe": best.trial.recipe.to_json(), "files": files, "seconds": seconds}
     key = f"explained {hashlib.sha256(dumps(asked, indent=None).encode()).hexdigest()[:16]}"  # databases bound its length
-    study.progress.stage("looking where the time goes")
     known = study.storage.noted(key)
+    if known is None and study.interrupted():
+        return None, {}
     if known is None:
+        study.progress.stage("looking where the time goes")
         outcome = study.run_job(study.job() | {"kind": "explain", "recipes": asked}, study.folder / EXPLAIN)
         if outcome.result is None:
             study.notes.append(f"Where the time goes is not known: {outcome.reason}")

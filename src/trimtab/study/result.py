@@ -13,6 +13,7 @@ from trimtab.confirm import Confirmation
 from trimtab.environment import Peaks
 from trimtab.evaluate import UNRELIABLE
 from trimtab.explain import Explanation
+from trimtab.measurement import Interval
 from trimtab.study import verdict
 from trimtab.study.record import Record
 from trimtab.study.study import Study
@@ -157,7 +158,7 @@ def busy(trials: list[Trial]) -> list[str]:
 
 def _line(rung: Mapping[str, Any], share: bool) -> str:
     speedup, latency, drop = rung["speedup"], rung["latency_ms"]["median"], rung["drop"]
-    times = "-" if speedup["value"] is None else f"{speedup['value']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+    times = "-" if speedup["value"] is None else Interval(**speedup).times()
     ms = "-" if latency is None else f"{latency:.3g} ms"
     score = "-" if rung["score"]["value"] is None else f"{rung['score']['value']:.4f}"
     shown = {name: "-" if value is None else f"{value:.2%}" if share else f"{value:.3g}" for name, value in drop.items()}

@@ -146,7 +146,7 @@ class Study:
         with Rivals(self.job(), self.folder / RIVALS) as rivals:
             while most is None or new < most:
                 end = None if deadline is None else deadline - reserve_s * self._found_something()
-                if self._over(end):
+                if self.interrupted() or (self._trials and self._over(end)):
                     break
                 self.progress.stage("searching")
                 ask = self.ask()
@@ -155,7 +155,8 @@ class Study:
                 if not self._affordable(ask, end):
                     self._left_out.append(Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short."))
                     continue  # what comes after it may be cheaper
-                trial = self._try(ask, rivals, end)
+                # without the model as written there would be no answer at all, however short the time
+                trial = self._try(ask, rivals, None if ask.recipe == as_written() else end)
                 if trial is None:
                     self.notes.append(f"{ask.recipe} was cut off when the study ended; the same command tries it again.")
                     break

@@ -188,8 +188,8 @@ class Trainer:
             return self
         if len(set(found)) > 1:
             raise StorageError(
-                f"The processes see different checkpoints in {self.checkpoints.folder}: after the updates {found}. Put the folder "
-                "where all hosts have it."
+                f"The processes see different checkpoints in {self.checkpoints.folder}: after the updates {found}. Put the "
+                "folder where all hosts have it."
             )
         state = self.checkpoints.load()
         prepare.restore(self, state)
