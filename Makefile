@@ -34,6 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[all,dev]'
 	@$(PIP) install -c constraints.txt --no-deps $(DATA)
 	@touch $@
+	@echo "Done. To have trimtab at hand: . $(VENV)/bin/activate"
 
 # Not an error: everything but torch.compile and AOTInductor works without a compiler, and trimtab says so for each of them.
 compiler:
@@ -69,7 +70,7 @@ lint: $(STAMP)
 # Most tests wait for processes, so two run at a time; a file stays together, because its fixtures are costly. Files come in the
 # order of their names: by their number of tests, which is the default, the few that take minutes would come last.
 test: lint compiler browser
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" --durations=25
 	$(BIN)/pytest -m alone
 
 clean:

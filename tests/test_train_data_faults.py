@@ -150,3 +150,8 @@ def test_mapped_tensors_say_what_is_wrong(tmp_path: pathlib.Path) -> None:
     (folder / HEADER).write_text("{}", encoding="utf-8")
     with pytest.raises(StorageError, match="cannot be read: KeyError"):
         MappedTensors(folder)
+
+
+def test_a_mask_of_nothing_is_refused() -> None:
+    with pytest.raises(WorkloadError, match=r"There is no 'input_ids' to make the mask 'mask' for; the examples have ids\."):
+        Collate(mask="mask")([{"ids": [1, 2]}, {"ids": [3]}])

@@ -82,6 +82,11 @@ class Collate:
                     f"place {place} {theirs}. Let the dataset give the same keys for every example."
                 )
         joined = {key: self.join([item[key] for item in items], (*path, key)) for key in first}
+        if self.mask is not None and self.mask not in joined and self.of not in joined and not path:
+            raise WorkloadError(
+                f"There is no {self.of!r} to make the mask {self.mask!r} for; the examples have {', '.join(map(str, joined))}. "
+                "Name one of these: Collate(mask=..., of=...)."
+            )
         if self.mask is not None and self.mask not in joined and self.of in joined:
             joined[self.mask] = self._mask([len(item[self.of]) for item in items], joined[self.of])
         return joined
