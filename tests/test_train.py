@@ -18,11 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trimtab import Settings, Trainer
-from trimtab.errors import TrimtabError, UsageError, WorkloadError
+from trimtab.errors import NonFiniteError, TrimtabError, UsageError, WorkloadError
 from trimtab.train.clock import PHASES
 from trimtab.train.events import Ended, Event, JsonLines, Progressed, Saved, TensorBoard, Validated
 from trimtab.train.schedule import cosine, linear, one_cycle
-from trimtab.train.step import NonFiniteError
 from trimtab.train.stopping import EarlyStopping
 
 Batch = list[torch.Tensor]
@@ -231,6 +230,38 @@ def test_what_is_not_finite_changes_no_parameter(policy: Any, tmp_path: pathlib.
     assert all(torch.isfinite(v).all() for v in made.checkpoints.load()["model"].values())
 
 
+def test_a_loss_that_is_no_number_is_an_error_in_float16_too() -> None:
+    class Spoiled(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs) * math.nan
+
+    with pytest.raises(NonFiniteError, match=r"The loss was nan"):
+        trainer(Spoiled(8, 3), settings=Settings(autocast="float16")).fit(loader(), epochs=1)
+
+
+def test_what_was_computed_before_a_run_does_not_count() -> None:
+    clean, spoiled = nn.Linear(8, 3), nn.Linear(8, 3)
+    spoiled.load_state_dict(clean.state_dict())
+    spoiled(torch.ones(1, 8)).sum().backward()
+    for network in (clean, spoiled):
+        trainer(network).fit(loader(shuffle=False), steps=1)
+    assert torch.equal(clean.weight, spoiled.weight)
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(clip_norm=0.1, accumulate=2)])
+def test_sparse_gradients_are_what_dense_ones_are(settings: Settings) -> None:
+    ids = torch.randint(0, 9, (32, 4), generator=torch.Generator().manual_seed(1))
+    batches = [[ids[i : i + 8], ids[i : i + 8, 0] % 3] for i in range(0, 32, 8)]
+
+    def trained(*, sparse: bool) -> nn.Module:
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Flatten(), nn.Linear(16, 3))
+        trainer(network, optimizer=functools.partial(torch.optim.SGD, lr=0.5), settings=settings).fit(batches, epochs=2)
+        return network
+
+    torch.testing.assert_close(trained(sparse=True).state_dict(), trained(sparse=False).state_dict())
+
+
 def test_transformers_style_models_bring_their_own_loss() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -328,6 +359,10 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("optimizer by name", UsageError, lambda: trainer(optimizer="adam"), r"optimizer is a str; give one of torch\.optim"),
     ("optimizer class", UsageError, lambda: trainer(optimizer=lambda p: 3),
      r"The optimizer function returned a int, not a torch\.optim\.Optimizer\."),
+    ("LBFGS", UsageError, lambda: trainer(optimizer=torch.optim.LBFGS),
+     r"LBFGS calls the model several times per update, which this loop does not do"),
+    ("unknown device", UsageError, lambda: trainer(settings=Settings(device="abacus")),
+     r"Settings device is 'abacus', which cannot be used here: "),
     ("no length", UsageError, lambda: trainer().fit(loader()), r"takes epochs=\.\.\. or steps=\.\.\.; neither were given\."),
     ("both lengths", UsageError, lambda: trainer().fit(loader(), epochs=1, steps=1), r"both were given\."),
     ("no epochs", UsageError, lambda: trainer().fit(loader(), epochs=0), r"epochs is 0; it must be a whole number"),

@@ -8,6 +8,7 @@
     │   └── InputError                   an executable was called with wrong inputs
     ├── MissingPackageError (ImportError) an optional package is not installed      exit code 2
     ├── WorkloadError                    the user's own model, data or score fails  exit code 3
+    │   └── NonFiniteError               a loss or gradient of a training            exit code 3
     ├── CompileError                     a runtime cannot take this model           the trial is FAILED
     ├── MeasurementError                 the other side of a comparison is gone     exit code 2
     ├── StorageError                     the study's storage cannot be used         exit code 2
@@ -85,6 +86,16 @@ class WorkloadError(TrimtabError):
 
     code = "workload"
     exit_code = 3
+
+
+class NonFiniteError(WorkloadError):
+    """A loss or a gradient was not finite in training.
+
+    Lower the learning rate, clip the gradient with ``Settings(clip_norm=1.0)``, or leave such updates out with
+    ``Settings(nonfinite="skip")``; the last checkpoint is from before.
+    """
+
+    code = "non-finite"
 
 
 class CompileError(TrimtabError):

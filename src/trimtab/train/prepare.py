@@ -105,6 +105,8 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimiz
         optimizer = optimizer(trainable)
         if not isinstance(optimizer, Optimizer):
             raise UsageError(f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS calls the model several times per update, which this loop does not do. Use another optimizer.")
     own = {id(p) for p in model.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -114,6 +116,21 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimiz
             "give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)."
         )
     return optimizer
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        UsageError: torch cannot put a tensor on it.
+    """
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UsageError(
+            f"Settings device is {name!r}, which cannot be used here: {reason}. Use 'cpu', or mend that."
+        ) from error
 
 
 def check_lengths(epochs: int | None, steps: int | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trimtab.candidate import Settings
-from trimtab.errors import WorkloadError
+from trimtab.errors import NonFiniteError
 from trimtab.train.clock import Clock
 from trimtab.train.objective import Batch, Objective, Weight, examples
 from trimtab.train.world import World
@@ -28,16 +28,6 @@ class Update:
     """Of the gradient before it was clipped."""
     applied: bool
     """Whether the parameters were changed: not where the loss or the gradient was not finite and such updates are left out."""
-
-
-class NonFiniteError(WorkloadError):
-    """A loss or a gradient was not finite in training.
-
-    Lower the learning rate, clip the gradient with ``Settings(clip_norm=1.0)``, or leave such updates out with
-    ``Settings(nonfinite="skip")``; the last checkpoint is from before.
-    """
-
-    code = "non-finite"
 
 
 class Step:
@@ -98,7 +88,7 @@ class Step:
         loss, total = world.mean(losses, weights, summed=self.objective.summed)
         clock.enter("optimizer")
         self.scaler.unscale_(self.optimizer)
-        grads = [p.grad for p in self._parameters if p.grad is not None]
+        grads = self._gradients()
         self._unweight(grads, total)
         norm = world.norm(grads)
         if self.settings.clip_norm is not None:
@@ -159,6 +149,16 @@ class Step:
         """A loss of 0 whose gradients are 0; those of a mean over nothing are no numbers, even where it is multiplied by 0."""
         return torch.stack([p.reshape(-1)[:0].sum() for p in self._parameters if p.requires_grad]).sum()
 
+    def _gradients(self) -> list[torch.Tensor]:
+        """The gradients, in memory that may be changed in place: of a sparse one, as an embedding's may be, its values."""
+        found = []
+        for parameter in self._parameters:
+            if (grad := parameter.grad) is not None:
+                if grad.is_sparse:
+                    grad = parameter.grad = grad.coalesce()  # so that no row stands in it twice
+                found.append(grad._values() if grad.is_sparse else grad)
+        return found
+
     def _unweight(self, grads: list[torch.Tensor], total: Weight | None) -> None:
         """Turn the sum of weighted gradients into that of the mean; ``total`` is ``None`` where nothing was weighted."""
         factor: Weight = float(self.world.size) if self.world.averages else 1.0
@@ -174,7 +174,11 @@ class Step:
             before = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            return Update(loss, norm, self.scaler.get_scale() >= before)
+            update = Update(loss, norm, self.scaler.get_scale() >= before)
+            if self.settings.nonfinite == "raise" and not update.applied and not torch.isfinite(loss):
+                self._unread = update  # a gradient may overflow, a loss may not
+                self.check()
+            return update
         if self.settings.nonfinite != "raise":
             applied = _finite(loss, norm)
         else:

@@ -95,6 +95,7 @@ class Trainer:
         self.objective = Objective(loss)
         self.settings = settings
         self.world = world or join(settings)
+        prepare.check_device(settings.device)
         self.device = self.world.device(settings.device)
         self.model.to(self.device)
         self.world.place(self.model, settings)
@@ -226,6 +227,7 @@ class Trainer:
             self._shows_average = False
         ready = prepare.ready(self, train, epochs, steps)
         step, feed, meter = ready.step, ready.feed, Meter(self, ready.clock, ready.updates)
+        step.discard()  # whatever was computed before this run
         while not self.world.any(self.ending) and not _over(position, epochs, steps):
             self.model.train()
             self._begin_epoch(feed)
@@ -328,7 +330,8 @@ class Trainer:
         if self.best_parameters is not None:
             self.model.load_state_dict(self.best_parameters)
         self.model.eval()
-        done = f"{steps} updates are done." if steps is not None else f"{epochs} epochs are done."
+        count, what = (steps, "update") if steps is not None else (epochs, "epoch")
+        done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."
         over = _over(self.position, epochs, steps)
         summary = meter.summary(self._stop or (done if over else "Another process was asked to stop."))
         self.emit(Ended(update=self.position.update, epoch=self.position.epoch, summary=summary))
