@@ -12,7 +12,6 @@ from trimtab.measure.timer import Runner
 from trimtab.measurement import Comparison, Drop, Interval, Parity
 from trimtab.recipe import Recipe
 from trimtab.train.losses import Written, final, increase, parity
-from trimtab.train.step import NonFiniteError
 from trimtab.train.trying import TrainingSubject, Updates
 from trimtab.trial import State, Trial
 
