@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab.confirm import Confirmation
+from trimtab.errors import NonFiniteError
 from trimtab.evaluate import Plan, ended, noise, ours, per_second, stage
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
