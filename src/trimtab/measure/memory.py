@@ -44,11 +44,13 @@ class PeakUse:
 class PeakMemory:
     """Measures the block it wraps: ``with PeakMemory() as memory: ...``, then ``memory.result``.
 
-    Garbage is collected and free heap given back on entry, so that the block is not served from what an earlier one left.
+    Garbage is collected and free heap given back on entry, so that the block is not served from what an earlier one left; without
+    ``collect`` it may be, and entering costs nothing.
     It sees the whole process with all its threads; two blocks at a time spoil each other, so they must not overlap.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, collect: bool = True) -> None:
+        self._collect = collect
         self._result: PeakUse | None = None
         self._sampler: _Sampler | None = None
         self._idle = 0.0
@@ -66,8 +68,9 @@ class PeakMemory:
         return self._result
 
     def __enter__(self) -> Self:
-        gc.collect()
-        _trim_heap()
+        if self._collect:
+            gc.collect()
+            _trim_heap()
         self._devices = _allocated()
         for index in range(len(self._devices)):
             torch.cuda.reset_peak_memory_stats(index)

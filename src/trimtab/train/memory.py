@@ -39,7 +39,7 @@ class Room:
         self.fitting = Fitting(trainer)
         self._recomputed: Recomputed | None = None
         self._planned = 0
-        self._memory = PeakMemory()
+        self._memory = PeakMemory(collect=False)  # which takes half a second, longer than some runs
         self._use: PeakUse | None = None
         self._begun = False
 
