@@ -44,8 +44,8 @@ class PeakUse:
 class PeakMemory:
     """Measures the block it wraps: ``with PeakMemory() as memory: ...``, then ``memory.result``.
 
-    Garbage is collected and free heap given back on entry, so that the block is not served from what an earlier one left; without
-    ``collect`` it may be, and entering costs nothing.
+    Garbage is collected and free heap given back on entry, so that the block is not served from what an earlier one left;
+    without ``collect`` it may be, and entering costs nothing.
     It sees the whole process with all its threads; two blocks at a time spoil each other, so they must not overlap.
     """
 
