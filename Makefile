@@ -56,7 +56,7 @@ screenshots: $(STAMP) browser
 	$(BIN)/python docs/screenshots.py
 
 demo: $(STAMP) compiler
-	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 3m --out runs/digits
+	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 2m --out runs/digits
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
