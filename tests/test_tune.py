@@ -23,6 +23,7 @@ from trimtab.candidate import Settings
 from trimtab.contracts import BACKENDS, PASSES, Pass
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.evaluate import Plan
+from trimtab.measurement import Drop
 from trimtab.recipe import Recipe
 from trimtab.study import space
 from trimtab.study.climb import Climb, trained_as_written
@@ -30,7 +31,7 @@ from trimtab.study.record import Record
 from trimtab.study.sampler import Facts
 from trimtab.subject import prepare
 from trimtab.train.losses import Written, increase, parity
-from trimtab.train.trial import try_recipe
+from trimtab.train.trial import _unfaithful, try_recipe
 from trimtab.train.trying import TrainingSubject, Updates, first, prepared
 from trimtab.trial import State, Trial
 from trimtab.workload import Limits, Training, Workload
@@ -336,3 +337,18 @@ def test_a_study_that_is_cut_off_keeps_what_is_finished(number: signal.Signals, 
     assert before[0].recipe == trained_as_written()
     assert answer(run(tmp_path, 1))["trials"][0]["recipe"] == "eager"
     assert Record.read(tmp_path / "run").trials[: len(before)] == before
+
+
+def test_an_exact_recipe_whose_loss_is_surely_too_high_is_refused() -> None:
+    written = Written(losses=(1.0,) * 24, tolerance=(1e-4,) * 12 + (1.0,) * 12)  # rounding may do anything to the later losses
+    same = parity(written, written.losses, exact=True)
+    assert same.ok
+
+    def refusal(decided: bool | None) -> str | None:
+        drop = Drop(
+            value=0.5, low=0.4, upper=0.6, n=8, limit=0.01, decided=decided, n_needed=None, method="paired", share=False
+        )
+        return _unfaithful(trained_as_written(), same, drop, written)
+
+    assert refusal(False) is not None
+    assert refusal(None) is None

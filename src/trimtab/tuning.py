@@ -40,7 +40,8 @@ class Tuned(Result):
     """The answer to :func:`tune`: a :class:`~trimtab.study.result.Result` with the settings in it."""
 
     settings: Settings
-    """For ``Trainer(settings=...)``: those of the winner, or those as written where nothing was proven to be faster."""
+    """For ``Trainer(settings=...)``: those of the winner, or those as written, with what was ``"auto"`` off, where nothing was
+    proven to be faster."""
 
     def ladder(self) -> TrainingLadder:  # type: ignore[override]
         """As written, tuned, best."""

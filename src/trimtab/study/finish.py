@@ -90,7 +90,7 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
     """Measure ``trial`` again and write the artifact; what an earlier run of this study confirmed is not done twice."""
     key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
     known = study.storage.noted(key)
-    if known is not None and not known["ok"]:
+    if known is not None and not (known["ok"] and study.ships):
         return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=None)  # no second throw of the dice
     if known is not None and (artifact := _shipped(study, trial)) is not None:
         return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=artifact)
@@ -103,7 +103,7 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
         "recipe": trial.recipe.to_json(),
         "files": str(study.files(trial)),
         "rivals": rivals.addresses,
-        "plan": to_json(study.plan(seconds=(CONFIRM if must_win else 0.5) * study.options.timing_s, width=0.02)),
+        "plan": to_json(study.plan(seconds=(0.5 if trial is eager else CONFIRM) * study.options.timing_s, width=0.02)),
         "must_win": must_win,
         "ships": trial.size_mb is not None,
         "artifact": str(study.folder / ARTIFACT),

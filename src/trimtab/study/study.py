@@ -83,7 +83,7 @@ class Study:
         self._claim()
         self.storage = Storage(
             options.storage or f"sqlite:///{folder / 'study.db'}",
-            self.prepared.name,
+            self.stored_as,
             direction="maximize",
             identity=self._identity(),
             fresh=options.fresh,
@@ -99,6 +99,16 @@ class Study:
     def original(self) -> Recipe:
         """What everything is measured against: the workload as written."""
         return as_written()
+
+    @property
+    def stored_as(self) -> str:
+        """The study's name in its storage, which others may share."""
+        return self.prepared.name
+
+    @property
+    def ships(self) -> bool:
+        """Whether a winner leaves an artifact."""
+        return True
 
     @property
     def to_beat(self) -> Trial | None:
@@ -156,7 +166,7 @@ class Study:
                     self._left_out.append(Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short."))
                     continue  # what comes after it may be cheaper
                 # without the model as written there would be no answer at all, however short the time
-                trial = self._try(ask, rivals, None if ask.recipe == as_written() else end)
+                trial = self._try(ask, rivals, None if ask.recipe == self.original else end)
                 if trial is None:
                     self.notes.append(f"{ask.recipe} was cut off when the study ended; the same command tries it again.")
                     break
@@ -329,7 +339,7 @@ class Study:
             return True
         same = [t.seconds for t in self._trials if t.recipe.backend.name == ask.recipe.backend.name and t.seconds > 1]
         usual = (
-            min([self.startup_s, *[t.seconds for t in self._trials if t.recipe == as_written()]])
+            min([self.startup_s, *[t.seconds for t in self._trials if t.recipe == self.original]])
             + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[ask.recipe.backend.cost]
         )
         return time.monotonic() + max(same, default=usual) <= deadline

@@ -35,7 +35,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     steps = space.training()
     return {
         "name": subject.workload.name,
-        "fingerprint": _fingerprint(subject),
+        "fingerprint": _fingerprint(subject, written),
         "score": written.final,
         "n": len(written.losses),
         "blocked": {dumps(t, indent=None): reason for t in steps if (reason := t.blocked(subject.candidate))},
@@ -95,14 +95,16 @@ def _meaning(subject: TrainingSubject, written: Written) -> list[str]:
     ]
 
 
-def _fingerprint(subject: TrainingSubject) -> str:
-    """Sixteen hexadecimal digits of what the study is about: first parameters, first batches, optimizer, settings."""
+def _fingerprint(subject: TrainingSubject, written: Written) -> str:
+    """Sixteen hexadecimal digits of what the study is about: first parameters, batches, optimizer, settings, and what the loss
+    makes of them."""
     trainer = subject.trainer(subject.settings, subject.workload.seed)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(
         f"{dumps(to_json(subject.settings))} {type(trainer.optimizer).__name__} {trainer.optimizer.defaults}".encode()
     )
-    for tensor in (*trainer.model.state_dict().values(), *tensors(subject.batches[0])):
+    digest.update(" ".join(f"{loss:.3g}" for loss in written.losses[:8]).encode())
+    for tensor in (*trainer.model.state_dict().values(), *tensors(list(subject.batches))):
         digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

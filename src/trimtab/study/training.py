@@ -36,6 +36,16 @@ class TrainingStudy(Study):
         return trained_as_written()
 
     @property
+    def stored_as(self) -> str:
+        """A workload may be optimized and trained."""
+        return f"{self.prepared.name}-tune"
+
+    @property
+    def ships(self) -> bool:
+        """Settings are the answer; there are no files."""
+        return False
+
+    @property
     def to_beat(self) -> Trial | None:
         """The training as written: there is no other original."""
         return next((trial for trial in self.trials if trial.recipe == self.original), None)

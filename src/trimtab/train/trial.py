@@ -36,7 +36,7 @@ def _line(
         return State.MISMATCH, str(error)
     if not figures["parity"].ok:
         return State.MISMATCH, figures["parity"].reason
-    if figures["drop"].decided is False and not recipe.exact:
+    if figures["drop"].decided is False:
         return State.STOPPED, f"Rule 'loss': {too_high(figures['drop'], written)}"
     with stage("first updates"), PeakMemory() as peak:
         runner = Updates(subject, settings, seed=seed)
@@ -105,7 +105,7 @@ def too_high(drop: Drop, written: Written) -> str:
 def _unfaithful(recipe: Recipe, found: Parity, drop: Drop | None, written: Written) -> str | None:
     if not found.ok:
         return f"From other parameters: {found.reason}"
-    if drop is not None and not recipe.exact and not drop.decided:
+    if drop is not None and (drop.decided is False or (drop.decided is None and not recipe.exact)):
         return (
             f"From other parameters, its loss ends up {drop.value:.4g} above the {written.final:.4g} as written, and up to "
             f"{drop.upper:.4g} cannot be excluded; the limit is {drop.limit:.4g}."
