@@ -51,7 +51,7 @@ class Window:
     compute: float
     """Of these, in the forward and backward pass."""
     examples: float
-    """Per update."""
+    """Per update and process."""
 
 
 class Remedy(Protocol):
@@ -204,6 +204,8 @@ class Workers:
             return f"the loader, a {type(self.loader).__name__}, has no workers. Use trimtab.train.Loader."
         if isinstance(self.loader, Seekable):
             return None if hasattr(self.loader, "retune") else f"a {type(self.loader).__name__} has no retune(workers=...)."
+        if getattr(type(self.loader), "__iter__", None) is not DataLoader.__iter__:
+            return f"a {type(self.loader).__name__}, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
         if self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset):
             return "the loader's dataset divides itself, so that other workers would give other batches."
         if _draws(self.loader.dataset):
@@ -344,7 +346,8 @@ def _window(trainer: Trainer, event: Progressed) -> Window:
     step = sum(ms for phase, ms in spent.items() if phase != "other")
     data, compute = spent["data"], spent["forward"] + spent["backward"]
     agreed = trainer.world.agreed
-    return Window(agreed(step), agreed(data), agreed(compute), event.examples_per_s * event.step_ms / 1e3)
+    examples = event.examples_per_s * event.step_ms / 1e3 / trainer.world.size  # the event has those of all processes
+    return Window(agreed(step), agreed(data), agreed(compute), agreed(examples))
 
 
 def _typical(windows: Iterable[Window]) -> Window:

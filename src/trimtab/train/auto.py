@@ -19,7 +19,7 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.pairs import Progress, compare
 from trimtab.measurement import Interval
 from trimtab.train.compiling import WORTH_S, CompiledStep, first_line
-from trimtab.train.double import Double, candidate, seconds_of
+from trimtab.train.double import Double, candidate, seconds_of, why_not_alone
 from trimtab.train.kernels import why_not
 from trimtab.train.memory_errors import out_of_memory
 from trimtab.train.objective import Batch, tensors
@@ -72,21 +72,26 @@ def undecided(settings: Settings) -> list[str]:
 def decide(trainer: Trainer, train: Iterable[Batch], updates: int | None) -> Iterable[Batch]:
     """Replace every ``"auto"`` in the trainer's settings, and note why; the run of ``updates`` begins as if nothing had been.
 
-    Returns the loader to use, which still has all of its batches. Interrupted, it leaves off what it has not decided.
+    Returns the loader to use, which still has all of its batches. Interrupted, it leaves off what it has not decided, which a
+    run that goes on from there decides.
     """
     fields = undecided(trainer.settings)
     if not fields:
         return train
     before = trainer.settings
     trainer.settings = dataclasses.replace(before, **{name: OFF[name] for name in fields})
-    if trainer.world.size > 1 and before.sharding != "replicate":
-        trainer.note(f"{', '.join(fields)} stay off: a model that is spread over processes cannot be tried out on copies.")
+    if reason := why_not_alone(trainer):
+        trainer.note(f"{', '.join(fields)} stay off: {reason}.")
         return train
     batches, train = first_batches(train, GROUPS * before.accumulate)
+    left: set[str] = set()
     if not trainer.world.any(not batches):
         with kept_random():
-            _Decisions(trainer, batches, updates).make(fields)
-    trainer.decided |= {name: getattr(trainer.settings, name) for name in fields}
+            decisions = _Decisions(trainer, batches, updates)
+            decisions.make(fields)
+            left = {name for name in fields if trainer.world.any(name in decisions.interrupted)}
+    values = {name: getattr(trainer.settings, name) for name in fields}
+    trainer.decided |= {name: value for name, value in values.items() if name not in left or value != OFF[name]}
     return train
 
 
@@ -103,6 +108,8 @@ class _Decisions:
         self.updates = None if updates is None else updates - trainer.position.update
         self.best: Double | None = None
         self.candidate: Candidate | None = None
+        self.interrupted: set[str] = set()
+        """Fields of which something was not measured because the run was to end."""
         self.step_s = self.round_s = 0.0
         """Seconds of an update of the run as it is, and of one from each group of the batches."""
 
@@ -136,6 +143,8 @@ class _Decisions:
         field, value = self._set_by(technique)
         if value == "float16" and self.trainer.device.type == "cpu":
             return "float16 pays on GPUs only; bfloat16 is the one that some CPUs multiply."
+        if value == "float16" and self.trainer.world.size > 1 and self.trainer.settings.communication in ("powersgd", "topk"):
+            return "what communication leaves out for later updates would be in units of a scale that changes."
         if field == "optimizer" and (reason := why_not(self.trainer.optimizer, value)):
             return reason
         if field == "compile" and self.updates is None:
@@ -158,6 +167,7 @@ class _Decisions:
             try:
                 verdict = self._verdict(technique, field, value, seconds)
             except _InterruptedError:
+                self.interrupted.add(field)
                 verdict = _Verdict("off: the run was interrupted before it was measured.")
             except (TrimtabError, *_FAILURES) as error:
                 memory = out_of_memory(error)

@@ -96,6 +96,17 @@ def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
     return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads")})
 
 
+def why_not_alone(trainer: Trainer) -> str | None:
+    """Why a copy of the model cannot run in this process without the others, in a clause."""
+    if trainer.world.size == 1:
+        return None
+    if trainer.settings.sharding != "replicate":
+        return "a model that is spread over processes cannot be tried out on copies"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in trainer.model.modules()):
+        return "a copy of a model with SyncBatchNorm would wait for the other processes"
+    return None
+
+
 def copied(*parts: Any) -> Any:
     """Copies that belong together: a copied optimizer updates the parameters of the copied model.
 

@@ -11,7 +11,7 @@ from trimtab.environment import Environment, Peaks, known_peaks
 from trimtab.errors import TrimtabError
 from trimtab.measure.flops import FlopCount, count_flops
 from trimtab.train import recompute
-from trimtab.train.double import copied
+from trimtab.train.double import copied, why_not_alone
 from trimtab.train.objective import Batch, examples
 from trimtab.train.peek import kept_random
 
@@ -27,7 +27,7 @@ def flops_share(trainer: Trainer, group: Sequence[Batch], examples_per_s: float)
     (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). A note says where operators could not be counted.
     The peak is the one that :func:`~trimtab.environment.measured_peaks` found earlier; nothing is measured now.
     """
-    if trainer.world.size > 1 and trainer.settings.sharding != "replicate":  # a share of the model computes nothing alone
+    if why_not_alone(trainer):
         return None
     peaks = known_peaks(Environment.capture())
     peak = None if peaks is None else _peak(trainer, peaks)

@@ -44,6 +44,7 @@ def share(batches: Iterable[Any], what: str, rank: int, size: int, seed: int) ->
       an attribute ``sharded = True``.
     - A DataLoader that goes through its dataset in order or at random is made anew over this process's examples, in an order
       that depends on ``seed`` and the epoch. Its batches stay as large as they are, so an update stands for ``size`` as many.
+      One whose class has an ``__iter__`` of its own is not, because only that class knows what it gives.
     - Of a list every ``size``-th batch.
 
     Raises:
@@ -51,7 +52,7 @@ def share(batches: Iterable[Any], what: str, rank: int, size: int, seed: int) ->
     """
     if _is_shared(batches):
         return batches
-    if isinstance(batches, DataLoader) and type(batches.sampler) in (RandomSampler, SequentialSampler) and batches.batch_size:
+    if isinstance(batches, DataLoader) and _is_plain(batches):
         return _remade(batches, rank, size, seed)
     if isinstance(batches, Sequence):
         return batches[rank::size]
@@ -69,6 +70,12 @@ def _is_shared(batches: Any) -> bool:
     samplers = [getattr(batches, name, None) for name in ("sampler", "batch_sampler")]
     samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether it does nothing but go through its dataset, in batches, in order or at random."""
+    stock = type(loader).__iter__ is DataLoader.__iter__ and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    return stock and bool(loader.batch_size)
 
 
 def _remade(loader: DataLoader[Any], rank: int, size: int, seed: int) -> DataLoader[Any]:
@@ -94,4 +101,6 @@ def _remade(loader: DataLoader[Any], rank: int, size: int, seed: int) -> DataLoa
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
         pin_memory_device=loader.pin_memory_device,
+        generator=loader.generator,
+        in_order=loader.in_order,
     )

@@ -51,6 +51,10 @@ class Exchange:
         self.launched, self.complete = 0, False
         self.meter.landed()
 
+    def reset(self) -> None:
+        """Forget what updates left behind: one of them failed, and the next makes it again. All processes do it at once."""
+        self.launched, self.complete = 0, False
+
     def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
         """The sum of ``flat``, the gradients of ``parameters`` in a row, over all processes; ``flat`` may be overwritten."""
         return self.summed(flat)

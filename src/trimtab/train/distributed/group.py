@@ -87,24 +87,20 @@ class Group(World):
         """``groups``, and while others have more, the last one again: it then counts for nothing (:attr:`counts`).
 
         So no process waits for one whose data has ended, and all data of an uneven split is used, each example for what it is
-        worth. Where all know that they have the same number of groups, nothing is said.
+        worth. Where all know that they have the same number of groups, they speak only as the epoch begins and ends.
         """
         lengths = self.gathered(length)
-        known = None not in lengths and len(set(lengths)) == 1
+        if length is not None and all(other == length for other in lengths):
+            yield from self._counted(groups, length)
+            return
         spare: T | None = None
         try:
             while True:
                 try:
                     group = next(groups, None)
                 except BaseException as error:
-                    self._failed(error, update=known)
+                    self._failed(error, update=False)
                     raise
-                if known and group is None:
-                    return
-                if known:
-                    assert group is not None
-                    yield group
-                    continue
                 spare, self.counts = (spare, False) if group is None else (group, True)
                 some, empty_handed = self._most(int(self.counts), int(spare is None))
                 if not some or empty_handed:
@@ -195,6 +191,30 @@ class Group(World):
     def barrier(self) -> None:
         """Wait until every process is here."""
         dist.barrier(group=self.everyone)
+
+    def _counted(self, groups: Iterator[T], length: int) -> Iterator[T]:
+        """``groups``, of which every process says that it has ``length``; what comes beyond that is left out.
+
+        Raises:
+            WorkloadError: there are fewer.
+        """
+        for given in range(length + 1):
+            among = 0 < given < length  # then the others, who have theirs, are in an update
+            try:
+                group = next(groups, None)
+                if group is None and given < length:
+                    raise WorkloadError(
+                        f"The loader gave the batches of {given} updates in this epoch, but its len() said {length}. Mend its "
+                        "len(), or leave it out: the processes then ask each other before each update."
+                    )
+            except BaseException as error:
+                self._failed(error, update=among)
+                raise
+            if not among:
+                self._most(0)
+            if group is None or given == length:
+                return
+            yield group
 
     def _most(self, first: int, second: int = 0) -> tuple[int, int]:
         """The largest that any process gives, of each value.

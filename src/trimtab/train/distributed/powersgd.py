@@ -41,6 +41,13 @@ class PowerSgd(Exchange):
         super().__init__(group)
         self.rank, self.errors = rank, Errors()
         self._bases: dict[int, torch.Tensor] = {}
+        self._fresh: dict[int, torch.Tensor] = {}
+
+    def reset(self) -> None:
+        """Forget what was left out, too, which holds a part of the update that is made again, and where iterations ended."""
+        super().reset()
+        self.errors = Errors()
+        self._bases.clear()
 
     def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
         """The sum of the products, and of what is not worth one."""
@@ -52,19 +59,20 @@ class PowerSgd(Exchange):
         errors += flat
         tall = [matrix.of(errors) @ self._basis(matrix) for matrix in matrices]
         tall = _unpacked(self.summed(torch.cat([rest, *(p.flatten() for p in tall)])).wait(), tall, rest)
-        tall = [torch.linalg.qr(p)[0] for p in tall]
+        tall = [torch.linalg.qr(p.float())[0].to(p.dtype) for p in tall]
         wide = [matrix.of(errors).T @ p for matrix, p in zip(matrices, tall, strict=True)]
         for matrix, p, q in zip(matrices, tall, wide, strict=True):
             matrix.of(errors).addmm_(p, q.T, alpha=-1)  # what this process's own product misses
         for start, end in plain:
             errors[start:end] = 0
+        errors.nan_to_num_(0.0, 0.0, 0.0)  # what is no number spoils this update, as p is of all processes, and none after it
         future = self.summed(torch.cat([q.flatten() for q in wide]))
 
         def multiplied(done: Future[torch.Tensor]) -> torch.Tensor:
             for (start, end), values in zip(plain, torch.split(rest, [end - start for start, end in plain]), strict=True):
                 flat[start:end] = values
             for matrix, p, q in zip(matrices, tall, _unpacked(done.value(), wide), strict=True):
-                self._bases[id(matrix.parameter)] = q
+                self._bases[id(matrix.parameter)] = torch.where(q.isfinite().all(), q, self._begun(matrix))
                 torch.mm(p, q.T, out=matrix.of(flat))
             return flat
 
@@ -85,13 +93,18 @@ class PowerSgd(Exchange):
         return matrices, plain
 
     def _basis(self, matrix: _Matrix) -> torch.Tensor:
-        """The thin matrix that the iteration begins with: the last one, or random ones that all processes draw alike."""
+        """The thin matrix that the iteration begins with: the last one, if there is one."""
         found = self._bases.get(id(matrix.parameter))
-        if found is None:
+        return self._begun(matrix) if found is None else found
+
+    def _begun(self, matrix: _Matrix) -> torch.Tensor:
+        """A thin matrix to begin with at first, random, which all processes draw alike."""
+        key = id(matrix.parameter)
+        if key not in self._fresh:
             random = torch.Generator().manual_seed(matrix.shape[0] * 1_000_003 + matrix.shape[1])
             drawn = torch.randn(matrix.shape[1], self.rank, generator=random)
-            found = drawn.to(matrix.parameter.device, matrix.parameter.dtype)
-        return found
+            self._fresh[key] = drawn.to(matrix.parameter.device, matrix.parameter.dtype)
+        return self._fresh[key]
 
 
 def _unpacked(packed: torch.Tensor, like: Sequence[torch.Tensor], rest: torch.Tensor | None = None) -> list[torch.Tensor]:

@@ -93,6 +93,11 @@ def _check(settings: Settings, mesh: DeviceMesh | None) -> None:
             f"Settings communication={settings.communication!r} needs sharding='replicate', because FSDP2 scatters gradients "
             "as it adds them up. Take 'bfloat16' or 'float16', or replicate the model."
         )
+    if settings.autocast == "float16" and settings.communication in ("powersgd", "topk"):
+        raise UsageError(
+            f"Settings communication={settings.communication!r} keeps what it leaves out for later updates, which with "
+            "autocast='float16' scale their gradients otherwise. Take autocast='bfloat16', or communication='float16'."
+        )
     if mesh is not None and settings.communication is not None:
         raise UsageError("Settings communication cannot be combined with split layers; leave it at None.")
     if settings.exact_batchnorm and torch.device(settings.device).type != "cuda":

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.candidate import Settings
-from trimtab.errors import WorkloadError
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.clock import Clock
 from trimtab.train.distributed.exchange import Exchange, Narrow
 from trimtab.train.distributed.group import Group
@@ -85,7 +85,8 @@ class Replicas(Group):
                 self.exchange.landed()
         if model is not None and engine is None:
             self._add_up()
-            self._engage()
+            with super().together(model):
+                self.engine = self._engaged()
 
     @contextlib.contextmanager
     def exchanging(self, model: nn.Module, *, now: bool) -> Iterator[None]:
@@ -95,15 +96,13 @@ class Replicas(Group):
 
     def release(self) -> None:
         """Send zeros for the buckets that the others wait for."""
-        engine = self.engine
-        if engine is None:
-            return
-        buckets = engine.reducer._get_zeros_like_grad_buckets()
-        missing = buckets[self.exchange.launched :]
-        for future in [engine.reducer._run_comm_hook(bucket) for bucket in missing]:
-            future.wait()
-        if missing and engine.find_unused_parameters:
-            engine._match_unused_params_allreduce()  # type: ignore[no-untyped-call]
+        if (engine := self.engine) is not None:
+            buckets = engine.reducer._get_zeros_like_grad_buckets()
+            missing = buckets[self.exchange.launched :]
+            for future in [engine.reducer._run_comm_hook(bucket) for bucket in missing]:
+                future.wait()
+            if missing and engine.find_unused_parameters:
+                engine._match_unused_params_allreduce()  # type: ignore[no-untyped-call]
         self.renew()
 
     def renew(self) -> None:
@@ -111,7 +110,7 @@ class Replicas(Group):
         if self.engine is not None:
             del self.engine.reducer, self.engine.logger  # both hold torch's reducer, which removes its hooks when it goes
             self.engine = None
-            self.exchange.launched = 0
+        self.exchange.reset()
 
     def notes(self) -> list[str]:
         """What crossed, and how much of it was waited for."""
@@ -136,20 +135,29 @@ class Replicas(Group):
             used = torch.tensor([p.grad is not None for p in parameters])
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.everyone)
             parameters = [p for p, some in zip(parameters, used.tolist(), strict=True) if some]
-        for dtype in sorted({p.dtype for p in parameters}, key=str):
-            self._add_up_bucket([p for p in parameters if p.dtype is dtype])
+        buckets = [[p for p in parameters if p.dtype is dtype] for dtype in sorted({p.dtype for p in parameters}, key=str)]
+        with super().together():  # a copy of all gradients may be too much for memory, which all must know before one sends
+            packed = [self._packed(bucket) for bucket in buckets]
+        for bucket, (grads, flat) in zip(buckets, packed, strict=True):
+            parts = torch.split(self.exchange.add_up(bucket, flat).wait(), [p.numel() for p in bucket])
+            for parameter, grad, part in zip(bucket, grads, parts, strict=True):
+                parameter.grad = grad.copy_(part.view(grad.shape))
 
-    def _add_up_bucket(self, parameters: list[nn.Parameter]) -> None:
+    def _packed(self, parameters: list[nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The gradients, zeros where there are none, and all of them in a row."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        parts = torch.split(self.exchange.add_up(parameters, flat).wait(), [p.numel() for p in parameters])
-        for parameter, grad, part in zip(parameters, grads, parts, strict=True):
-            parameter.grad = grad.copy_(part.view(grad.shape))
+        sparse = [name for name, p in self._called.named_parameters() if p.grad is not None and p.grad.is_sparse]
+        if sparse:
+            raise UsageError(
+                f"The gradient of {sparse[0]} is sparse, and several processes exchange dense ones only. Make the embedding "
+                "with sparse=False, or train in one process."
+            )
+        return grads, torch.cat([grad.reshape(-1) for grad in grads])
 
-    def _engage(self) -> None:
-        """Hand the exchange to DDP."""
+    def _engaged(self) -> DistributedDataParallel:
+        """DDP, with the exchange in its hands."""
         on_gpu = next(self._called.parameters()).device.type == "cuda"
-        self.engine = DistributedDataParallel(
+        engine = DistributedDataParallel(
             self._called,
             device_ids=[next(self._called.parameters()).device] if on_gpu else None,
             **_BUFFERS_STAY,  # settle() gives them their mean where they are read
@@ -158,7 +166,8 @@ class Replicas(Group):
             find_unused_parameters=bool(self._idle),
             bucket_cap_mb=self.settings.bucket_mb,
         )
-        self.engine.register_comm_hook(None, lambda _, bucket: self.exchange.bucket(bucket))
+        engine.register_comm_hook(None, lambda _, bucket: self.exchange.bucket(bucket))
+        return engine
 
 
 class _Replica(nn.Module):

@@ -24,6 +24,11 @@ class TopK(Exchange):
         super().__init__(group)
         self.share, self.errors = share, Errors()
 
+    def reset(self) -> None:
+        """Forget what was left out, too, which holds a part of the update that is made again."""
+        super().reset()
+        self.errors = Errors()
+
     def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
         """The sum of what all processes picked, zero elsewhere."""
         kept = self.errors.of(parameters, flat)
@@ -32,6 +37,7 @@ class TopK(Exchange):
         places = kept.abs().topk(count, sorted=False).indices
         values = kept[places].float()
         kept[places] = 0
+        kept.nan_to_num_(0.0, 0.0, 0.0)  # what is no number spoils this update, among what is picked, and none after it
         packed, future = self.collected(torch.cat([values, places.int().view(torch.float32)]))
 
         def spread(done: Future[torch.Tensor]) -> torch.Tensor:
