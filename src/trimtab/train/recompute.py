@@ -40,15 +40,18 @@ class Recomputed:
     def __init__(self, modules: Iterable[nn.Module], changing: Iterable[torch.Tensor] = (), *, segments: int = 1) -> None:
         self.modules = list(modules)
         known = {id(buffer) for buffer in changing}
+        self._own = [vars(module).get("forward") for module in self.modules]  # a hook's, or one that somebody put there
         for module in self.modules:
             again = Again(module.forward, buffers_of(module, known)) if segments == 1 else Segments(module, segments, known)
             vars(module)["forward"] = again  # into the instance, not through setattr, which modules may have overridden
 
     def undo(self) -> None:
         """The modules are as they were."""
-        for module in self.modules:
+        for module, own in zip(self.modules, self._own, strict=True):
             vars(module).pop("forward", None)
-        self.modules = []
+            if own is not None:
+                vars(module)["forward"] = own
+        self.modules, self._own = [], []
 
 
 class Again:
@@ -81,7 +84,8 @@ class Segments:
     """The forward pass of a chain, in ``count`` parts of about as many links, each computed again as one."""
 
     def __init__(self, chain: nn.Module, count: int, changing: set[int]) -> None:
-        links = list(chain.children())
+        assert isinstance(chain, nn.Sequential)
+        links = list(chain)  # not children(), which names a module once that stands in it twice
         bounds = [round(i * len(links) / count) for i in range(count + 1)]
         runs = [_Run(links[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
         self.parts = [Again(run, [place for link in run.links for place in buffers_of(link, changing)]) for run in runs]
