@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,21 +18,49 @@ from trimtab.passes.attention import KERNELS
 @contextlib.contextmanager
 def running(settings: Settings) -> Iterator[None]:
     """A block in which torch runs as ``settings`` say: threads, TF32, cuDNN's search, attention."""
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    tf32, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    kernels = sdpa_kernel(KERNELS[settings.attention]) if settings.attention in KERNELS else contextlib.nullcontext()
     try:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        if settings.tf32 is True:
-            torch.set_float32_matmul_precision("high")
-            torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark is True or benchmark
-        with sdpa_kernel(KERNELS[settings.attention]) if settings.attention in KERNELS else contextlib.nullcontext():
+        with _tf32() if settings.tf32 is True else contextlib.nullcontext(), kernels:
             yield
     finally:
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
+        torch.backends.cudnn.benchmark = benchmark
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    """A block with TF32, set by whichever of torch's two interfaces the process uses, because mixing them is an error."""
+    backends: Any = torch.backends
+    places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    before = [place.fp32_precision for place in places]
+    older: tuple[str, bool] | None
+    try:
+        older = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    except RuntimeError:  # somebody has set an fp32_precision, which the older interface has no word for
+        older = None
+    try:
+        if older is None:
+            _set_precisions(places[:3], ["tf32"] * 3)
+        else:
+            torch.set_float32_matmul_precision("high")
+            backends.cudnn.allow_tf32 = True
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older[0])
+            backends.cudnn.allow_tf32 = older[1]
+        _set_precisions(places, before)
+
+
+def _set_precisions(places: Sequence[Any], wanted: Sequence[str]) -> None:
+    """Of torch's parts; those that have theirs, perhaps from a setting above them, are left alone."""
+    for place, precision in zip(places, wanted, strict=True):
+        if place.fp32_precision != precision:
+            place.fp32_precision = precision
 
 
 def random_state() -> dict[str, Any]:
