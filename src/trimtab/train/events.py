@@ -34,7 +34,7 @@ class Progressed(Event):
     loss: float
     norm: float
     rate: float
-    """Learning rate of the first group."""
+    """Learning rate of the first group; NaN for optimizers without one."""
     examples_per_s: float
     step_ms: float
     """Time per update, with everything that comes between updates."""

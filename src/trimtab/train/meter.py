@@ -69,7 +69,7 @@ class Meter:
             updates=self.updates,
             loss=self._loss,
             norm=float(norms.mean()),
-            rate=float(self.trainer.optimizer.param_groups[0]["lr"]),
+            rate=_rate(self.trainer.optimizer),
             examples_per_s=made / max(now - self._since, 1e-9),
             step_ms=1e3 * total / len(self._unread),
             skipped=len(self._unread) - int(applied.sum()),
@@ -111,6 +111,12 @@ class Meter:
         if not busy or not self._group:
             return None
         return flops_share(self.trainer, self._group, self._all_examples / busy / self.trainer.world.size)
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of the first group; no number where the optimizer finds its own."""
+    rate = optimizer.param_groups[0].get("lr")
+    return float("nan") if rate is None else float(rate)
 
 
 def _shares(spent: Mapping[str, float], total: float) -> dict[str, float]:

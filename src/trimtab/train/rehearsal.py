@@ -42,14 +42,15 @@ class Kept:
 def rehearsal(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[Kept]:
     """A block after which the buffers of ``model`` and all random generators are as before, and gradients are gone.
 
-    With an ``optimizer``, its state and the parameters of both are put back too, from copies that exist meanwhile. The block
-    gets what keeps the tensors.
+    With an ``optimizer``, its state, its options and the parameters of both are put back too, from copies that exist meanwhile.
+    The block gets what keeps the tensors.
     """
     tensors = list(model.buffers())
     if optimizer is not None:
         tensors += list(model.parameters())
     kept, random = Kept(tensors), random_state()
     state = None if optimizer is None else _optimizer_state(optimizer)
+    options = [] if optimizer is None else _options(optimizer)
     try:
         yield kept
     finally:
@@ -59,12 +60,28 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[
         if optimizer is not None and state is not None:
             optimizer.state.clear()
             optimizer.state.update(state)
+            _put_back_options(optimizer, options)
         set_random_state(random)
 
 
 def _optimizer_state(optimizer: Optimizer) -> dict[Any, Any]:
     """A copy of the state per parameter; the parameters themselves are not copied."""
     return {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, tuple[Any, Any]]]:
+    """Per group each option and a copy of it: some optimizers count, or find their learning rate, there."""
+    groups = optimizer.param_groups
+    return [{name: (value, copy.deepcopy(value)) for name, value in group.items() if name != "params"} for group in groups]
+
+
+@torch.no_grad()
+def _put_back_options(optimizer: Optimizer, options: list[dict[str, tuple[Any, Any]]]) -> None:
+    for group, kept in zip(optimizer.param_groups, options, strict=True):
+        for name in group.keys() - kept.keys() - {"params"}:
+            del group[name]
+        for name, (value, before) in kept.items():
+            group[name] = value.copy_(before) if isinstance(value, torch.Tensor) else before
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
