@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.clock import Clock
-from trimtab.train.objective import Batch, examples, tensors
+from trimtab.train.objective import Batch, examples, length, tensors
 from trimtab.train.prefetch import Transfer
 from trimtab.workload import user_code
 
@@ -63,10 +65,7 @@ class Feed:
         """Start epoch ``epoch`` after its first ``skip`` batches."""
         self.clock.enter("data")
         batches = self.batches
-        for name in ("", "sampler", "batch_sampler"):
-            set_epoch = getattr(getattr(batches, name, None) if name else batches, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
+        _set_epoch(batches, epoch)
         self.taken = skip
         if isinstance(batches, Seekable):
             batches.seek(epoch, skip)
@@ -111,25 +110,44 @@ class Feed:
         return group if self.micro is None else [part for batch in group for part in split(batch, self.micro)]
 
 
+def _set_epoch(batches: Any, epoch: int) -> None:
+    """Tell the loader, its samplers, and what its batch sampler draws from, which epoch begins."""
+    groups = getattr(batches, "batch_sampler", None)
+    places = [batches, getattr(batches, "sampler", None), groups, getattr(groups, "sampler", None)]
+    for place in {id(place): place for place in places}.values():
+        set_epoch = getattr(place, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+
+
 def _may_run_ahead(batches: Any) -> bool:
     """Whether a batch can be read before its turn without drawing random numbers that belong to somebody else."""
     return isinstance(batches, Seekable) or bool(getattr(batches, "num_workers", 0))
 
 
 def mover(device: torch.device, *, channels_last: bool = False) -> Callable[[Batch], Batch]:
-    """A function that puts every tensor of a batch on ``device``, images in the layout that the model has."""
+    """A function that puts every tensor of a batch on ``device``, images in the layout that the model has.
+
+    Objects with a ``to`` of their own, such as packed sequences and transformers' encodings, move themselves.
+    """
 
     def move(batch: Batch) -> Batch:
         if isinstance(batch, torch.Tensor):
             moved = batch.to(device, non_blocking=True)
             return moved.contiguous(memory_format=torch.channels_last) if channels_last and moved.dim() == 4 else moved
+        if callable(getattr(batch, "to", None)):
+            moved = copy.copy(batch).to(device)  # some change themselves
+            return rebuilt(moved, move) if channels_last and isinstance(moved, Mapping) else moved
         return rebuilt(batch, move)
 
     return move if channels_last or device.type != "cpu" else _same
 
 
 def split(batch: Batch, size: int) -> list[Batch]:
-    """``batch`` in parts of at most ``size`` examples, cut along the first axis of every tensor as long as the batch."""
+    """``batch`` in parts of at most ``size`` examples, cut along the first axis of every tensor as long as the batch.
+
+    Lists as long as the batch, of names or numbers say, are cut alike; whatever else there is goes to every part.
+    """
     count = examples(batch)
     if count <= size:
         return [batch]
@@ -139,37 +157,50 @@ def split(batch: Batch, size: int) -> list[Batch]:
             f"A batch cannot be taken apart into micro-batches of {size}: its tensors differ in their first axis ({shapes}). "
             "Make the loader's batches smaller and set accumulate instead."
         )
-    return [rebuilt(batch, _part(start, start + size)) for start in range(0, count, size)]
+    return [rebuilt(batch, _part(start, start + size, count)) for start in range(0, count, size)]
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """One batch with the examples of all.
+    """One batch with the examples of all; what is neither tensor nor list with a value per example is that of the first.
 
     Raises:
         WorkloadError: their tensors differ in more than the first axis.
     """
+    return _joined(batches, [length(batch) for batch in batches])
+
+
+def _joined(batches: Sequence[Batch], counts: Sequence[int | None]) -> Batch:
     first = batches[0]
     if isinstance(first, torch.Tensor):
         if len({(batch.dtype, batch.shape[1:]) for batch in batches}) > 1:
             shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
             raise WorkloadError(f"exact_batchnorm needs batches of one shape, but these are {shapes}. Pad them alike.")
         return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
+    if all(_per_example(batch, count) for batch, count in zip(batches, counts, strict=True)):
+        return np.concatenate(batches) if isinstance(first, np.ndarray) else type(first)(itertools.chain(*batches))
     if isinstance(first, Mapping):
-        return {key: join([batch[key] for batch in batches]) for key in first}
+        return {key: _joined([batch[key] for batch in batches], counts) for key in first}
     if isinstance(first, (tuple, list)):
-        return (
-            type(first)(*(map(join, zip(*batches, strict=True))))
-            if hasattr(first, "_fields")
-            else [join(items) for items in zip(*batches, strict=True)]
-        )
+        items = [_joined(items, counts) for items in zip(*batches, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else items
     return first
 
 
-def _part(start: int, end: int) -> Callable[[Batch], Batch]:
+def _part(start: int, end: int, count: int) -> Callable[[Batch], Batch]:
     def part(item: Batch) -> Batch:
-        return item[start:end] if isinstance(item, torch.Tensor) and item.dim() else rebuilt(item, part)
+        whole = isinstance(item, torch.Tensor) and item.dim()
+        return item[start:end] if whole or _per_example(item, count) else rebuilt(item, part)
 
     return part
+
+
+def _per_example(item: Any, count: int | None) -> bool:
+    """Whether ``item`` is no tensor, but has one value for each of so many examples; of any number where none is known."""
+    if isinstance(item, np.ndarray):
+        return item.ndim > 0 and count in (None, len(item))
+    if not isinstance(item, (list, tuple)) or hasattr(item, "_fields") or count not in (None, len(item)):
+        return False
+    return not any(isinstance(each, (torch.Tensor, np.ndarray, Mapping, list, tuple)) for each in item)
 
 
 def rebuilt(batch: Batch, change: Callable[[Batch], Batch]) -> Batch:

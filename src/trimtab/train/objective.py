@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ class Objective:
             try:
                 loss, weight = self.loss(outputs, targets), _denominator(self.loss, targets) if weighed else None
             except IndexError as error:
-                raise WorkloadError(_wrong_label(outputs, targets, error)) from error
+                raise WorkloadError(_wrong_label(self.loss, outputs, targets, error)) from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise WorkloadError(_no_scalar(loss))
         if not loss.requires_grad and torch.is_grad_enabled():
@@ -109,10 +110,7 @@ class Objective:
             return loss, None
         model = getattr(model, "_orig_mod", model)  # what is compiled
         model = getattr(model, "module", model)  # what DDP wraps
-        config = getattr(model, "config", None)
-        shifted = any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or [])
-        shifted |= "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
-        return loss, (labels[..., 1:] if shifted else labels).ne(IGNORED).sum()
+        return loss, (labels[..., 1:] if _shifts(model) else labels).ne(IGNORED).sum()
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -132,17 +130,27 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
     return [tensor for item in items for tensor in tensors(item)]
 
 
+def opaque(batch: Batch) -> bool:
+    """Whether ``batch`` holds objects that can be moved to a device, but whose tensors are not among :func:`tensors`."""
+    if isinstance(batch, torch.Tensor):
+        return False
+    if isinstance(batch, (Mapping, tuple, list)):
+        return any(map(opaque, batch.values() if isinstance(batch, Mapping) else batch))
+    return callable(getattr(batch, "to", None))
+
+
 def examples(batch: Batch) -> int:
     """The number of examples in ``batch``: the length of its first tensor that has one, 1 if there is none."""
-    found = _length(batch)
+    found = length(batch)
     return 1 if found is None else found
 
 
-def _length(batch: Batch) -> int | None:
+def length(batch: Batch) -> int | None:
+    """The length of the first tensor in ``batch`` that has one."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else None
     items = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, Mapping) else ()
-    return next((length for item in items if (length := _length(item)) is not None), None)
+    return next((found for item in items if (found := length(item)) is not None), None)
 
 
 def _pair(batch: Batch) -> tuple[Any, Any]:
@@ -166,6 +174,17 @@ def _takes_model(loss: Callable[..., Any]) -> bool:
     return first in _MODEL_NAMES
 
 
+def _shifts(model: nn.Module) -> bool:
+    """Whether a model of transformers compares each position with the label of the next, as causal language models do.
+
+    A checkpoint says what it was written from, which need not be what it was read into: the class of the model goes first.
+    """
+    names = [type(model).__name__]
+    if not re.search("For[A-Z]", names[0]):
+        names += getattr(getattr(model, "config", None), "architectures", None) or []
+    return any("CausalLM" in name or "LMHead" in name for name in names)
+
+
 def _options(loss: Callable[..., Any] | None) -> dict[str, Any]:
     """The options of one of torch's losses, whether it is a module, a function or a partial one."""
     if isinstance(loss, functools.partial):
@@ -187,19 +206,24 @@ def _denominator(loss: Callable[..., Any], targets: Any) -> Weight | None:
     if targets.is_floating_point():  # probabilities: the mean is over all positions
         return float(targets.numel() / targets.shape[1 if targets.dim() > 1 else 0])
     options = _options(loss)
-    ignored, classes = options.get("ignore_index"), options.get("weight")
-    kept = targets != (IGNORED if ignored is None else ignored)
+    classes, kept = options.get("weight"), targets != _ignored(loss)
     if classes is None:
         return kept.sum()
-    weights: torch.Tensor = classes[targets.clamp_min(0)]
+    weights: torch.Tensor = classes[torch.where(kept, targets, 0)]
     return weights.mul(kept).sum()
 
 
-def _wrong_label(outputs: Any, targets: Any, error: IndexError) -> str:
+def _ignored(loss: Callable[..., Any]) -> int:
+    """The label that ``loss`` leaves out."""
+    ignored = _options(loss).get("ignore_index")
+    return IGNORED if ignored is None else int(ignored)
+
+
+def _wrong_label(loss: Callable[..., Any], outputs: Any, targets: Any, error: IndexError) -> str:
     """Which label has no output, if it is that; else what was raised."""
     if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor) and not targets.is_floating_point():
         classes = outputs.shape[1 if outputs.dim() > 1 else 0]
-        wrong = targets[(targets >= classes) | ((targets < 0) & (targets != IGNORED))]
+        wrong = targets[((targets >= classes) | (targets < 0)) & (targets != _ignored(loss))]
         if len(wrong):
             return (
                 f"A label is {int(wrong[0])}, but the model has {classes} outputs, for labels from 0 to {classes - 1}. Number "

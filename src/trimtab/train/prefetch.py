@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trimtab.train.objective import Batch, tensors
+from trimtab.train.objective import Batch, opaque, tensors
 
 Move = Callable[[Batch], Batch]
 
@@ -73,6 +73,8 @@ class StreamTransfer(Transfer):
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still be making them
             for tensor in there:
                 tensor.record_stream(self.stream)
+        if opaque(batch):  # nothing can be said of its tensors: their memory is used again only after what was computed with it
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             moved = self.move(batch)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
