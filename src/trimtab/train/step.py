@@ -15,6 +15,8 @@ from trimtab.candidate import Settings
 from trimtab.errors import NonFiniteError
 from trimtab.train.clock import Clock
 from trimtab.train.objective import Batch, Objective, Weight, examples
+from trimtab.train.recompute import buffers_of
+from trimtab.train.rehearsal import Kept
 from trimtab.train.world import World
 
 
@@ -37,7 +39,8 @@ class Step:
     a mean over. Gradients cross between processes, are clipped, checked and applied once.
 
     On a GPU an update that is not finite is an error one update later, because the loop does not wait for the device in
-    between; ``nonfinite="skip"`` and ``"stop"`` do wait.
+    between; ``nonfinite="skip"`` and ``"stop"`` do wait. They also put back the running statistics of normalisation layers,
+    which the forward pass of an update that is left out has moved; other buffers stay as that pass left them.
 
     Args:
         model: what the objective calls, perhaps wrapped or compiled.
@@ -56,7 +59,8 @@ class Step:
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.settings, self.world, self.clock = settings, world, clock
         self.scaler = torch.amp.GradScaler(settings.device, enabled=settings.autocast == "float16")
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._known = len(self._parameters)
+        self._statistics = buffers_of(model, set()) if settings.nonfinite != "raise" else []
         self._typical: float | None = None
         self._unread: Update | None = None
 
@@ -67,6 +71,10 @@ class Step:
             NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
         """
         clock, world = self.clock, self.world
+        if len(self._parameters) != self._known:  # what came to the optimizer may have gathered gradients all the time
+            self._known = len(self._parameters)
+            self.discard()
+        before = Kept(buffer for module, name in self._statistics if (buffer := module._buffers[name]) is not None)
         if self._typical is None and world.size > 1:
             self._typical = world.agreed(max(map(examples, batches)))
         alone = len(batches) == 1 and world.size == 1  # then what the loss is a mean over makes no difference
@@ -94,6 +102,8 @@ class Step:
         if self.settings.clip_norm is not None:
             self.world.scale(grads, (self.settings.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does it
         update = self._apply(loss, norm)
+        if not update.applied:
+            before.put_back()
         self.discard()
         clock.enter("other")
         return update
@@ -132,6 +142,11 @@ class Step:
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self._typical = state["typical"]
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """What the optimizer has now: a run may add to it, as one that thaws its model layer by layer does."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _weighted(self, loss: torch.Tensor, weight: Weight, count: int) -> torch.Tensor:
         """The loss by its weight, relative to a typical one, so that float16 gradients keep their range."""
