@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -40,6 +41,8 @@ class Checkpoints:
         if keep < 1:
             raise UsageError(f"keep is {keep}; at least one checkpoint must stay.")
         self.folder, self.keep = pathlib.Path(folder), keep
+        self._whole: set[pathlib.Path] = set()
+        """Those that were written here or found whole, so that large files are not hashed with every checkpoint."""
 
     def save(self, update: int, state: Mapping[str, Any]) -> pathlib.Path:
         """Write ``state``, nested mappings and sequences of tensors and plain values, as the checkpoint after ``update``.
@@ -65,8 +68,25 @@ class Checkpoints:
                 f"The checkpoint after update {update} cannot be written to {self.folder}: {error.strerror or error}. {kept} "
                 "Make room, or give another checkpoint folder, and resume."
             ) from error
-        self._sweep()
+        self._whole.add(place)
+        self._sweep(place)
         return place
+
+    def probe(self) -> None:
+        """Make the folder and try to write there, so that a run does not find out after hours.
+
+        Raises:
+            StorageError: nothing can be written.
+        """
+        trial = self.folder / f".update-probe.{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            trial.write_text("", encoding="utf-8")
+            trial.unlink()
+        except OSError as error:
+            raise StorageError(
+                f"Checkpoints cannot be written to {self.folder}: {error.strerror or error}. Give another checkpoint folder."
+            ) from error
 
     def newest(self) -> pathlib.Path | None:
         """The newest checkpoint that is whole."""
@@ -101,12 +121,20 @@ class Checkpoints:
         found = self.folder.glob("update-*") if self.folder.is_dir() else ()
         return sorted((place for place in found if _NAME.fullmatch(place.name)), reverse=True)
 
-    def _sweep(self) -> None:
-        """Remove what a process left that was killed while writing, and what is older than ``keep``."""
+    def _sweep(self, written: pathlib.Path | None = None) -> None:
+        """Remove what a process left that was killed while writing, and what is older than ``keep`` whole ones."""
         for left in self.folder.glob(".update-*"):
             shutil.rmtree(left, ignore_errors=True)
-        for place in self._places()[self.keep :]:
-            shutil.rmtree(place, ignore_errors=True)
+        places = self._places()
+        if len(places) <= self.keep:
+            return
+        whole = 0
+        for place in places:
+            if whole >= self.keep and place != written:
+                shutil.rmtree(place, ignore_errors=True)
+            elif place in self._whole or not _damage(place):
+                self._whole.add(place)
+                whole += 1
 
 
 def _write(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
@@ -139,6 +167,8 @@ class Encoder:
         """
         if isinstance(value, torch.Tensor):
             return {"tensor": self._keep(value.detach())}
+        if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
+            return {"float": str(float(value))}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Mapping):
@@ -173,6 +203,8 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tree
     if "tensor" in tree:
         return tensors[tree["tensor"]]
+    if "float" in tree:
+        return float(tree["float"])
     if "tuple" in tree:
         return tuple(decode(item, tensors) for item in tree["tuple"])
     return {decode(key, tensors): decode(item, tensors) for key, item in tree["items"]}

@@ -49,18 +49,24 @@ def kept_random() -> Iterator[None]:
         set_random_state(before)
 
 
-@contextlib.contextmanager
-def _kept_generators(loader: Any) -> Iterator[None]:
-    """A block after which the generators of ``loader``, its sampler and its batch sampler stand where they stood."""
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators of ``loader``, its sampler and its batch sampler, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = {id(g): g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
-    before = {key: generator.get_state() for key, generator in found.items()}
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """A block after which the generators of ``loader``, its sampler and its batch sampler stand where they stood."""
+    found = generators_of(loader)
+    before = [generator.get_state() for generator in found]
     try:
         yield
     finally:
-        for key, generator in found.items():
-            generator.set_state(before[key])
+        for generator, state in zip(found, before, strict=True):
+            generator.set_state(state)
 
 
 def _some(batches: Iterator[Batch], count: int) -> list[Batch]:

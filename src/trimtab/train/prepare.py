@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import signal
 import threading
@@ -16,13 +17,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
+from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.clock import Clock, clock_for
 from trimtab.train.compiling import CompiledStep, CompileWatch
 from trimtab.train.feed import Feed, mover
 from trimtab.train.kernels import use_kernels
+from trimtab.train.peek import generators_of
 from trimtab.train.prefetch import transfer_for
-from trimtab.train.runtime import random_state
+from trimtab.train.runtime import random_state, set_random_state
 from trimtab.train.step import Step
 from trimtab.train.validation import Move
 from trimtab.train.world import World
@@ -60,7 +63,7 @@ def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int
     step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock)
     updates = steps if steps is not None else updates_of(train, settings.accumulate, epochs or 0)
     updates = None if updates is None else max(trainer.world.gathered(updates))
-    scheduler = _scheduler(trainer, updates)
+    scheduler = trainer.scheduler = _scheduler(trainer, updates)
     made = Ready(feed, step, scheduler, clock, move, updates)
     if trainer.resuming is not None:
         _load_rest(made, trainer.resuming, trainer.world)
@@ -146,13 +149,28 @@ def check_lengths(epochs: int | None, steps: int | None) -> None:
         raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
 
 
+def check_counts(**counts: int | None) -> None:
+    """Refuse a number of updates below 1.
+
+    Raises:
+        UsageError: one is.
+    """
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} is {value!r}; it is a number of updates: a whole number of at least 1.")
+
+
 def check_folder(trainer: Trainer) -> None:
-    """Refuse to begin anew where another run's checkpoints are.
+    """Refuse to begin anew where another run's checkpoints are, or where none can be written.
 
     Raises:
         UsageError: there is a checkpoint, and this run neither resumed from it nor wrote it.
+        StorageError: the folder cannot be made, or written to.
     """
-    if trainer.checkpoints is None or trainer.resuming is not None or trainer.position.update:
+    if trainer.checkpoints is None:
+        return
+    trainer.world.led(trainer.checkpoints.probe)
+    if trainer.resuming is not None or trainer.position.update:
         return
     if newest := trainer.checkpoints.newest():
         raise UsageError(
@@ -167,18 +185,30 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
     return {
         "model": world.whole(trainer.model.state_dict()),
         "optimizer": world.whole(trainer.optimizer.state_dict()),
-        "scheduler": None if ready.scheduler is None else _plain(ready.scheduler.state_dict()),
+        "scheduler": None if ready.scheduler is None else schedules.state_of(ready.scheduler),
         "step": ready.step.state_dict(),
         "ema": None if trainer.ema is None else world.whole(trainer.ema.shadow),
         "best": world.whole(trainer.best_parameters),
         "position": dataclasses.asdict(trainer.position),
-        "random": world.gathered(random_state()),
+        "random": world.gathered(random_of(ready.feed.batches)),
         "epoch_random": world.gathered(trainer.epoch_random),
         "seed": world.seed,
         "decided": trainer.decided,
         "kind": type(trainer.model).__qualname__,
         "optimizer_kind": type(trainer.optimizer).__qualname__,
     }
+
+
+def random_of(batches: Iterable[Any]) -> dict[str, Any]:
+    """Every generator that the rest of the run may draw from, those that the loader ``batches`` has for itself too."""
+    return {**random_state(), "loader": [generator.get_state() for generator in generators_of(batches)]}
+
+
+def set_random_of(batches: Iterable[Any], state: Mapping[str, Any]) -> None:
+    """Put back what :func:`random_of` gave."""
+    set_random_state(state)
+    for generator, kept in zip(generators_of(batches), state.get("loader", ()), strict=False):
+        generator.set_state(kept)
 
 
 def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -201,6 +231,12 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
         raise UsageError(
             f"The checkpoint in {folder} was made with {state['optimizer_kind']}, not {kind}. Give that optimizer."
         )
+    was, are = ([len(group["params"]) for group in groups] for groups in _groups(state, trainer.optimizer))
+    if was != are:
+        raise UsageError(
+            f"The checkpoint in {folder} was made with optimizer groups of {_listed(was)} parameters, not of {_listed(are)}. "
+            "Give the optimizer the groups that it had."
+        )
     if (trainer.ema is None) != (state["ema"] is None):
         raise UsageError(f"The checkpoint in {folder} was made with{'' if state['ema'] else 'out'} ema=...; give the same.")
     world = trainer.world
@@ -211,6 +247,14 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
             value.copy_(world.part(state["ema"][name], value))
     vars(trainer.position).update(state["position"])
     _redecide(trainer, state.get("decided", {}))
+
+
+def _groups(state: Mapping[str, Any], optimizer: Optimizer) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    return state["optimizer"]["param_groups"], optimizer.param_groups
+
+
+def _listed(counts: list[int]) -> str:
+    return " and ".join(map(str, counts))
 
 
 def _redecide(trainer: Trainer, decided: Mapping[str, Any]) -> None:
@@ -233,8 +277,12 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         for known, handler in before.items():
             signal.signal(known, handler)
+        if child is not None and callable(telling := signal.getsignal(child)):
+            before[child] = telling  # torch's, which raises wherever we are if the signal has ended the loader's workers too
+            signal.signal(child, lambda *_: None)
         trainer.stop(f"It was interrupted by {signal.Signals(number).name}.")
 
+    child: signal.Signals | None = getattr(signal, "SIGCHLD", None)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = {number: handler for number, handler in before.items() if handler is not None}  # not set from Python: leave it
     for number in before:
@@ -262,7 +310,16 @@ def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
         return schedule
     if updates is None:
         raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
-    return schedule(trainer.optimizer, updates)
+    before, groups = trainer.scheduler, trainer.optimizer.param_groups
+    kept = [dict(group) for group in groups]
+    for group in groups if before is not None else ():  # a second run shapes the rates that the first one began with
+        group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
+    made = schedule(trainer.optimizer, updates)
+    if before is not None:
+        schedules.load(made, schedules.state_of(before))
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
+    return made
 
 
 def _load_rest(made: Ready, state: Mapping[str, Any], world: World) -> None:
@@ -271,12 +328,7 @@ def _load_rest(made: Ready, state: Mapping[str, Any], world: World) -> None:
     _like_parameters(optimizer, world)
     made.step.load_state_dict(state["step"])
     if made.scheduler is not None and state["scheduler"] is not None:
-        made.scheduler.load_state_dict(state["scheduler"])
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's state without the functions in it, which are made again from the same arguments."""
-    return {name: value for name, value in state.items() if not callable(value) and name != "lr_lambdas"}
+        schedules.load(made.scheduler, state["scheduler"])
 
 
 def _like_parameters(optimizer: Optimizer, world: World) -> None:

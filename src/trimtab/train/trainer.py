@@ -11,19 +11,21 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
-from trimtab.errors import StorageError, UsageError
+from trimtab.errors import StorageError, UsageError, WorkloadError
 from trimtab.train import auto, prepare, progress
+from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed.processes import join
 from trimtab.train.events import Callback, Ended, Event, Remarked, Saved, Validated
 from trimtab.train.feed import Feed, check_loader
 from trimtab.train.memory import Room
 from trimtab.train.meter import Meter
+from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, Objective
-from trimtab.train.runtime import random_state, running, set_random_state
+from trimtab.train.runtime import running
 from trimtab.train.schedule import Schedule
 from trimtab.train.step import Update
 from trimtab.train.stopping import EarlyStopping, Ema
@@ -33,6 +35,7 @@ from trimtab.train.world import World
 from trimtab.workload import user_code
 
 _STEP = user_code("The model or its loss raised")
+_WORKER_ENDED = "The loader raised: RuntimeError: DataLoader worker"
 
 
 @dataclasses.dataclass
@@ -59,7 +62,8 @@ class Trainer:
         settings: precision, accumulation, memory and the like; what is ``"auto"`` is decided by measurement when
             :meth:`fit` begins.
         schedule: ``schedule(optimizer, updates)`` -> one of torch's schedulers, such as
-            :func:`~trimtab.train.schedule.one_cycle`; or a scheduler itself. Stepped once per update.
+            :func:`~trimtab.train.schedule.one_cycle`; or a scheduler itself. Stepped once per update;
+            ``ReduceLROnPlateau`` after each validation, with the figure that ``early_stopping`` watches.
         early_stopping: ends the run when the validation has stopped getting better.
         checkpoint: folder for checkpoints, written every ``checkpoint_every`` updates (or epochs, if ``None``) and at the end.
         callbacks: called as ``callback(trainer, event)`` with everything that happens.
@@ -70,7 +74,7 @@ class Trainer:
             is where that is a terminal.
 
     Raises:
-        UsageError: the model has nothing to train, or the optimizer is over other parameters.
+        UsageError: the model has nothing to train, the optimizer is over other parameters, or a number makes no sense.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Trainer:
         progress: bool | None = None,
         world: World | None = None,
     ) -> None:
+        prepare.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
         self.model = model
         self.objective = Objective(loss)
         self.settings = settings
@@ -118,6 +123,13 @@ class Trainer:
         """Of the best validation, where early stopping puts them back."""
         self.epoch_random: dict[str, Any] = {}
         self.resuming: dict[str, Any] | None = None
+        self.scheduler: LRScheduler | None = None
+        """What was made of ``schedule`` for the last run; the next one goes on from it."""
+        self.modes = Modes(model)
+        self._advanced: tuple[Any, Any] | None = None
+        """An iterator that the last run has begun, and what is left of it."""
+        self._goes_on = False
+        """Whether the run that begins has that very iterator."""
         self.room = Room(self)
         self._shows_average = False
         self._stop: str | None = None
@@ -163,12 +175,17 @@ class Trainer:
             check_loader(validate, "validate")
         prepare.check_folder(self)
         self._stop, self.room = None, Room(self)
+        self.modes.look()
         with prepare.interruptible(self):
-            train = self.world.share(train, "train")
+            given, train = train, self.world.share(train, "train")
+            begun = self._advanced
+            self._goes_on = begun is not None and begun[0] is given and self.resuming is None
+            train = begun[1] if begun is not None and self._goes_on else train
             validate = None if validate is None else self.world.share(validate, "validate")
             updates = steps or prepare.updates_of(train, self.settings.accumulate, epochs or 0)
             with progress.shown(self, self.progress, updates):
                 train = auto.decide(self, train, updates)
+                self._advanced = (given, train) if isinstance(given, Iterator) else None
                 with running(self.settings), self.room:
                     return (yield from self._run(train, validate, epochs, steps))
 
@@ -195,7 +212,7 @@ class Trainer:
         state = self.checkpoints.load()
         prepare.restore(self, state)
         self.best_parameters = state["best"]
-        self.resuming = state
+        self.resuming, self._shows_average = state, False
         return self
 
     def stop(self, reason: str) -> None:
@@ -226,18 +243,33 @@ class Trainer:
             self.ema.exchange(self.model)
             self._shows_average = False
         ready = prepare.ready(self, train, epochs, steps)
-        step, feed, meter = ready.step, ready.feed, Meter(self, ready.clock, ready.updates)
+        step, meter = ready.step, Meter(self, ready.clock, ready.updates)
+        to_come = None if ready.updates is None else ready.updates - position.update
+        schedules.check(ready.scheduler, to_come, validated=held_out is not None)
         step.discard()  # whatever was computed before this run
+        first, began = position.epoch, position.update
+        self._stop_if_stale()  # which the run that is gone on with had ended by
         while not self.world.any(self.ending) and not _over(position, epochs, steps):
-            self.model.train()
-            self._begin_epoch(feed)
+            self.modes.train()
+            self._begin_epoch(ready.feed)
+            if (yield from self._epoch(ready, meter, steps)):
+                position.epoch, position.batch = position.epoch + 1, 0
+                meter.report()
+                self._validate(held_out, ready)
+                if self.checkpoint_every is None:
+                    self._save(ready)
+        step.check()
+        meter.report()
+        if held_out is not None and position.epoch == first and position.update > began and not self.ending:
+            self.note("No epoch came to its end, so nothing was validated; give more steps, or epochs.")
+        return self._finish(ready, meter, epochs, steps)
+
+    def _epoch(self, ready: prepare.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
+        """What is left of the epoch; returns whether it is whole."""
+        feed, position = ready.feed, self.position
+        try:
             for group in self.world.rounds(feed.groups(), feed.length()):
-                with _STEP:
-                    update = self.room.update(ready, group)
-                if ready.scheduler is not None and update.applied:
-                    ready.scheduler.step()
-                if self.ema is not None:
-                    self.ema.update(self.model)
+                update = self._update(ready, group)
                 position.batch, position.update = feed.taken, position.update + 1
                 position.skipped += not update.applied
                 meter.count(update, group if self.world.counts else [])
@@ -246,27 +278,46 @@ class Trainer:
                 if self.checkpoint_every is not None and position.update % self.checkpoint_every == 0:
                     self._save(ready)
                 yield update
-                if self.world.stopping(self.ending) or position.update == steps:
-                    break
-            else:  # the epoch is whole
-                position.epoch, position.batch = position.epoch + 1, 0
-                meter.report()
-                self._validate(held_out, ready)
-                if self.checkpoint_every is None:
-                    self._save(ready)
-        step.check()
-        meter.report()
-        return self._finish(ready, meter, epochs, steps)
+                if self.world.stopping(self.ending):
+                    return False
+                if position.update == steps:
+                    left = feed.length()
+                    return not self.world.any(left is None or left > 0)
+        except WorkloadError as error:
+            # A signal to the whole group of processes, as a terminal's Ctrl-C is, ends the loader's workers too.
+            if self.world.size > 1 or not self.ending or _WORKER_ENDED not in str(error):
+                raise
+            return False
+        return True
+
+    def _update(self, ready: prepare.Ready, group: list[Batch]) -> Update:
+        """One update, and what goes along with it."""
+        with _STEP:
+            update = self.room.update(ready, group)
+        if ready.scheduler is not None and update.applied and not isinstance(ready.scheduler, ReduceLROnPlateau):
+            ready.scheduler.step()
+        if self.ema is not None and update.applied:
+            self.ema.update(self.model)
+        return update
 
     def _begin_epoch(self, feed: Feed) -> None:
-        """Start the loader; after a resumption in mid-epoch, where it stood, with the same random numbers to come."""
-        resumed, self.resuming = self.resuming, None
+        """Start the loader; in mid-epoch where it stood, with the same random numbers to come."""
+        resumed, goes_on, batch, loader = self.resuming, self._goes_on, self.position.batch, feed.batches
+        self.resuming, self._goes_on = None, False
+        begun: dict[str, Any] = {}
+        now: dict[str, Any] = {}
         if resumed is not None:
-            set_random_state(self._own(resumed["epoch_random" if self.position.batch else "random"]))
-        self.epoch_random = random_state()
-        feed.begin(self.position.epoch, self.position.batch)
-        if resumed is not None and self.position.batch:
-            set_random_state(self._own(resumed["random"]))
+            begun, now = self._own(resumed["epoch_random"]), self._own(resumed["random"])
+        elif batch and not goes_on:  # an earlier run ended there
+            begun, now = self.epoch_random, prepare.random_of(loader)
+        if now:
+            prepare.set_random_of(loader, begun if batch else now)
+        if not (batch and goes_on):
+            self.epoch_random = prepare.random_of(loader)
+        feed.begin(self.position.epoch, 0 if goes_on else batch)
+        feed.taken = batch
+        if now and batch:
+            prepare.set_random_of(loader, now)
 
     def _own(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """This process's state of what every process has one of; another number of processes makes do with those there are."""
@@ -292,9 +343,15 @@ class Trainer:
                     self.best_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
             else:
                 position.stale += 1
+        if isinstance(ready.scheduler, ReduceLROnPlateau):
+            ready.scheduler.step(self.results[stopping.metric])
         self.emit(Validated(update=position.update, epoch=position.epoch, metrics=self.results, best=better))
-        if self.early_stopping is not None and position.stale >= stopping.patience:
-            self.stop(f"The validation's {stopping.metric} did not improve {position.stale} times in a row.")
+        self._stop_if_stale()
+
+    def _stop_if_stale(self) -> None:
+        stopping, stale = self.early_stopping, self.position.stale
+        if stopping is not None and stale >= stopping.patience:
+            self.stop(f"The validation's {stopping.metric} did not improve {stale} times in a row.")
 
     def _save(self, ready: prepare.Ready) -> None:
         """Write a checkpoint, unless the last update was not finite."""

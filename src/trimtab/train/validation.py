@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.feed import Seekable
 from trimtab.train.objective import Batch, Objective, Weight, call, examples
+from trimtab.workload import user_code
 
 if TYPE_CHECKING:
     from trimtab.train.prepare import Ready
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 Metric = Callable[[Any, Any], Any]
 """``metric(outputs, targets)`` -> one value per example."""
 Move = Callable[[Batch], Batch]
+_READING, _END = user_code("The validation loader raised"), object()
+_MODEL = user_code("In validation the model or its loss raised")
 
 
 @torch.no_grad()
@@ -26,12 +29,13 @@ def validate(
 ) -> dict[str, float]:
     """The mean loss, weighted as in training, and the means of ``metrics``, over all of ``batches`` on all processes.
 
-    The model is in evaluation mode meanwhile, and in the mode that it was in afterwards.
+    The model is in evaluation mode meanwhile, and each of its modules in the mode that it was in afterwards.
 
     Raises:
-        WorkloadError: there is no batch, or a metric gives something else than a value per example.
+        WorkloadError: the loader, the model or a metric raised, there is no batch, or a metric gives something else than a
+            value per example.
     """
-    was, clock, world = model.training, ready.clock, ready.step.world
+    modes, clock, world = [(module, module.training) for module in model.modules()], ready.clock, ready.step.world
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
     values: dict[str, list[torch.Tensor]] = {name: [] for name in metrics}
@@ -40,17 +44,19 @@ def validate(
     model.eval()
     try:
         with world.together():
-            for batch in world.rounds(iter(batches), _length(batches)):
+            for batch in world.rounds(_read(batches), _length(batches)):
                 moved = ready.move(batch)
                 with ready.step.precision():
-                    loss, weight = objective(model, moved)
+                    with _MODEL:
+                        loss, weight = objective(model, moved)
                     for name, metric in metrics.items() if world.counts else ():
                         values[name].append(_per_example(name, metric, model, moved))
                 if world.counts:
                     losses.append(loss.detach())
                     weights.append(weight)
     finally:
-        model.train(was)
+        for module, mode in modes:
+            module.training = mode
         clock.enter("other")
     if not world.any(bool(losses)):
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
@@ -59,6 +65,17 @@ def validate(
         means, counts = [part.double().mean() for part in parts], [float(part.numel()) for part in parts]
         found[name] = float(world.mean(means, counts, summed=False)[0])
     return found
+
+
+def _read(batches: Iterable[Batch]) -> Iterator[Batch]:
+    with _READING:
+        running = iter(batches)
+    while True:
+        with _READING:
+            batch = next(running, _END)
+        if batch is _END:
+            return
+        yield batch
 
 
 def _length(batches: Iterable[Batch]) -> int | None:
@@ -71,7 +88,8 @@ def _length(batches: Iterable[Batch]) -> int | None:
 def _per_example(name: str, metric: Metric, model: nn.Module, batch: Batch) -> torch.Tensor:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise UsageError(f"The metric {name!r} needs batches of (inputs, targets); compute it in a callback instead.")
-    found = torch.as_tensor(metric(call(model, batch[0]), batch[1]))
+    with user_code(f"The metric {name!r}, or the model for it, raised"):
+        found = torch.as_tensor(metric(call(model, batch[0]), batch[1]))
     if found.dim() == 0:
         found = found.expand(examples(batch))
     return found.reshape(-1)
