@@ -21,6 +21,7 @@ from gen_reference import api_page, cli_page, errors_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from trimtab.candidate import Settings
 from trimtab.contracts import BACKENDS, PASSES, Backend, Pass, Technique, install_hint
 from trimtab.study import space
 
@@ -180,7 +181,9 @@ def example(cls: type[Technique]) -> str:
         made = f'Recipe(backend=BACKENDS["{cls.name}"]())'
         return f"from trimtab import BACKENDS, Recipe\n\nrecipe = {made}"
     if "infer" not in cls.modes:
-        chosen = "\n".join(f'settings = Settings({name}="auto")' for name in sorted(typing.cast(Any, cls).sets))
+        (name,) = typing.cast(Any, cls).sets
+        value = '"auto"' if "auto" in str(typing.get_type_hints(Settings)[name]) else "True"
+        chosen = f"settings = Settings({name}={value})"
         return f"from trimtab import Settings\n\n{chosen}"
     backend = next(name for name in ("eager", *BACKENDS) if typing.cast(Any, cls).sets <= BACKENDS[name].honours)
     made = f'Recipe(passes=(PASSES["{cls.name}"](),), backend=BACKENDS["{backend}"]())'

@@ -26,7 +26,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
@@ -236,15 +236,22 @@ def test_python_that_is_not_run_parses(page: pathlib.Path) -> None:
 
 
 def test_recipes_on_the_generated_pages_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages of passes and backends show recipes, which can be made and whose settings are carried out."""
+    """The pages of passes and backends show recipes, or settings of trainings, which can be made and are carried out."""
     monkeypatch.syspath_prepend(DOCS)
     shown = "\n".join(importlib.import_module("gen_pages").pages().values())
-    recipes = [text for _, language, _, text in FENCE.findall(shown) if language == "python" and "Recipe" in text]
-    assert len(recipes) == len(PASSES) + len(BACKENDS)
+    python = [text for _, language, _, text in FENCE.findall(shown) if language == "python"]
+    recipes = [text for text in python if "Recipe(" in text]
+    settings = [text for text in python if "Settings(" in text]
+    inference = [name for name, cls in PASSES.items() if "infer" in cls.modes]
+    assert len(recipes) == len(inference) + len(BACKENDS)
+    assert len(settings) == len(PASSES) - len(inference)
+    scope: dict[str, Any] = {}
     for text in recipes:
-        scope: dict[str, trimtab.Recipe] = {}
         exec(compile(text, "page", "exec"), scope)  # noqa: S102 - what our own pages show
         assert all(step.sets <= scope["recipe"].backend.honours for step in scope["recipe"].passes)
+    for text in settings:
+        exec(compile(text, "page", "exec"), scope)  # noqa: S102 - what our own pages show
+        assert scope["settings"] != trimtab.Settings()
 
 
 def source_texts() -> str:

@@ -8,11 +8,12 @@ import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import nn
 
+from trimtab._json import type_hints
 from trimtab._tree import Structure, flatten, names, unflatten
 from trimtab.errors import CompileError, UsageError
 from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, specs
@@ -69,6 +70,9 @@ class Settings:
     """Whether workers, micro-batch and compilation are tuned again while the run goes on, where its steps slow down."""
 
     def __post_init__(self) -> None:
+        for name, hint in type_hints(Settings).items():
+            if not _fits(hint, value := getattr(self, name)):
+                raise UsageError(f"Settings {name} is {value!r}; it can be {_options(hint)}.")
         for name in ("threads", "accumulate", "batch", "clip_norm", "activation_mb", "bucket_mb", "segments"):
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not value > 0:
@@ -80,6 +84,26 @@ class Settings:
                 f"exact_batchnorm runs the batches of an update as one, which batch={self.batch!r} would take apart. Leave one "
                 "out; activation_mb bounds the memory."
             )
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether ``value`` is of a type that a field states."""
+    choices = get_args(hint)
+    if get_origin(hint) is Literal:
+        return any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices)
+    if choices:
+        return any(_fits(choice, value) for choice in choices)
+    if isinstance(value, bool) or hint is bool:
+        return hint is bool and isinstance(value, bool)
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _options(hint: Any) -> str:
+    """The values that a field takes, in words: ``'flash', 'math', a whole number or None``."""
+    words = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
+    kinds = [hint] if get_origin(hint) is Literal or not get_args(hint) else list(get_args(hint))
+    found = [text for kind in kinds for text in (map(repr, get_args(kind)) if get_args(kind) else [words[kind]])]
+    return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
