@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 
+import pytest
 from hypothesis import settings
 
 # The same examples every time, so that no unlucky draw refuses a change that has nothing to do with it. New ones are sought by
@@ -29,3 +32,22 @@ os.environ["XDG_CACHE_HOME"] = _CACHE
 def _remove_cache() -> None:
     if os.getpid() == _OWNER:  # a forked child must not take it away from the others
         shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that sends signals to itself in a process of its own, so that they never end those that run the others."""
+    if pyfuncitem.get_closest_marker("own_process") is None or "TRIMTAB_OWN_PROCESS" in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        command,
+        cwd=pyfuncitem.config.rootpath,
+        env=environment | {"TRIMTAB_OWN_PROCESS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return True

@@ -279,6 +279,7 @@ def test_transformers_style_models_bring_their_own_loss() -> None:
     torch.testing.assert_close(first.layer.weight, second.layer.weight)
 
 
+@pytest.mark.own_process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_its_update_and_it_can_go_on(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     def interrupt(trainer: Trainer, event: Event) -> None:
@@ -296,6 +297,7 @@ def test_a_signal_ends_the_run_after_its_update_and_it_can_go_on(number: signal.
     assert again.fit(loader(), epochs=3).updates == 13
 
 
+@pytest.mark.own_process
 def test_a_second_ctrl_c_ends_it_at_once() -> None:
     def interrupt(trainer: Trainer, event: Event) -> None:
         os.kill(os.getpid(), signal.SIGINT)

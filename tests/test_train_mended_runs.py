@@ -250,6 +250,7 @@ class Ended(Dataset[Any]):
         return torch.ones(1)
 
 
+@pytest.mark.own_process
 def test_a_signal_that_ends_the_workers_too_ends_the_run_with_a_checkpoint(tmp_path: pathlib.Path) -> None:
     made = trainer(loss=lambda model, batch: model(batch).square().mean(), checkpoint=tmp_path)
     summary = made.fit(DataLoader(Ended(), batch_size=4, num_workers=1, timeout=1), epochs=2)
