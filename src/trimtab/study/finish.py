@@ -73,7 +73,7 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
 def _nothing_won(trials: Sequence[Trial]) -> str:
     others = [t for t in trials if t.state is not State.SKIPPED and t.recipe.backend.name != "eager"]
     if not others:
-        return "the search ended before any other runtime was tried, and the same command goes on from here"
+        return "no other runtime was tried; where the time was too short for that, the same command goes on from here"
     return f"none of {len(trials)} trials was faster than the tuned original within the limits"
 
 
