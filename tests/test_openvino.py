@@ -166,7 +166,7 @@ def test_int8_reaches_the_products(precision):
 @pytest.mark.parametrize(("case", "answer"), [("encoder", True), ("convnet", False), ("recurrent", False)])
 def test_transformers_are_told_by_their_graph(case, answer, tmp_path):
     OpenVino().compile(CASES[case]()).save(tmp_path)
-    assert _openvino.is_transformer(_openvino.runtime().Core().read_model(tmp_path / "model.xml")) is answer
+    assert _openvino.is_transformer(_openvino.core().read_model(tmp_path / "model.xml")) is answer
 
 
 def test_a_traced_size_is_noticed_and_exported_or_frozen_instead(tmp_path):
@@ -291,6 +291,37 @@ def test_no_telemetry_where_openvino_was_imported_before(tmp_path):
     environment = os.environ | {"HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there does OpenVINO replace the signal stack")
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "not-guarded"])
+def test_ctrl_c_is_heard_after_openvino_was_used(guarded):
+    """Two CPU plug-ins that end in the order in which they began free the memory that signal handlers run on."""
+    program = textwrap.dedent("""
+        import contextlib, os, signal, sys
+        from trimtab.backends._openvino import core
+        from trimtab.backends._signal_stack import signal_stack_kept
+        from trimtab.contracts import BACKENDS
+        from trimtab.testing.models import CASES
+        first, second = (BACKENDS["openvino"](precision=p).compile(CASES["convnet"]()) for p in ("f32", "int8_weights"))
+        first.close()
+        second.close()
+        del first, second
+        with signal_stack_kept() if sys.argv[1] == "True" else contextlib.nullcontext():
+            import openvino
+            plugins = [openvino.Core() for _ in range(2)]
+            for plugin in plugins:
+                plugin.get_property("CPU", "FULL_DEVICE_NAME")
+            del plugin
+            while plugins:
+                plugins.pop(0)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            print("heard")
+    """)
+    done = subprocess.run([sys.executable, "-c", program, str(guarded)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0 and done.stdout == "heard\n") is guarded, done.stderr[-2000:]
 
 
 def test_logging_is_left_alone():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import pathlib
@@ -18,6 +19,7 @@ from trimtab._json import from_json, write_json
 from trimtab.backends._foreign import CONVERSION_ERRORS, Row, Run, io_names, quiet, static_signature, wrong_graph
 from trimtab.backends._program import export_program
 from trimtab.backends._scratch import first_line
+from trimtab.backends._signal_stack import signal_stack_kept
 from trimtab.candidate import Candidate
 from trimtab.contracts import require
 from trimtab.errors import CompileError
@@ -48,6 +50,12 @@ def runtime() -> Any:
     """The openvino package, imported without its telemetry."""
     with no_telemetry():
         return require("openvino")
+
+
+@functools.cache
+def core() -> Any:
+    """The one ``Core`` of this process, never freed: see :func:`signal_stack_kept` for what more than one would do."""
+    return runtime().Core()
 
 
 @contextlib.contextmanager
@@ -132,8 +140,7 @@ def quantize(model: Any, rows: Sequence[Row], *, recurrent: bool) -> Any:
     seen at cosine 0.09 to 0.2, while the same model of fixed sizes was at 1.0.
     Source: https://docs.openvino.ai/2026/openvino-workflow/model-optimization-guide/quantizing-models-post-training.html
     """
-    with no_telemetry(), quiet(), contextlib.redirect_stdout(io.StringIO()):
-        nncf = require("nncf")
+    with _nncf() as nncf:
         return nncf.quantize(
             model,
             nncf.Dataset([[t.numpy(force=True) for t in row] for row in rows]),
@@ -145,8 +152,15 @@ def quantize(model: Any, rows: Sequence[Row], *, recurrent: bool) -> Any:
 
 def compress(model: Any) -> Any:
     """Weights to int8, no data needed; the CPU plug-in then quantizes activations as they come. Source: NNCF documentation."""
-    with no_telemetry(), quiet(), contextlib.redirect_stdout(io.StringIO()):
-        return require("nncf").compress_weights(model)
+    with _nncf() as nncf:
+        return nncf.compress_weights(model)
+
+
+@contextlib.contextmanager
+def _nncf() -> Iterator[Any]:
+    core()  # before those that nncf makes for itself, so that theirs are the ones that end first
+    with signal_stack_kept(), no_telemetry(), quiet(), contextlib.redirect_stdout(io.StringIO()):
+        yield require("nncf")
 
 
 def is_transformer(model: Any) -> bool:

@@ -89,7 +89,7 @@ class OpenVinoExecutable(Executable):
 
     def _compile(self, model: Any, more: Mapping[str, Any] | None = None) -> Any:
         try:
-            return ir.runtime().Core().compile_model(model, "CPU", {**self._config, **(more or {})})
+            return ir.core().compile_model(model, "CPU", {**self._config, **(more or {})})
         except CONVERSION_ERRORS as error:
             raise CompileError(f"OpenVINO cannot compile the model: {first_line(error)}") from error
 
@@ -169,7 +169,7 @@ class OpenVino(Backend):
                 return f"openvino with {self.precision} needs nncf, which is not installed: {install_hint('nncf')}."
             if not any(p.dim() >= 2 for p in candidate.model.parameters()):
                 return f"{self.precision} quantizes matrix products and convolutions, and the model has none."
-        if self.precision == "bf16" and "BF16" not in ir.runtime().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        if self.precision == "bf16" and "BF16" not in ir.core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             return "This CPU has no bfloat16 instructions (avx512_bf16 or amx_bf16). Use precision f32."
         return no_numpy_form(candidate.signature, "OpenVINO")
 
@@ -207,16 +207,17 @@ class OpenVino(Backend):
         return f"""
 def load(folder, threads):
     import openvino
+    core = openvino.Core()
     config = {self._config(Settings())!r} | ({{"INFERENCE_NUM_THREADS": threads}} if threads else {{}})
     compiled = {{}}
     def call(arrays):
         shapes = tuple(array.shape for array in arrays)
         model = compiled.get(shapes) or compiled.get("any")
         if model is None:
-            graph = openvino.Core().read_model(f"{{folder}}/model.xml")
+            graph = core.read_model(f"{{folder}}/model.xml")
             if not compiled:
                 graph.reshape({{port: openvino.PartialShape(list(s)) for port, s in zip(graph.inputs, shapes)}})
-            model = compiled[shapes if not compiled else "any"] = openvino.compile_model(graph, "CPU", config)
+            model = compiled[shapes if not compiled else "any"] = core.compile_model(graph, "CPU", config)
         outputs = model(arrays)
         return [outputs[i] for i in range(len(outputs))]
     return call
@@ -249,7 +250,7 @@ def load(folder, threads):
 
 def _read(folder: pathlib.Path) -> Any:
     try:
-        return ir.runtime().Core().read_model(folder / ir.MODEL, folder / ir.WEIGHTS)
+        return ir.core().read_model(folder / ir.MODEL, folder / ir.WEIGHTS)
     except CONVERSION_ERRORS as error:
         raise CompileError(f"OpenVINO cannot read the model: {first_line(error)}") from error
 
