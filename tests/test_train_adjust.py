@@ -112,7 +112,10 @@ def test_other_workers_give_the_same_batches() -> None:
     plain = DataLoader(Slowing(10_000, size=12), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
     first = [batch[0] for batch in plain]
     again = DataLoader(Slowing(10_000, size=12), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
+    again.in_order = False
     more = with_workers(again, 2)
+    assert not more.in_order
+    more.in_order = True
     assert (workers_of(again), workers_of(more)) == (0, 2)
     assert all(torch.equal(a, b[0]) for a, b in zip(first, more, strict=True))
 

@@ -206,13 +206,15 @@ class Costly(nn.Module):
 
     def __init__(self, ideal: int) -> None:
         super().__init__()
-        self.ideal, self.sizes = ideal, set[int]()
+        self.ideal, self.sizes, self.frozen = ideal, set[int](), nn.Dropout().eval()
         self.body = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.sizes.add(len(x))
-        work = torch.ones(192, 192)
-        for _ in range(20 + len(x) + 6 * max(len(x) - self.ideal, 0)):
+        assert self.training
+        assert not self.frozen.training
+        work = torch.ones(96, 96)
+        for _ in range(20 + len(x) + 30 * max(len(x) - self.ideal, 0)):
             work = work @ work * 0.001
         found: torch.Tensor = self.body(functional.dropout(x, 0.5, self.training)) + 0 * work.sum()
         return found
@@ -236,6 +238,8 @@ def test_the_fastest_batch_is_found_not_the_largest() -> None:
     assert not trainer.optimizer.state
     assert all(p.grad is None for p in model.parameters())
     assert trainer.optimizer.param_groups[0]["lr"] == 1e-3
+    assert model.training
+    assert not model.frozen.training
     assert f"{found.size} examples at once." in str(found)
 
 

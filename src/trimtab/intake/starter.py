@@ -53,7 +53,8 @@ def _model_folder(kind: str) -> pathlib.Path:
     folder = pathlib.Path(kind.removeprefix("hf:")).expanduser()
     if not folder.is_dir():
         raise UsageError(
-            f"{kind!r} is neither a kind of workload ({', '.join(KINDS)}) nor a folder with a transformers model in it."
+            f"{kind!r} is neither a kind of workload ({', '.join(KINDS)}) nor a folder with a transformers model in it. "
+            "For anything else, such as audio or series: trimtab init custom"
         )
     if not (folder / "config.json").is_file():
         raise UsageError(

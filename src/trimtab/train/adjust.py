@@ -337,6 +337,7 @@ def with_workers(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
             multiprocessing_context=loader.multiprocessing_context,
             generator=torch.Generator() if loader.persistent_workers else loader.generator,
             persistent_workers=loader.persistent_workers and count > 0,
+            in_order=loader.in_order,
         )
 
 

@@ -29,6 +29,7 @@ from trimtab.train.clock import HostClock
 from trimtab.train.feed import join, split
 from trimtab.train.live import peak_activations
 from trimtab.train.memory_errors import out_of_memory
+from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, examples
 from trimtab.train.rehearsal import rehearsal
 from trimtab.train.runtime import running
@@ -113,14 +114,16 @@ def find_batch(
     move = prepare.laid_out(trainer.model, trainer.settings, trainer.device)
     step = Step(trainer.model, trainer.objective, trainer.optimizer, trainer.settings, trainer.world, HostClock())
     sizes = [2**power for power in range(count.bit_length()) if 2**power <= min(count, largest or count)]
-    was = trainer.model.training
-    trainer.model.train()
+    was, modes = {module: module.training for module in trainer.model.modules()}, Modes(trainer.model)
+    modes.look()
+    modes.train()
     try:
         with running(trainer.settings):
             search = _Search(trainer, step, limit_mb, seconds)
             entries = search.run((size, [move(split(pool, size)[0])]) for size in sizes)
     finally:
-        trainer.model.train(was)
+        for module, training in was.items():
+            module.training = training
     tried = tuple(entry.tried(load_s / count, alone=workers > 0) for entry in entries)
     return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=count / load_s if load_s else None)
 
