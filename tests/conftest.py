@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -32,6 +33,18 @@ os.environ["XDG_CACHE_HOME"] = _CACHE
 def _remove_cache() -> None:
     if os.getpid() == _OWNER:  # a forked child must not take it away from the others
         shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def peaks_known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The machine's peaks have been measured, so that a run ends with its share of them."""
+    from _peaks import write_peaks  # trimtab, which some tests want to import themselves
+
+    folder = tmp_path_factory.mktemp("cache")
+    write_peaks(folder, 100.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIMTAB_CACHE", str(folder))
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,11 +19,9 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from _peaks import write_peaks
 from trimtab import Settings, Trainer
-from trimtab._json import write_json
-from trimtab._peaks import Peaks, Rate
 from trimtab.contracts import PASSES
-from trimtab.environment import Environment
 from trimtab.errors import UsageError
 from trimtab.study import space
 from trimtab.train import auto, progress
@@ -307,18 +305,12 @@ def test_torch_is_as_it_was_after_a_run() -> None:
     assert flags() == before
 
 
-def peaks_of_this_machine(folder: pathlib.Path, gflops: float) -> None:
-    here = Environment.capture()
-    rate = Rate(kind="float32", device="cpu", threads=1, unit="GFLOP/s", value=gflops)
-    write_json(folder / f"peaks-{here.fingerprint}.json", Peaks(fingerprint=here.fingerprint, threads=1, rates=(rate,)))
-
-
 def test_the_share_of_the_peak_counts_forward_and_backward(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     made = trainer(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4)), Settings(threads=1))
     before = copy.deepcopy(made.model.state_dict())
     assert flops_share(made, batches(1), 1e6) is None  # no peak was ever measured
-    peaks_of_this_machine(tmp_path, 10.0)
+    write_peaks(tmp_path, 10.0)
     # forward 2 x (4 x 16 + 16 x 4); backward as much again for the weights, and 2 x 16 x 4 for the activations between
     per_example = 2 * (64 + 64) + 2 * (64 + 64) + 2 * 64
     assert flops_share(made, batches(1), 1e6) == pytest.approx(per_example * 1e6 / 10e9)

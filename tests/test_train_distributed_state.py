@@ -21,6 +21,8 @@ from trimtab.train.distributed.processes import join
 from trimtab.train.distributed.tensor_parallel import mesh, split_layers
 from trimtab.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("peaks_known")
+
 SIZE, CLASSES = 16, 4
 
 
@@ -173,7 +175,7 @@ def alone() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(folder: pathlib.Path) -> list[dict[str, Any]]:
+def found(folder: pathlib.Path, peaks_known: None) -> list[dict[str, Any]]:
     for name in ("one", "one copy"):
         run(trainer(folder / name, accumulate=4), 2)
     return on_ranks(checks, folder)

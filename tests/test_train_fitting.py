@@ -22,6 +22,8 @@ from trimtab.train.events import Event, Remarked
 from trimtab.train.live import peak_activations
 from trimtab.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("peaks_known")
+
 
 class Greedy(nn.Module):
     """Runs out of memory for more than ``most`` examples while it is trained, after it has drawn and noted something."""
@@ -87,6 +89,7 @@ def test_an_update_that_does_not_fit_is_not_lost(most: int) -> None:
         "except that BatchNorm sees smaller batches."
     ]
     assert trainer.notes == texts
+    assert trained(greedy).fit(unequal(), epochs=2).flops_share is not None  # counted in parts that fit
 
 
 def test_a_failed_try_leaves_no_trace_in_buffers_and_random_numbers() -> None:

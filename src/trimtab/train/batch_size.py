@@ -29,7 +29,6 @@ from trimtab.train.clock import HostClock
 from trimtab.train.feed import join, split
 from trimtab.train.live import peak_activations
 from trimtab.train.memory_errors import out_of_memory
-from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, examples
 from trimtab.train.rehearsal import rehearsal
 from trimtab.train.runtime import running
@@ -114,9 +113,9 @@ def find_batch(
     move = prepare.laid_out(trainer.model, trainer.settings, trainer.device)
     step = Step(trainer.model, trainer.objective, trainer.optimizer, trainer.settings, trainer.world, HostClock())
     sizes = [2**power for power in range(count.bit_length()) if 2**power <= min(count, largest or count)]
-    was, modes = {module: module.training for module in trainer.model.modules()}, Modes(trainer.model)
-    modes.look()
-    modes.train()
+    was = {module: module.training for module in trainer.model.modules()}
+    trainer.modes.look()
+    trainer.modes.train()
     try:
         with running(trainer.settings):
             search = _Search(trainer, step, limit_mb, seconds)

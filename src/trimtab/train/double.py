@@ -40,7 +40,8 @@ class Double:
         self.settings = settings
         self.model: nn.Module
         self.model, objective, optimizer = copied(trainer.model, trainer.objective, trainer.optimizer)
-        self.model.train()
+        self.modes = trainer.modes
+        self.modes.train(self.model)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0.0
         with running(settings):
@@ -73,7 +74,7 @@ class Double:
                 with self.step.precision():
                     return [float(self.step.objective(self.model, batch)[0]) for batch in batches]
         finally:
-            self.model.train()
+            self.modes.train(self.model)
 
 
 class _Loss(nn.Module):
@@ -92,17 +93,16 @@ def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
     """A copy of what is trained as passes know it, to ask them for reasons: the loss of ``batch`` as a model of its tensors."""
     model, objective = copied(trainer.model, trainer.objective)
     moved = mover(trainer.device)(batch)
-    made = Candidate.of(_Loss(model.train(), objective, moved), tuple(tensors(moved)))
+    trainer.modes.train(model)
+    made = Candidate.of(_Loss(model, objective, moved), tuple(tensors(moved)))
     return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads")})
 
 
 def why_not_alone(trainer: Trainer) -> str | None:
     """Why a copy of the model cannot run in this process without the others, in a clause."""
-    if trainer.world.size == 1:
-        return None
-    if trainer.settings.sharding != "replicate":
+    if any(hasattr(parameter, "to_local") for parameter in trainer.model.parameters()):  # also where all have the same data
         return "a model that is spread over processes cannot be tried out on copies"
-    if any(isinstance(module, nn.SyncBatchNorm) for module in trainer.model.modules()):
+    if trainer.world.size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in trainer.model.modules()):
         return "a copy of a model with SyncBatchNorm would wait for the other processes"
     return None
 
@@ -115,7 +115,7 @@ def copied(*parts: Any) -> Any:
     """
     try:
         return copy.deepcopy(parts)
-    except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, AttributeError, AssertionError, NotImplementedError) as error:
         names = ", ".join(type(part).__name__ for part in parts)
         raise CompileError(f"One of {names} cannot be copied: {error}") from error
 

@@ -13,15 +13,16 @@ class Modes:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._frozen: list[nn.Module] = []
+        self._frozen: list[str] = []
 
     def look(self) -> None:
         """Take note of the modules that are to stay as they are; what an earlier run left in evaluation mode tells nothing."""
         if self.model.training:
-            self._frozen = [module for module in self.model.modules() if not module.training]
+            self._frozen = [name for name, module in self.model.named_modules() if not module.training]
 
-    def train(self) -> None:
-        """Training mode, but for those."""
-        self.model.train()
-        for module in self._frozen:
-            module.training = False
+    def train(self, copy: nn.Module | None = None) -> None:
+        """Training mode, but for those: the model's, or that of a copy of it."""
+        model = self.model if copy is None else copy
+        model.train()
+        for name in self._frozen:
+            model.get_submodule(name).training = False

@@ -11,6 +11,7 @@ from trimtab.environment import Environment, Peaks, known_peaks
 from trimtab.errors import TrimtabError
 from trimtab.measure.flops import FlopCount, count_flops
 from trimtab.train import recompute
+from trimtab.train.batch_size import parts
 from trimtab.train.double import copied, why_not_alone
 from trimtab.train.objective import Batch, examples
 from trimtab.train.peek import kept_random
@@ -57,13 +58,16 @@ def _peak(trainer: Trainer, peaks: Peaks) -> float | None:
 
 def _counted(trainer: Trainer, group: Sequence[Batch]) -> FlopCount:
     model, objective = copied(trainer.model, trainer.objective)
-    model.train()
+    trainer.modes.train(model)
     for module in model.modules():  # what is recomputed now is a function of the original's
         if getattr(vars(module).get("forward"), "__module__", None) == recompute.__name__:
             del vars(module)["forward"]
 
+    limit = trainer.room.fitting.limit
+    batches = group if limit is None else parts(group, limit)  # in as much memory as there was
+
     def update() -> None:
-        for batch in group:
+        for batch in batches:
             objective(model, batch)[0].backward()
 
     with kept_random():
