@@ -163,7 +163,7 @@ def test_control_flow_on_data_is_caught_by_parity_or_refused(tmp_path) -> None:
             return -2 * self.layer(x)
     def made(): return workload(Branches)
     """
-    result = run(tmp_path, body, trials=6)
+    result = run(tmp_path, body, trials=4)
     for trial in result.trials:
         if trial.state is State.COMPLETE:
             assert trial.parity is not None
@@ -182,7 +182,7 @@ def test_a_recipe_that_crashes_its_process_loses_nothing(tmp_path) -> None:
             return self.layer(x)
     def made(): return workload(Crashes)
     """
-    result = run(tmp_path, body, trials=7)
+    result = run(tmp_path, body, trials=4)
     failed = [trial for trial in result.trials if trial.state is State.FAILED]
     assert failed
     assert all(trial.reason == "It aborted (SIGABRT); its log has the stack." for trial in failed), failed

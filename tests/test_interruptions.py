@@ -22,7 +22,7 @@ from trimtab.study.sampler import as_written
 def test_a_second_run_repeats_nothing_and_another_study_is_refused(tmp_path) -> None:
     reference = write(tmp_path, "def made(): return workload()")
     options = {"out": tmp_path / "run", "limits": trimtab.Limits(max_drop=0.1), "timing_seconds": 0.5}
-    first = trimtab.optimize(reference, trials=2, **options)
+    first = trimtab.optimize(reference, trials=1, **options)
     second = trimtab.optimize(reference, trials=1, **options)
     hashes = [trial.recipe.hash for trial in second.trials]
     assert len(hashes) == len(set(hashes)) > len(first.trials)
@@ -46,7 +46,7 @@ def test_fresh_forgets_a_study_and_nothing_else(tmp_path) -> None:
 
 
 def test_impossible_limits_get_an_answer(tmp_path) -> None:
-    result = run(tmp_path, "def made(): return workload()", trials=3, limits=trimtab.Limits(max_drop=0.1, latency_ms=1e-6))
+    result = run(tmp_path, "def made(): return workload()", trials=2, limits=trimtab.Limits(max_drop=0.1, latency_ms=1e-6))
     assert result.status == "limits_not_met"
     assert result.best is None
     assert "Nothing meets latency 1e-06 ms. The nearest is" in result.sentence
@@ -96,7 +96,8 @@ def test_kill_9_leaves_no_worker_and_the_same_command_goes_on(tmp_path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert workers_that_stay(tmp_path) == []
-    before = trimtab.optimize(write(tmp_path, body), out=tmp_path / "run", trials=1, limits=trimtab.Limits(max_drop=0.1))
+    options = {"limits": trimtab.Limits(max_drop=0.1), "timing_seconds": 0.5}
+    before = trimtab.optimize(write(tmp_path, body), out=tmp_path / "run", trials=1, **options)
     hashes = [trial.recipe.hash for trial in before.trials]
     assert len(hashes) == len(set(hashes)) >= 3
     assert before.trials[0].recipe == as_written()

@@ -58,7 +58,7 @@ def study(tmp_path_factory) -> tuple[pathlib.Path, dict]:
     folder = tmp_path_factory.mktemp("study")
     (folder / "tiny.py").write_text(WORKLOAD)
     output = command(
-        *("optimize", "tiny.py", "--max-drop", "5%", "--timing", "500ms", "--trials", "9", "--json"), folder=folder
+        *("optimize", "tiny.py", "--max-drop", "5%", "--timing", "500ms", "--trials", "5", "--json"), folder=folder
     )
     return folder, json.loads(output)
 
@@ -191,7 +191,7 @@ def test_an_in_memory_model_through_the_api(tmp_path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     workload = trimtab.Workload(name="memory", model=model, inputs=inputs[:2], calibration=[inputs[:64], inputs[64:]])
-    result = trimtab.optimize(workload, out=tmp_path / "run", trials=5, timing_seconds=0.5)
+    result = trimtab.optimize(workload, out=tmp_path / "run", trials=3, timing_seconds=0.5)
     assert result.best is not None
     assert result.best.artifact is not None
     saved = result.best.artifact.save(tmp_path / "out")

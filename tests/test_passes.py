@@ -1,12 +1,16 @@
 """Passes: what the contract suite cannot know about each of them."""
 
 import copy
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from trimtab import _machine
 from trimtab.backends._program import export_program
 from trimtab.candidate import Candidate
 from trimtab.contracts import PASSES
@@ -160,3 +164,39 @@ def test_int8_weights_leaves_the_rest_alone() -> None:
 
 def test_every_pass_registers_under_its_file_name() -> None:
     assert {"autocast", "batch", "channels_last", "fold_bn", "int8_weights", "remove_dropout", "threads"} <= set(PASSES)
+
+
+@pytest.mark.skipif(not _machine.has_glibc(), reason="needs the GNU C library")
+def test_kept_memory_is_not_asked_for_again() -> None:
+    """Counted in page faults, in a process of its own: with blocks of 40 MB each call would touch 20,000 pages anew."""
+    program = textwrap.dedent("""
+        import resource, sys, torch
+        from torch import nn
+        from trimtab.candidate import Candidate
+        from trimtab.contracts import BACKENDS, PASSES
+        from trimtab.evaluate import apply_passes
+        from trimtab.recipe import Recipe
+        torch.set_num_threads(1)
+        candidate = Candidate.of(nn.Sequential(nn.ReLU(), nn.Sigmoid()), (torch.randn(10_000_000),))
+        recipe = Recipe(passes=tuple(PASSES[name]() for name in sys.argv[1:]), backend=BACKENDS["eager"]())
+        executable = recipe.backend.compile(apply_passes(recipe, candidate))
+        def faults():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(3):
+            executable(*candidate.args)
+        before = faults()
+        for _ in range(10):
+            executable(*candidate.args)
+        print(faults() - before)
+    """)
+
+    def faults(*passes: str) -> int:
+        done = subprocess.run([sys.executable, "-c", program, *passes], capture_output=True, text=True, timeout=120, check=True)
+        return int(done.stdout.splitlines()[-1])
+
+    assert faults("keep_memory") < 100 < faults()
+
+
+def test_memory_of_a_gpu_is_not_the_c_librarys() -> None:
+    candidate = Candidate.of(nn.ReLU(), (torch.randn(2),)).with_settings(device="cuda")
+    assert "keep_memory is about memory of the CPU" in str(PASSES["keep_memory"]().why_not(candidate))

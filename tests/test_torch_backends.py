@@ -194,7 +194,7 @@ def test_aoti_checks_are_on_when_it_is_loaded(package: Executable, tmp_path: pat
 
 def test_settings_reach_the_backends() -> None:
     for backend in (Eager(), TorchScript(), Inductor(), Aoti()):
-        assert backend.honours == {"threads", "autocast", "memory_format", "batch"}
+        assert backend.honours == {"threads", "autocast", "memory_format", "batch", "keep_memory"}
         assert backend.exact
     assert Aoti().native_code
     assert dataclasses.replace(Inductor(), mode="default").to_json() == {"name": "inductor", "mode": "default"}

@@ -10,10 +10,10 @@ from trimtab._manifest import FileFacts, Manifest
 from trimtab.contracts import Backend
 
 _RUN = '''"""{title}. Needs {packages}. `python run.py` checks the test vectors."""
-import pathlib, sys
+import {modules}pathlib, sys
 import numpy
 from safetensors.numpy import load_file
-{script}
+{memory}{script}
 if __name__ == "__main__":
     here, found = pathlib.Path(__file__).resolve().parent, []
     run, golden = load(str(here / "model"), {threads}), load_file(here / "{golden}")
@@ -26,6 +26,11 @@ if __name__ == "__main__":
 '''
 
 
+_MEMORY = """for option, value in ((-1, 2**31 - 1), (-3, 2**30)):  # the allocator keeps what is freed
+    ctypes.CDLL(None).mallopt(option, value)
+"""
+
+
 def run_script(manifest: Manifest, backend: Backend) -> str:
     """Source of ``run.py``: the backend's own loader, and a main that replays the test vectors with numpy alone."""
     packages = ", ".join(dict.fromkeys((*backend.packages, "numpy", "safetensors")))
@@ -34,6 +39,8 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
         title=title,
         packages=packages,
         script=backend.script().strip("\n"),
+        modules="ctypes, " if manifest.settings.keep_memory else "",
+        memory=_MEMORY if manifest.settings.keep_memory else "",
         threads=manifest.settings.threads,
         golden=GOLDEN,
         cases=manifest.golden.cases,

@@ -6,6 +6,7 @@ Nothing here raises: what cannot be read is ``None``, an empty tuple or the next
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pathlib
 import platform
@@ -183,3 +184,21 @@ def _output(command: list[str]) -> str | None:
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return done.stdout.strip() or None
+
+
+def has_glibc() -> bool:
+    """Whether this process uses the GNU C library, whose allocator can be told to keep what is freed."""
+    return platform.libc_ver()[0] == "glibc"
+
+
+def keep_freed_memory() -> None:
+    """From now on, and until this process ends, its C library gives no freed memory back. Others than glibc are left alone."""
+    if not has_glibc():
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    for option, values in KEEP_MEMORY.items():
+        any(mallopt(option, value) for value in values)  # until one is taken
+
+
+KEEP_MEMORY: Mapping[int, tuple[int, ...]] = {-1: (2**31 - 1,), -3: (2**30, 2**25)}
+"""``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of malloc.h, and their values; older versions take no more than the last."""

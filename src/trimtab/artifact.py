@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trimtab import _machine
 from trimtab._golden import GOLDEN, Case, Golden
 from trimtab._manifest import BASELINE, MANIFEST, MODEL, Manifest, findings, fresh_folder, read_manifest
 from trimtab._shipping import fill
@@ -206,6 +207,8 @@ def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | No
     backend = _backend(manifest)
     if settings.threads is not None and "torch" in backend.packages:
         torch.set_num_threads(settings.threads)
+    if settings.keep_memory:
+        _machine.keep_freed_memory()
     return _load(backend, artifact.path / MODEL, manifest.signature, settings, trust)
 
 

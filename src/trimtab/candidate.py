@@ -23,7 +23,7 @@ from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter
 class Settings:
     """How to run, apart from what the model is. ``None`` leaves the runtime's, or the user's, own choice.
 
-    The first five fields matter to inference and training alike, the others to training only. Where a field takes ``"auto"``,
+    The first six fields matter to inference and training alike, the others to training only. Where a field takes ``"auto"``,
     the Trainer measures the alternatives on the first batches and keeps what pays on this machine.
     """
 
@@ -36,6 +36,8 @@ class Settings:
     batch: int | Literal["auto"] | None = None
     """Examples per call where the objective is throughput; in training, per micro-batch: larger batches are taken apart."""
     device: str = "cpu"
+    keep_memory: bool = False
+    """Whether the C library keeps freed memory for the next call, from then on and for the whole process."""
     accumulate: int = 1
     """Batches of the loader per update of the parameters."""
     exact_batchnorm: bool = False

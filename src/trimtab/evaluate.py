@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from trimtab import _machine
 from trimtab._json import from_json, write_json
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Executable
@@ -162,7 +163,7 @@ def stage(words: str) -> Iterator[None]:
 
 
 def apply_passes(recipe: Recipe, candidate: Candidate) -> Candidate:
-    """``candidate`` after the passes of ``recipe``, in order, with its threads made torch's.
+    """``candidate`` after the passes of ``recipe``, in order; this process now has the threads and allocator that they ask for.
 
     Raises:
         CompileError: a pass cannot be applied to what the ones before it made.
@@ -172,9 +173,15 @@ def apply_passes(recipe: Recipe, candidate: Candidate) -> Candidate:
             raise CompileError(reason)
         with stage(f"pass {step}"):
             candidate = step.apply(candidate)
-    if candidate.settings.threads is not None:
-        torch.set_num_threads(candidate.settings.threads)
+    _prepare_process(candidate.settings)
     return candidate
+
+
+def _prepare_process(settings: Settings) -> None:
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if settings.keep_memory:
+        _machine.keep_freed_memory()
 
 
 def start(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
@@ -265,8 +272,7 @@ def load_saved(recipe: Recipe, folder: pathlib.Path) -> Executable:
     """The executable that a trial saved in ``folder``, with torch's threads set as it was built for."""
     built = json.loads((folder / BUILT).read_text(encoding="utf-8"))
     settings = from_json(Settings, built["settings"])
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    _prepare_process(settings)
     return recipe.backend.load(folder / MODEL, from_json(Signature, built["signature"]), settings)
 
 

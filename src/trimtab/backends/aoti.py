@@ -103,7 +103,7 @@ class Aoti(Backend):
     """
 
     name = "aoti"
-    honours = frozenset({"threads", "autocast", "memory_format", "batch"})
+    honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
     native_code = True
     cost = "minute"
 

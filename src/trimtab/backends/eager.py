@@ -102,7 +102,7 @@ class Eager(Backend):
     """
 
     name = "eager"
-    honours = frozenset({"threads", "autocast", "memory_format", "batch"})
+    honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
 
     grad_mode: Literal["inference", "no_grad"] = "inference"
     """``no_grad`` is what most people write; ``inference`` saves the version counters and view tracking too."""

@@ -80,7 +80,7 @@ class Inductor(Backend):
     """
 
     name = "inductor"
-    honours = frozenset({"threads", "autocast", "memory_format", "batch"})
+    honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
     cost = "minute"
 
     mode: Mode = "freezing"

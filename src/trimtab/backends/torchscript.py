@@ -51,7 +51,7 @@ class TorchScript(Backend):
     """
 
     name = "torchscript"
-    honours = frozenset({"threads", "autocast", "memory_format", "batch"})
+    honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
 
     def describe(self) -> str:
         """By its name."""

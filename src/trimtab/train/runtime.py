@@ -11,18 +11,24 @@ import numpy as np
 import torch
 from torch.nn.attention import sdpa_kernel
 
+from trimtab import _machine
 from trimtab.candidate import Settings
 from trimtab.passes.attention import KERNELS
 
 
 @contextlib.contextmanager
 def running(settings: Settings) -> Iterator[None]:
-    """A block in which torch runs as ``settings`` say: threads, TF32, cuDNN's search, attention."""
+    """A block in which torch runs as ``settings`` say: threads, TF32, cuDNN's search, attention.
+
+    An allocator that was told to keep freed memory goes on doing so; there is no way back.
+    """
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     kernels = sdpa_kernel(KERNELS[settings.attention]) if settings.attention in KERNELS else contextlib.nullcontext()
     try:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        if settings.keep_memory:
+            _machine.keep_freed_memory()
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark is True or benchmark
         with _tf32() if settings.tf32 is True else contextlib.nullcontext(), kernels:
             yield
