@@ -18,6 +18,7 @@ from trimtab.intake.script import read_script
 from trimtab.intake.torchscript import ScriptFile
 from trimtab.workload import Workload
 
+HF = "hf:"
 FORMS = "file.py, file.py:name, package.module:name, a model file (.pt2, .pt, .onnx) or hf:FOLDER"
 SCRIPTS = (".pt", ".pth", ".jit", ".ts", ".torchscript")
 _NAMED = re.compile(r"\.py(:[A-Za-z_]\w*)?$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
@@ -51,6 +52,9 @@ def load_workload(
     """
     text = os.fspath(reference)
     given = {"inputs": inputs, "shapes": shapes, "task": task}
+    if text.startswith(HF):  # before what looks at colons and suffixes, which a folder's name may have too
+        found = _from_folder(text.removeprefix(HF), inputs, shapes or {}, task)
+        return dataclasses.replace(found, reference=_words(text, given))
     if _NAMED.search(text):
         _none_of(given, text, ())
         return read_script(text)
@@ -59,14 +63,12 @@ def load_workload(
         _none_of(given, text, ("inputs", "shapes"))
         found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
         return dataclasses.replace(found, reference=_words(text, given))
-    if text.startswith("hf:"):
-        return dataclasses.replace(_from_folder(text[3:], inputs, shapes or {}, task), reference=_words(text, given))
     raise UsageError(f"{text!r} is not a workload. Write {FORMS}.")
 
 
 def is_python(reference: str) -> bool:
     """Whether the reference names Python code, which every worker process then runs for itself."""
-    return _NAMED.search(reference) is not None
+    return not reference.startswith(HF) and _NAMED.search(reference) is not None
 
 
 def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
