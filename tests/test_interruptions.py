@@ -80,12 +80,13 @@ def workers(folder: pathlib.Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if ours(process.info["cmdline"] or [])]
 
 
-def workers_that_stay(folder: pathlib.Path) -> list[psutil.Process]:
-    """Workers that are still there after a while: the system takes a moment to end a process that was killed."""
-    deadline = time.monotonic() + 10
+def workers_that_stay(folder: pathlib.Path) -> list[dict[str, object]]:
+    """What workers do that are still there after a while: a busy system takes its time to end processes, and to begin them."""
+    deadline = time.monotonic() + 30
     while workers(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return workers(folder)
+    facts = ["pid", "ppid", "status", "cmdline", "create_time", "cpu_times", "num_threads"]
+    return [process.as_dict(facts) for process in workers(folder)]
 
 
 def test_kill_9_leaves_no_worker_and_the_same_command_goes_on(tmp_path) -> None:
