@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -19,12 +20,13 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab import _manifest
+from trimtab import _machine, _manifest
+from trimtab._artifact_text import run_script
 from trimtab._json import dumps, to_json
 from trimtab.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
 from trimtab.backends.eager import Eager
 from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS, missing_package
+from trimtab.contracts import BACKENDS, missing_package, technique_from_json
 from trimtab.environment import Environment
 from trimtab.errors import ArtifactError, CompileError, IntegrityError, TrimtabError, UntrustedError
 from trimtab.measurement import Interval
@@ -490,3 +492,18 @@ def test_scrambled_manifests_with_right_hashes_never_crash_the_loader(folder: pa
             refused += 1
             assert textwrap.shorten(str(error), 10000)  # noqa: PT017 - either outcome is right, a crash is not
     assert refused > 50
+
+
+@pytest.mark.skipif(not _machine.has_glibc(), reason="needs the GNU C library")
+def test_run_py_keeps_freed_memory_where_the_recipe_does(pristine: Artifact, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(pristine.path, folder)
+    settings = dataclasses.replace(pristine.manifest.settings, keep_memory=True)
+    backend = technique_from_json(BACKENDS, pristine.manifest.recipe["backend"])
+    text = run_script(dataclasses.replace(pristine.manifest, settings=settings), backend)
+    assert "mallopt" in text
+    assert "mallopt" not in (folder / "run.py").read_text(encoding="utf-8")
+    (folder / "run.py").write_text(text, encoding="utf-8")
+    done = subprocess.run([sys.executable, "run.py"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "largest error" in done.stdout

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab._golden import GOLDEN
+from trimtab._machine import KEEP_MEMORY
 from trimtab._manifest import FileFacts, Manifest
 from trimtab.contracts import Backend
 
@@ -26,8 +27,8 @@ if __name__ == "__main__":
 '''
 
 
-_MEMORY = """for option, value in ((-1, 2**31 - 1), (-3, 2**30)):  # the allocator keeps what is freed
-    ctypes.CDLL(None).mallopt(option, value)
+_MEMORY = f"""for option, values in {dict(KEEP_MEMORY)}.items():  # the allocator keeps what is freed
+    any(ctypes.CDLL(None).mallopt(option, value) for value in values)
 """
 
 

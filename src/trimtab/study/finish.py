@@ -70,7 +70,7 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
     elif kept.artifact is not None and ratio is not None and ratio.low > 1 and not eager.recipe.passes:
         alone = (
             f" In the form that stands alone it ran at {ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) of the model "
-            "as written with the same operators, so that this comes from how its process gets its memory, not from any tuning."
+            "as written, and computes the same: so far do two processes of one program differ here. No tuning is behind it."
         )
     return "kept_original", f"The original ships: {why}.{alone}", kept
 
