@@ -91,7 +91,7 @@ def ort_dynamic(model: nn.Module, inputs: Inputs, data: Sequence[Inputs], thread
     """ONNX Runtime, dynamic int8, per channel."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    path = _preprocessed(_exported(model, inputs))
+    path = _preprocessed(_exported(model, inputs), inputs)
     quantize_dynamic(path, f"{path}.int8", weight_type=QuantType.QInt8, per_channel=True)
     return _session(f"{path}.int8", threads)
 
@@ -101,7 +101,7 @@ def ort_static(model: nn.Module, inputs: Inputs, data: Sequence[Inputs], threads
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
-    path = _preprocessed(_exported(model, inputs))
+    path = _preprocessed(_exported(model, inputs), inputs)
     names = _names(inputs)
     feeds = [{name: tensor.numpy() for name, tensor in zip(names, batch, strict=True)} for batch in data]
     options: dict[str, Any] = {}
@@ -188,10 +188,11 @@ def _exported(model: nn.Module, inputs: Inputs) -> str:
     return path
 
 
-def _preprocessed(path: str) -> str:
+def _preprocessed(path: str, inputs: Inputs) -> str:
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    quant_pre_process(path, f"{path}.pre", skip_symbolic_shape=True)  # on MiniLM's mask it fails with a TypeError
+    masked = not inputs[0].is_floating_point()  # symbolic shapes fail with a TypeError on MiniLM's mask; an LSTM needs them
+    quant_pre_process(path, f"{path}.pre", skip_symbolic_shape=masked)
     return f"{path}.pre"
 
 

@@ -192,6 +192,7 @@ def record(
         "prepared": Prepared(
             name="digits",
             fingerprint="feedc0de",
+            identity="00c0ffee",
             score=0.978 if labels else None,
             n=500 if labels else None,
             blocked={},

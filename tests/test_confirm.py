@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import pathlib
+import shutil
+import types
+from typing import Any
 
 import pytest
 import torch
 
 import trimtab
+from _faulty import write
 from trimtab import confirm as module
+from trimtab._json import to_json
 from trimtab.confirm import Confirmation, confirm
 from trimtab.contracts import BACKENDS
 from trimtab.evaluate import Plan
 from trimtab.measure.timer import LocalRunner
 from trimtab.measurement import Comparison, Interval, Measurement
 from trimtab.recipe import Recipe
+from trimtab.study import finish
+from trimtab.study.options import Options
+from trimtab.study.process import Outcome
+from trimtab.study.rivals import Rivals
+from trimtab.study.study import Study
+from trimtab.study.workers import Workers
 from trimtab.subject import prepare
+from trimtab.trial import State, Trial
 
 
-def confirmed(monkeypatch: pytest.MonkeyPatch, ratio: Interval, folder: pathlib.Path) -> Confirmation:
-    """A real confirmation, but for the machine: every comparison gives ``ratio``."""
+def confirmed(
+    monkeypatch: pytest.MonkeyPatch, ratio: Interval, folder: pathlib.Path, *, written: Interval | None = None, **asked: Any
+) -> Confirmation:
+    """A real confirmation, but for the machine: comparisons give ``ratio``, or ``written`` with the model as written."""
     figure = Measurement(unit="ms", n=10, median=1.0, interval=Interval(1.0, 0.9, 1.1))
-    monkeypatch.setattr(
-        module, "compare", lambda *args, **kwargs: Comparison(ratio=ratio, pairs=9, candidate=figure, rival=figure)
-    )
     subject = prepare(trimtab.Workload(name="small", model=torch.nn.Linear(4, 2), inputs=torch.randn(3, 4)))
     rivals = {"as_written": LocalRunner(lambda: None), "tuned": LocalRunner(lambda: None)}
-    return confirm(Recipe(backend=BACKENDS["eager"]()), folder, subject, rivals, plan=Plan(), must_win=True)[0]
+
+    def compare(runner: LocalRunner, rival: LocalRunner, **options: Any) -> Comparison:
+        told = written if written is not None and rival is rivals["as_written"] else ratio
+        return Comparison(ratio=told, pairs=9, candidate=figure, rival=figure)
+
+    monkeypatch.setattr(module, "compare", compare)
+    asked = {"plan": Plan()} | asked
+    return confirm(Recipe(backend=BACKENDS["eager"]()), folder, subject, rivals, must_win=True, **asked)[0]
 
 
 def test_a_ratio_that_is_sure_is_believed(monkeypatch, tmp_path) -> None:
@@ -53,3 +73,90 @@ def test_a_ratio_that_is_sure_and_too_small_is_held_against_it(monkeypatch, tmp_
     assert found.reason == (
         "Measured again, it is 1.01x the tuned original (0.99 to 1.03), which does not prove that it is faster."
     )
+
+
+def test_what_beats_the_tuned_original_and_not_the_one_as_written_is_refused(monkeypatch, tmp_path) -> None:
+    found = confirmed(monkeypatch, Interval(1.05, 1.02, 1.08), tmp_path, written=Interval(0.97, 0.95, 0.99))
+    assert not found.ok
+    assert not found.undecided
+    assert found.reason == (
+        "Measured again, it is 0.97x as fast as written (0.95 to 0.99), which is slower, though the tuned original was slower "
+        "still."
+    )
+    assert confirmed(monkeypatch, Interval(1.05, 1.02, 1.08), tmp_path, written=Interval(0.99, 0.97, 1.01)).ok
+    assert confirmed(monkeypatch, Interval(1.05, 1.02, 1.08), tmp_path, written=Interval(0.5, 0.2, 0.9)).undecided
+
+
+@pytest.mark.parametrize(("original_mb", "holds"), [(0.0, False), (1e6, True)])
+def test_where_memory_counts_the_winner_has_to_need_less_of_it(monkeypatch, tmp_path, original_mb: float, holds: bool) -> None:
+    slower = Interval(0.5, 0.4, 0.6)
+    found = confirmed(monkeypatch, slower, tmp_path, plan=Plan(objective="memory"), original_mb=original_mb)
+    assert found.ok is holds
+    assert found.original_mb == original_mb
+    assert holds or (found.reason or "").endswith("and that of the tuned original 0 MB, no gain.")
+
+
+def test_the_memory_of_the_original_is_measured_again_in_the_way_of_the_winner(tmp_path) -> None:
+    reference = write(tmp_path, "def made(): return trimtab.Workload(model=nn.Linear(2000, 2000), inputs=torch.randn(1, 2000))")
+    with Workers() as workers:
+        study = Study(reference, tmp_path / "run", Options(objective="memory", timing_s=0.1), workers=workers)
+        study.search(most=1)
+        (eager,) = study.trials
+        # the same program once more: it needs as much
+        other = dataclasses.replace(eager, recipe=Recipe(backend=BACKENDS["eager"]()), peak_mb=1.0)
+        shutil.copytree(study.files(eager), study.files(other))
+        with Rivals(study.job(), study.folder / "rivals") as rivals:
+            found = finish.confirm(study, other, eager, rivals, must_win=True).confirmation
+    assert found.peak_mb is not None
+    assert found.original_mb is not None
+    assert found.original_mb == pytest.approx(found.peak_mb, rel=0.3)
+    assert found.original_mb != eager.peak_mb
+    assert found.ok is (found.peak_mb < (1 - module.LEAST_GAIN) * found.original_mb)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "shown", "jobs"),
+    [
+        ([Interval(3.7, 2.3, 6.0), Interval(3.9, 3.7, 4.1)], "3.9 (3.7 to 4.1)", 2),
+        ([Interval(3.7, 2.3, 6.0)] * 3, "3.7 (2.3 to 6)", 2),
+        ([Interval(1.01, 0.99, 1.03)] * 2, "1.01 (0.99 to 1.03)", 1),
+    ],
+)
+def test_what_proved_nothing_is_confirmed_once_more(tmp_path, intervals, shown, jobs) -> None:
+    """And only that: a ratio that is sure and too small gets no second throw of the dice."""
+    recipe = Recipe(backend=BACKENDS["eager"]())
+    told = iter(intervals)
+    asked: list[pathlib.Path] = []
+    noted: dict[str, object] = {}
+
+    @contextlib.contextmanager
+    def worker(job, folder, **options):
+        asked.append(folder)
+        yield None
+
+    def outcome(worker, **options):
+        ratio = next(told)
+        ok = not ratio.vague and ratio.low > 1
+        found = Confirmation(recipe=recipe, ok=ok, speedup=ratio, undecided=ratio.vague, reason=None if ok else "because")
+        return Outcome(reason=None, seconds=1.0, result=to_json(found))
+
+    study = types.SimpleNamespace(
+        options=Options(),
+        storage=types.SimpleNamespace(noted=noted.get, note=noted.__setitem__),
+        original=recipe,
+        ships=False,
+        folder=tmp_path,
+        environment=None,
+        files=lambda trial: tmp_path,
+        job=dict,
+        plan=lambda **figures: Plan(),
+        interrupted=lambda: False,
+        worker=worker,
+        wait_for=outcome,
+    )
+    rivals = types.SimpleNamespace(alive=lambda name: True, addresses={})
+    trial = Trial(recipe=recipe, state=State.COMPLETE)
+    best = finish.confirm(study, trial, trial, rivals, must_win=True)
+    assert str(best.confirmation.speedup) == shown
+    assert len(asked) == jobs
+    assert len(noted) == (not best.confirmation.undecided)

@@ -1,11 +1,16 @@
 """Every registered pass and backend against the suites that plug-ins are meant to use."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from trimtab.contracts import BACKENDS, PASSES, Backend, Pass, Technique
-from trimtab.testing import BackendSuite, PassSuite
+from trimtab.contracts import BACKENDS, CHECKS, PASSES, Backend, Check, Pass, Technique
+from trimtab.environment import Environment
+from trimtab.subject import Subject
+from trimtab.testing import BackendSuite, CheckSuite, PassSuite
 
 
 def variants(registry: Any) -> list[Technique]:
@@ -30,3 +35,23 @@ class TestBackends(BackendSuite):
     @pytest.fixture(params=variants(BACKENDS), ids=str)
     def backend(self, request: pytest.FixtureRequest) -> Backend:
         return request.param
+
+
+class TestOversubscription(CheckSuite):
+    @pytest.fixture
+    def technique(self) -> Check:
+        return CHECKS["oversubscription"]()
+
+    @contextlib.contextmanager
+    def faulty(self, subject: Subject) -> Iterator[tuple[Subject, Environment]]:
+        before, environment = torch.get_num_threads(), Environment.capture()
+        torch.set_num_threads(environment.usable_cores + 2)
+        try:
+            yield subject, environment
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_every_check_has_its_suite() -> None:
+    classes = [value for value in globals().values() if isinstance(value, type) and issubclass(value, CheckSuite)]
+    assert {cls.__name__ for cls in classes} - {"CheckSuite"} == {f"Test{CHECKS[name].__name__}" for name in CHECKS}

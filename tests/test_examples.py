@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trimtab.intake.load import load_workload
-from trimtab.splits import concatenate
+from trimtab.reference import score as judged
 from trimtab.subject import Subject, prepare
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -63,7 +63,7 @@ def score(subject: Subject) -> float:
             args, kwargs = batch.call
             outputs.append(evaluation.run(subject.model, batch.inputs) if evaluation.run else subject.model(*args, **kwargs))
     if evaluation.metric:
-        return evaluation.metric(concatenate(outputs), concatenate([batch.target for batch in batches]))
+        return judged(evaluation, outputs, batches).value
     assert evaluation.score is not None
     scores = [evaluation.score(output, batch.target).float() for output, batch in zip(outputs, batches, strict=True)]
     return torch.cat(scores).mean().item()

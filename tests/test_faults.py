@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import trimtab
 from _faulty import run
 from trimtab.errors import WorkloadError
 from trimtab.trial import State
@@ -188,3 +189,24 @@ def test_a_recipe_that_crashes_its_process_loses_nothing(tmp_path) -> None:
     assert all(trial.reason == "It aborted (SIGABRT); its log has the stack." for trial in failed), failed
     assert all((tmp_path / "run" / str(trial.log)).read_text() for trial in failed)
     assert result.status in ("kept_original", "improved")
+
+
+@pytest.mark.parametrize("asked", [{"objective": "size"}, {"limits": trimtab.Limits(max_drop=0.1, memory_mb=5000)}])
+def test_an_original_without_a_form_of_its_own_is_kept_and_never_called_an_improvement(tmp_path, asked) -> None:
+    """Its size is unknown, and so is what a tuned form of it needs of memory: neither is a limit that was missed."""
+    body = """
+    class Picks(Model):
+        def __init__(self):
+            super().__init__()
+            self.choices = [lambda y: y, lambda y: y * 1.0]
+        def forward(self, x):
+            y = self.layer(x)
+            return self.choices[int(y.sum() > 0)](y)
+    def made(): return workload(Picks)
+    """
+    result = run(tmp_path, body, trials=2, **asked)
+    assert [trial.state for trial in result.trials] == [State.COMPLETE] * 2
+    assert [trial.size_mb for trial in result.trials] == [None] * 2, "it has a form: take another model"
+    assert result.status == "kept_original", result.sentence
+    assert result.best is not None
+    assert result.best.artifact is None

@@ -291,3 +291,27 @@ def test_a_program_whose_call_has_constants_keeps_them(tmp_path: pathlib.Path) -
     assert mask is None
     assert kwargs == {"scale": 3}
     assert torch.equal(subject.model(x, None, scale=3), x * 3)
+
+
+def test_a_table_of_positions_that_pads_its_first_rows_is_shorter(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.MPNetModel(transformers.MPNetConfig(**sizes, max_position_embeddings=34))
+    model.save_pretrained(tmp_path)
+    workload = load_workload(f"hf:{tmp_path}")
+    longest = next(dim.max for dims in workload.dynamic.values() for dim in dims.values() if dim.name == "length")
+    assert longest == 32
+    with torch.no_grad():
+        model(input_ids=torch.full((1, longest), 5))
+
+
+def test_a_task_has_as_many_classes_as_it_takes(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    few = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    more = {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 60, "num_mel_bins": 8, "max_source_positions": 20}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(**few, **more, **special, max_target_positions=12)
+    transformers.WhisperForConditionalGeneration(config).save_pretrained(tmp_path)
+    workload = load_workload(f"hf:{tmp_path}", task="automatic-speech-recognition")
+    dims = {dim.name: dim.max for dims in workload.dynamic.values() for dim in dims.values()}
+    assert dims["decoder_length"] == 12

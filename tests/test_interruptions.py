@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 import trimtab
 from _faulty import run, write
+from _workers import that_stay, workers, workers_that_stay
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.study.sampler import as_written
 
@@ -71,31 +71,15 @@ def wait_for(process: subprocess.Popen[str], word: str) -> list[str]:
     raise AssertionError(f"{word!r} never came:\n{''.join(lines)}")
 
 
-def workers(folder: pathlib.Path) -> list[psutil.Process]:
-    """Those of the study in ``folder``: other tests may run beside this one."""
-
-    def ours(words: list[str]) -> bool:
-        return "trimtab.study.worker" in words and any(word.startswith(str(folder)) for word in words)
-
-    return [process for process in psutil.process_iter(["cmdline"]) if ours(process.info["cmdline"] or [])]
-
-
-def workers_that_stay(folder: pathlib.Path) -> list[dict[str, object]]:
-    """What workers do that are still there after a while: a busy system takes its time to end processes, and to begin them."""
-    deadline = time.monotonic() + 30
-    while workers(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    facts = ["pid", "ppid", "status", "cmdline", "create_time", "cpu_times", "num_threads"]
-    return [process.as_dict(facts) for process in workers(folder)]
-
-
 def test_kill_9_leaves_no_worker_and_the_same_command_goes_on(tmp_path) -> None:
     body = "def made(): return workload()"
     process = command(tmp_path, body)
     wait_for(process, "trial 2")
     assert workers(tmp_path)
+    family = psutil.Process(process.pid).children(recursive=True)  # those that others are forked from, too
     process.send_signal(signal.SIGKILL)
     process.wait()
+    assert that_stay(family) == []
     assert workers_that_stay(tmp_path) == []
     options = {"limits": trimtab.Limits(max_drop=0.1), "timing_seconds": 0.5}
     before = trimtab.optimize(write(tmp_path, body), out=tmp_path / "run", trials=1, **options)
@@ -104,23 +88,14 @@ def test_kill_9_leaves_no_worker_and_the_same_command_goes_on(tmp_path) -> None:
     assert before.trials[0].recipe == as_written()
 
 
-def test_ctrl_c_ends_with_the_best_so_far_and_twice_at_once(tmp_path) -> None:
-    body = "def made(): return workload()"
-    process = command(tmp_path, body)
+def test_two_interrupts_end_at_once(tmp_path) -> None:  # what one does, and how both look in a terminal: test_terminal.py
+    process = command(tmp_path, "def made(): return workload()")
     wait_for(process, "trial 2")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
-    assert "interrupted: finishing with the best so far; press Ctrl-C again to stop at once" in output
-    assert "as_written" in output
-    assert "artifact:" in output
-    again = command(tmp_path, body)
-    wait_for(again, "trial 3")
-    again.send_signal(signal.SIGINT)
-    wait_for(again, "interrupted")
-    again.send_signal(signal.SIGINT)
-    output, _ = again.communicate(timeout=30)
-    assert again.returncode == 130
+    wait_for(process, "interrupted: finishing with the best so far; press Ctrl-C again to stop at once")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
     assert "interrupted; what was finished is kept. To go on from it: trimtab optimize " in output
     assert workers_that_stay(tmp_path) == []
 

@@ -183,3 +183,61 @@ def test_functions_of_a_file_are_inlined(tmp_path: pathlib.Path) -> None:
     workload = load_workload(tmp_path / "f.onnx")
     x = torch.randn(2, 3)
     assert torch.equal(workload.build_model()(x), x + x)
+
+
+def test_sizes_that_the_runtime_does_not_take_are_asked_for(tmp_path: pathlib.Path) -> None:
+    items = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "n"])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 3])]
+    weight = numpy_helper.from_array(np.ones((10, 3), np.float32), "w")
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", items, outputs, [weight])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    with pytest.raises(
+        UsageError, match=r"ONNX Runtime cannot run m.onnx on inputs of these sizes: x \[1, 16\]. It says: .*--shape x="
+    ):
+        load_workload(path)
+    assert load_workload(path, shapes={"x": "1x10"}).inputs[0].shape == (1, 10)
+
+
+def test_the_proof_looks_beside_infinities(tmp_path: pathlib.Path) -> None:
+    from trimtab.intake import onnx as intake
+
+    path = tmp_path / "g.onnx"
+    shift = numpy_helper.from_array(np.array([-np.inf, 1.0, 0, 0], np.float32), "c")
+    onnx.save(graph([helper.make_node("Add", ["x", "c"], ["y"])], initializer=[shift]), path)
+    session = intake._session(str(path))
+
+    class Moved(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tensor([-torch.inf, 500.0, 0, 0])
+
+    rows = [torch.ones(1, 4)]
+    assert intake._apart(intake.OnnxFile(str(path))(), session, rows) is None
+    assert "off by 499" in str(intake._apart(Moved(), session, rows))
+
+
+def test_older_and_rarer_forms_of_operators(tmp_path: pathlib.Path) -> None:
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    pads = numpy_helper.from_array(np.array([0, 1, 0, 0, 1, 0], np.int64), "p")
+    model = graph([helper.make_node("Pad", ["x", "p"], ["y"], mode="reflect")], initializer=[pads])
+    torch.testing.assert_close(answers(model, [x])[0][:, 0], x[:, 1])
+    parts = graph(
+        [
+            helper.make_node("Split", ["x"], ["a", "b"], axis=1, num_outputs=2),
+            helper.make_node("Split", ["x"], ["c", "d", "e", "f"], axis=1, num_outputs=4),
+            helper.make_node("Concat", ["f", "a"], ["y"], axis=1),
+        ]
+    )
+    rows = torch.arange(8.0).reshape(2, 4)
+    torch.testing.assert_close(answers(parts, [rows])[0], torch.cat([rows[:, 3:], rows[:, :2]], 1))
+    old = helper.make_model(
+        helper.make_graph(
+            [helper.make_node("Dropout", ["x"], ["y"], ratio=0.5)],
+            "g",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 4])],
+        ),
+        opset_imports=[helper.make_opsetid("", 11)],
+        ir_version=6,
+    )
+    assert torch.equal(answers(old, [rows])[0], rows)

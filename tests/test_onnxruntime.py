@@ -346,3 +346,26 @@ def test_calibration_is_cut_to_a_frozen_batch():
     strange = Candidate.of(candidate.model, candidate.args, calibration=[((torch.randn(5, 4), torch.randn(2)), {})])
     with pytest.raises(CompileError, match="No calibration input fits"):
         calibration_rows(strange, strange.signature)
+
+
+def test_an_encoder_that_drops_padding_is_refused_with_what_to_do() -> None:
+    """Evaluated with a padding mask it sets padded positions to zero, which no export does."""
+
+    class Encoder(nn.Module):
+        def __init__(self, nested: bool) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested)
+
+        def forward(self, x: torch.Tensor, pad: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.encoder(x, src_key_padding_mask=pad)
+            return found
+
+    inputs = (torch.randn(2, 6, 16), torch.arange(6)[None].expand(2, 6) >= torch.tensor([[6], [3]]))
+    backend = BACKENDS["onnxruntime"]()
+    with pytest.raises(
+        CompileError, match=r"'encoder' sets padded positions to zero .* make it with enable_nested_tensor=False"
+    ):
+        backend.compile(Candidate.of(Encoder(nested=True).eval(), inputs))
+    executable = backend.compile(Candidate.of(Encoder(nested=False).eval(), inputs))
+    executable.close()

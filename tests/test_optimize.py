@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import trimtab
+from trimtab.environment import Environment
 from trimtab.errors import IntegrityError
 from trimtab.optimizing import command_line
 from trimtab.study import verdict
@@ -220,10 +221,22 @@ def test_time_is_kept_for_a_confirmation_only_once_there_is_something_to_confirm
     (tmp_path / "tiny.py").write_text(WORKLOAD)
     study = Study(str(tmp_path / "tiny.py"), tmp_path / "run", Options(timing_s=0.5))
     now = time.monotonic()
-    study.search(deadline=now + 3600, reserve_s=7200)  # over at once, if the time for a confirmation counted from the start
+    # over at once, if the time for a confirmation counted from the start
+    study.search(deadline=now + 3600, reserve=lambda: 7200)
     *before, last = study.trials
     eager = verdict.best_eager(study.trials)
     assert study.leader is last is not eager
     assert {trial.recipe.backend.name for trial in before if trial.state is State.COMPLETE} >= {"eager"}
-    study.search(deadline=now + 3600, reserve_s=7200)
+    study.search(deadline=now + 3600, reserve=lambda: 7200)
     assert study.trials[-1] is last
+
+
+def test_what_a_check_finds_is_said(tmp_path: pathlib.Path) -> None:
+    threads = Environment.capture().usable_cores + 3
+    (tmp_path / "tiny.py").write_text(WORKLOAD + f"\ntorch.set_num_threads({threads})\n")
+    study = Study(str(tmp_path / "tiny.py"), tmp_path / "run", Options(timing_s=0.5))
+    (finding,) = study.prepared.findings
+    assert finding.rule == "oversubscription"
+    assert finding.evidence["threads"] == threads
+    assert finding.message in study.prepared.notes
+    assert str(finding.remedy) == f"threads(count={finding.evidence['usable_cores']}) + eager"

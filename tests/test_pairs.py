@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pathlib
@@ -22,7 +23,7 @@ from trimtab.measure.host import Share
 from trimtab.measure.pairs import Block, Progress, Quad, compare, quick, self_noise
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import LocalRunner
-from trimtab.measurement import Comparison
+from trimtab.measurement import Comparison, Interval
 
 pytestmark = pytest.mark.alone
 
@@ -141,10 +142,10 @@ def test_time_ends_the_sampling_of_what_stays_wide() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_slow_calls_get_two_quads_and_a_wide_interval() -> None:
+def test_slow_calls_get_four_quads_and_a_wide_interval() -> None:
     begun = time.perf_counter()
     found = compare(Clockwork(1e8, nap=0.1), Clockwork(2e8, nap=0.1, wobble=(1, 1.1)), seconds=0.1, min_quads=6)
-    assert found.pairs == 4
+    assert found.pairs == 8
     assert found.stopped_by == "time"
     assert time.perf_counter() - begun < 20
 
@@ -211,3 +212,13 @@ def test_a_runner_that_gives_too_few_times_is_found_out() -> None:
 
     with pytest.raises(MeasurementError, match="calls and gave the times of 1"):
         compare(Lazy(1e3, nap=0.0001), Clockwork(1e3, nap=0.0001), seconds=1)
+
+
+def test_slow_calls_get_four_pairs_and_no_blame() -> None:
+    one, other = Clockwork(1e8, nap=0.05, wobble=(1, 1.4)), Clockwork(2e8, nap=0.05, wobble=(1, 1.5, 1.1))
+    found = compare(one, other, seconds=0.02, min_quads=6, width=1e-6)
+    assert found.pairs >= 4
+    slow = dataclasses.replace(found, pairs=4, foreign=0.01, stolen=0.0, ratio=Interval(1.5, 1.0, 2.0))
+    assert str(slow.doubt).startswith("The calls are so slow that only 4 pairs were measured")
+    busy = dataclasses.replace(slow, foreign=0.3)
+    assert str(busy.doubt).startswith("The machine was too busy to measure well")

@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -429,7 +430,11 @@ def test_the_commands_render_a_real_study(study: tuple[pathlib.Path, dict[str, A
     assert len(said.splitlines()) <= 40
     written = command("report", "runs/small", "-o", "elsewhere.html", folder=folder)
     assert (folder / written.strip()).read_text(encoding="utf-8").startswith("<!doctype html>")
-    sides = json.loads(command("compare", "runs/small", "runs/small", "--json", folder=folder))
+    assert "a study has nothing to be compared with but another one" in command(
+        "compare", "runs/small", "runs/../runs/small", folder=folder, code=2
+    )
+    shutil.copytree(folder / "runs/small", folder / "again")
+    sides = json.loads(command("compare", "runs/small", "again", "--json", folder=folder))
     assert sides["differences"] == []
 
 

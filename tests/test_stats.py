@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from trimtab.errors import UsageError
 from trimtab.measure import quantiles
+from trimtab.measure.quantiles import binomial_cdf
 from trimtab.measure.stats import (
+    FEW,
     bootstrap_drop,
     mean_upper,
     median_interval,
@@ -367,16 +370,38 @@ def test_bootstrap_is_seeded_and_knows_which_way_is_better() -> None:
     assert turned.low == pytest.approx(-first.upper, abs=0.05)
 
 
-def test_a_slow_metric_gets_fewer_resamples_and_says_so() -> None:
-    calls = itertools.count()
+def test_a_slow_metric_stops_by_the_clock_and_says_how_far_it_got() -> None:
+    rng = np.random.default_rng(9)
+    base = rng.normal(1, 0.3, 400)
+    sides = base, base - rng.normal(0.05, 0.2, 400)
 
-    def metric(index: np.ndarray, which: int) -> float:
-        next(calls)
-        return float(index.mean())
+    def slow(index: np.ndarray, which: int, seconds: float = 0.01) -> float:
+        time.sleep(seconds)
+        return float(sides[which][index].mean())
 
-    found = bootstrap_drop(metric, 50, seconds=0.0)
-    assert found.method == "bootstrap (200 resamples)"
-    assert next(calls) == 402
+    begun = time.perf_counter()
+    found = bootstrap_drop(slow, 400, limit=0.2, seconds=0.1)
+    assert time.perf_counter() - begun < 1.5, "200 resamples take four seconds"
+    count = int(re.fullmatch(r"bootstrap \((\d+) resamples\)", found.method)[1])  # type: ignore[index]
+    assert FEW <= count <= 11
+    assert found.decided is True, "a few resamples decide what is clear"
+    assert found.upper - found.value > (paired_drop(*sides).upper - found.value) * 0.5
+
+    slower = bootstrap_drop(lambda index, which: slow(index, which, 0.1), 400, limit=0.2, seconds=0.05)
+    assert slower.method == "bootstrap (1 resamples, too few for an interval)"
+    assert slower.decided is None
+
+
+@pytest.mark.parametrize("resamples", [FEW, 12, 60])
+def test_few_resamples_give_bounds_that_hold(resamples: int) -> None:
+    rng, hits, widths = np.random.default_rng(10), [], []
+    for _ in range(600):
+        sides = rng.normal(1, 0.3, (2, 100))
+        found = bootstrap_drop(lambda i, which, s=sides: float(s[which][i].mean()), 100, resamples=resamples)
+        hits.append((found.low <= 0, found.upper >= 0))
+        widths.append(found.upper - found.low)
+    assert np.mean(hits, axis=0).min() >= 0.93
+    assert np.mean(widths) < 2.2 * 2 * 1.645 * 0.3 * math.sqrt(2 / 100), "and they still say something"
 
 
 def test_resamples_that_a_metric_cannot_judge_are_left_out() -> None:
@@ -392,3 +417,29 @@ def test_resamples_that_a_metric_cannot_judge_are_left_out() -> None:
     assert found.decided is None
     with pytest.raises(UsageError, match="must be finite"):
         bootstrap_drop(lambda index, which: math.nan, 10)
+
+
+def test_a_class_that_a_resample_lacks_stops_nothing() -> None:
+    rng = np.random.default_rng(11)
+    classes = np.append(rng.integers(0, 2, 58), [2, 2])
+    sides = classes.copy(), classes.copy()
+    sides[1][:2] = 1 - sides[1][:2]
+
+    def of_every_class(index: np.ndarray, which: int, error: type[Exception]) -> float:
+        if 2 not in classes[index]:
+            raise error("class 2")
+        return float(np.mean([np.mean(sides[which][index][classes[index] == c] == c) for c in range(3)]))
+
+    for error in (KeyError, AssertionError, TypeError, ZeroDivisionError):
+        found = bootstrap_drop(lambda index, which, e=error: of_every_class(index, which, e), 60, resamples=300)
+        assert "cannot" not in found.method
+        assert found.method != "bootstrap (300 resamples)", "some had no example of the third class"
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6, 7, 20, 101, 1000])
+def test_the_interval_of_a_median_is_the_narrowest_that_holds(n: int) -> None:
+    found = median_interval([float(i) for i in range(n)])
+    rank = int(found.low)
+    assert found.high == n - 1 - rank
+    assert rank == 0 or 2 * binomial_cdf(rank, n, 0.5) <= 0.05
+    assert rank + 1 >= n / 2 or 2 * binomial_cdf(rank + 1, n, 0.5) > 0.05

@@ -10,7 +10,9 @@ import shutil
 import sqlite3
 import subprocess
 import tempfile
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import optuna
 import pytest
@@ -18,9 +20,11 @@ import pytest
 from trimtab.contracts import BACKENDS, PASSES
 from trimtab.errors import StorageError, UsageError
 from trimtab.measurement import Drop, Interval, Measurement
+from trimtab.optimizing import alone, forget
 from trimtab.recipe import Recipe
 from trimtab.study import space, verdict
-from trimtab.study.finish import pays
+from trimtab.study.finish import ahead, pays
+from trimtab.study.options import Options
 from trimtab.study.sampler import Facts, Ladder, Tpe, as_written
 from trimtab.study.storage import Storage
 from trimtab.trial import State, Trial
@@ -69,6 +73,18 @@ def by_backend(recipe: Recipe) -> Trial:
     """A machine on which openvino is fast, int8 twice as fast again, and onnxruntime slow."""
     base = {"eager": 1.0, "torchscript": 1.2, "onnxruntime": 0.5, "openvino": 3.0, "inductor": 2.0, "aoti": 2.1}
     return complete(recipe, base[recipe.backend.name] * (1.0 if recipe.exact else 2.0))
+
+
+@pytest.mark.parametrize("convolves", [True, False])
+def test_eight_bits_are_calibrated_first_where_the_model_convolves(convolves: bool) -> None:
+    known = dataclasses.replace(facts(), convolves=convolves)
+    trials: list[Trial] = []
+    while (ask := Ladder().ask(trials, known)) is not None and len(trials) < 12:
+        trials.append(dataclasses.replace(by_backend(ask.recipe), stage=ask.stage))
+    lossy = [trial.recipe.backend for trial in trials if trial.stage == "precision"]
+    assert len(lossy) > 1
+    assert ("calibration" in lossy[0].needs) == convolves
+    assert {backend.needs for backend in lossy} == {frozenset(), frozenset({"calibration"})}
 
 
 def test_the_ladder_climbs_in_order_and_asks_nothing_twice() -> None:
@@ -141,6 +157,47 @@ def test_storage_keeps_trials_and_optuna_opens_it(tmp_path) -> None:
     assert study.trials[1].state == optuna.trial.TrialState.FAIL
     with pytest.raises(UsageError, match="was made for another objective: 'latency' there, 'size' now"):
         Storage(url, "x", direction="maximize", identity={**IDENTITY, "objective": "size"})
+
+
+def test_a_study_goes_on_with_other_techniques_than_it_began_with(tmp_path, monkeypatch) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    storage.add(complete(as_written(), 1.0), 1.0)
+    found = space.parameters
+
+    def fewer(recipe: Recipe) -> Any:
+        values, spaces = found(recipe)
+        return values, {**spaces, "backend": optuna.distributions.CategoricalDistribution(["eager", "new"])}
+
+    monkeypatch.setattr("trimtab.study.storage.parameters", fewer)
+    other = storage.add(complete(Recipe(backend=BACKENDS["eager"]()), 1.5), 1.5)
+    assert [trial.number for trial in Storage(url, "x", direction="maximize", identity=IDENTITY).trials()] == [0, other.number]
+
+
+def test_a_run_folder_is_for_one_process_at_a_time(tmp_path) -> None:
+    with alone(tmp_path / "run"):
+        with pytest.raises(UsageError, match=r"Another process is at work in .*run. Wait for it"), alone(tmp_path / "run"):
+            pass
+        forget(tmp_path / "run")
+        assert [entry.name for entry in (tmp_path / "run").iterdir()] == [".lock"]
+    with alone(tmp_path / "run"):
+        pass
+
+
+def test_suggestions_that_do_not_fit_end_the_search(tmp_path) -> None:
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    sampler = Tpe(storage.study, seed=1)
+    known = [complete(as_written(), 1.0), complete(Recipe(backend=BACKENDS["eager"]()), 1.0)]
+    left: list[Trial] = []
+    while True:
+        ask = sampler.ask([*known, *left], facts())
+        assert ask is not None
+        left.append(Trial(recipe=ask.recipe, state=State.SKIPPED))
+        if sampler.declined(len(left)):
+            break
+    assert len(left) == 10
+    assert not any(trial.state == optuna.trial.TrialState.RUNNING for trial in storage.study.trials)
+    assert verdict.too_short(left).endswith("and 5 more.") or verdict.too_short(left).endswith(", 5 more.")
 
 
 def test_storage_says_what_is_wrong_with_the_file(tmp_path) -> None:
@@ -265,6 +322,28 @@ def test_a_recipe_that_may_lose_accuracy_has_to_pay_for_it() -> None:
     assert order(Interval(0.9, 0.8, 0.95)) == ["torchscript", "eager", str(LOSSY)]
 
 
+def test_what_may_be_faster_on_a_busy_machine_is_looked_at_again() -> None:
+    eager = complete(EAGER, 1.0)
+
+    def seen(value: float, low: float, backend: str) -> Trial:
+        trial = complete(Recipe(backend=BACKENDS[backend]()), 1.0)
+        return dataclasses.replace(trial, speedup=Interval(value, low, 2 * value - low))
+
+    surely, unsure, likely = seen(1.2, 1.1, "torchscript"), seen(1.1, 0.8, "onnxruntime"), seen(1.3, 0.9, "openvino")
+    hardly = seen(1.04, 0.9, "inductor")
+
+    def ahead(*trials: Trial, objective: str = "latency") -> list[Trial]:
+        return verdict.ahead([eager, *trials], Limits(), objective, eager)
+
+    assert ahead(unsure, likely, surely) == [surely], "what is sure comes first, and goes to the confirmation alone"
+    assert ahead(unsure, likely, hardly) == [likely]
+    assert [verdict.surely_ahead(trial, eager, "latency") for trial in (surely, likely)] == [True, False]
+    assert ahead(hardly) == []
+    assert ahead(dataclasses.replace(likely, recipe=EAGER)) == [], "the tuned original is the best of these already"
+    assert ahead() == []
+    assert ahead(likely, objective="size") == []
+
+
 def test_space_variants_are_all_different_and_parameters_are_stable() -> None:
     seen = [str(technique) for technique in space.techniques()]
     assert len(seen) == len(set(seen)) > 10
@@ -281,3 +360,24 @@ def test_a_few_bytes_less_are_no_improvement() -> None:
     assert pays(of(0.97), of(1.0), "size")
     assert not pays(of(0.999), of(1.0), "size")
     assert pays(of(0.999), of(1.0), "latency"), "an interval decides there"
+
+
+def test_the_original_to_beat_keeps_the_limits_and_has_a_figure_if_any_has() -> None:
+    written = dataclasses.replace(complete(as_written(), 1.0), peak_mb=100.0)
+    tuned = dataclasses.replace(complete(EAGER, 1.2), peak_mb=300.0)
+    assert verdict.best_eager([written, tuned]) is tuned
+    assert verdict.best_eager([written, tuned], Limits(memory_mb=200)) is written
+    assert verdict.best_eager([written, tuned], Limits(memory_mb=50)) is tuned, "neither keeps it"
+    unknown = dataclasses.replace(tuned, peak_mb=None)
+    assert verdict.best_eager([written, unknown]) is unknown
+    assert verdict.best_eager([written, unknown], Limits(), "memory") is written
+
+
+def test_the_model_as_written_is_nobody_ahead_of_its_own_tuned_form() -> None:
+    written = dataclasses.replace(complete(as_written(), 1.0), peak_mb=80.0)
+    tuned = dataclasses.replace(complete(EAGER, 1.2), peak_mb=100.0)
+    less = dataclasses.replace(complete(Recipe(backend=BACKENDS["torchscript"]()), 0.9), peak_mb=60.0)
+    study = types.SimpleNamespace(
+        options=Options(objective="memory"), trials=[written, tuned, less], original=as_written(), to_beat=tuned
+    )
+    assert ahead(study) == [less]

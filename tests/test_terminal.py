@@ -23,6 +23,7 @@ import typer.main
 from rich.console import Console
 
 from _faulty import write
+from _workers import workers_that_stay
 from trimtab import errors
 from trimtab.cli import environment
 from trimtab.cli._boundary import again
@@ -328,7 +329,7 @@ class Terminal:
 CTRL_C = "\x03"
 
 
-def test_ctrl_c_in_a_terminal_ends_with_the_best_so_far_and_twice_at_once(tmp_path) -> None:
+def test_ctrl_c_in_a_terminal_ends_with_the_best_so_far(tmp_path) -> None:
     arguments = ["optimize", write(tmp_path, "def made(): return workload()"), "--out", str(tmp_path / "run")]
     arguments += ["--max-drop", "10%", "--timing", "300ms", "--fresh"]
     terminal = Terminal(*arguments)
@@ -339,13 +340,18 @@ def test_ctrl_c_in_a_terminal_ends_with_the_best_so_far_and_twice_at_once(tmp_pa
     assert code == 0, terminal.text
     assert terminal.raw.rindex(SHOW) > terminal.raw.rindex(HIDE)
     assert "as_written" in terminal.text
+    assert "artifact:" in terminal.text
+    assert workers_that_stay(tmp_path) == []
     said = re.sub(r"\s+", "", terminal.text)
     go_on = [word for word in arguments if word != "--fresh"]
     assert f"Togoon:trimtab{''.join(go_on)}" in said
     assert "Traceback" not in terminal.text
 
-    terminal = Terminal(*go_on)
-    terminal.until("trial 2")
+
+def test_two_ctrl_c_in_a_terminal_end_at_once(tmp_path) -> None:
+    arguments = ["optimize", write(tmp_path, "def made(): return workload()"), "--out", str(tmp_path / "run")]
+    terminal = Terminal(*arguments, "--max-drop", "10%", "--timing", "300ms")
+    terminal.until("trial 1")
     terminal.press(CTRL_C)
     terminal.until("interrupted")
     terminal.press(CTRL_C)
@@ -353,6 +359,7 @@ def test_ctrl_c_in_a_terminal_ends_with_the_best_so_far_and_twice_at_once(tmp_pa
     assert terminal.raw.rindex(SHOW) > terminal.raw.rindex(HIDE)
     assert "interrupted; what was finished is kept. To go on from it: trimtab optimize " in terminal.text
     assert "Traceback" not in terminal.text
+    assert workers_that_stay(tmp_path) == []
 
 
 def test_other_waits_have_a_spinner_on_a_terminal_and_nothing_elsewhere() -> None:

@@ -338,6 +338,8 @@ def frozen() -> nn.Module:
 BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("vector loss", WorkloadError, lambda: trainer(loss=vector).fit(loader(), epochs=1),
      r"The loss is a tensor of shape \(16,\), but one number is needed. Use reduction='mean', or return its mean\(\)\."),
+    ("broadcast targets", WorkloadError, lambda: trainer(loss=nn.MSELoss()).fit([(torch.ones(4, 8), torch.ones(4))], epochs=1),
+     r"outputs have shape \(4, 3\) and the targets \(4,\)\. The loss compares them element by element, and would stretch one"),
     ("number as loss", WorkloadError, lambda: trainer(loss=lambda o, t: 3.0).fit(loader(), epochs=1),
      r"The loss is a float, but a tensor with one number is needed\."),
     ("loss without gradient", WorkloadError, lambda: trainer(loss=lambda o, t: o.detach().mean()).fit(loader(), epochs=1),

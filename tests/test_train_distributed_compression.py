@@ -12,7 +12,10 @@ from torch import nn
 
 from _ranks import on_ranks
 from trimtab.candidate import Settings
-from trimtab.train.distributed.exchange import Errors
+from trimtab.train.distributed.exchange import Errors, in_a_row, shaped
+from trimtab.train.distributed.processes import start
+from trimtab.train.distributed.topk import TopK
+from trimtab.train.events import Progressed
 from trimtab.train.trainer import Trainer
 
 KINDS = [None, "float16", "bfloat16", "powersgd", "topk"]
@@ -49,17 +52,14 @@ def train(kind: Any, epochs: int) -> dict[str, Any]:
     }
 
 
-def few_updates(folder: pathlib.Path) -> dict[str, Any]:
-    return {str(kind): train(kind, 1) for kind in KINDS}
-
-
-def many_updates(folder: pathlib.Path) -> dict[str, Any]:
-    return {str(kind): train(kind, EPOCHS) for kind in (None, "powersgd", "topk")}
+def few_and_many_updates(folder: pathlib.Path) -> dict[str, Any]:
+    few = {str(kind): train(kind, 1) for kind in KINDS}
+    return few | {f"{kind}, many": train(kind, EPOCHS) for kind in (None, "powersgd", "topk")}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(few_updates, tmp_path_factory.mktemp("ranks"))
+    return on_ranks(few_and_many_updates, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("float16", 0.5), ("bfloat16", 0.5), ("powersgd", 0.1), ("topk", 0.03)])
@@ -78,11 +78,95 @@ def test_rounding_leaves_the_loss(found: list[dict[str, Any]], kind: str) -> Non
     assert found[0][kind]["loss"] == pytest.approx(found[0]["None"]["loss"], rel=0.02)
 
 
-@pytest.mark.slow
-def test_what_is_left_out_comes_later(tmp_path: pathlib.Path) -> None:
-    found, _ = on_ranks(many_updates, tmp_path)
+@pytest.mark.parametrize("kind", ["powersgd", "topk"])
+def test_what_is_left_out_comes_later(found: list[dict[str, Any]], kind: str) -> None:
+    assert found[0][f"{kind}, many"]["loss"] == pytest.approx(found[0]["None, many"]["loss"], rel=0.02)
+
+
+def images() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(rows.view(-1, 1, 8, 8), labels) for rows, labels in digits()[0][:24]]
+
+
+def run(kind: Any, folder: pathlib.Path | None, steps: int) -> tuple[list[float], Trainer]:
+    """The losses of each update until ``steps``, from where the checkpoint in ``folder`` stands."""
+    found: list[float] = []
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(16, 32, 3), nn.ReLU()),
+        *(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(32, 10)),
+    )
+    made = Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        settings=Settings(communication=kind, bucket_mb=0.01, memory_format="channels_last"),
+        checkpoint=folder,
+        log_every=1,
+        callbacks=[lambda _, event: found.append(event.loss) if isinstance(event, Progressed) else None],
+    )
+    if folder is not None:
+        made.resume(missing_ok=True)
+    made.fit(images(), steps=steps)
+    return [*found, *(p.detach().sum().item() for p in model.parameters())], made
+
+
+def cut_in_two(folder: pathlib.Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for kind in ("powersgd", "topk"):
-        assert found[kind]["loss"] == pytest.approx(found["None"]["loss"], rel=0.02)
+        whole, _ = run(kind, None, 10)
+        left = run(kind, folder / kind, 4)[1].world.unsent()
+        again = run(kind, folder / kind, 4)[1].world.unsent()  # takes up what was left, and makes no update
+        resumed, _ = run(kind, folder / kind, 10)
+        found[kind] = [whole, resumed]
+        if left is not None and again is not None:  # in the first process
+            assert len(left) == len(again) == 2
+            kept = [[tensor for state in each for tensor in state["errors"].values()] for each in (left, again)]
+            assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+            assert sum(value.abs().sum() for value in kept[0]) > 0
+            half = len(kept[0]) // 2
+            assert any(not torch.equal(a, b) for a, b in zip(kept[0][:half], kept[0][half:], strict=True))  # each has its own
+    return found
+
+
+def test_a_resumed_run_sends_what_was_left_out_before(tmp_path: pathlib.Path) -> None:
+    found = on_ranks(cut_in_two, tmp_path)[0]
+    _, alone = run(None, tmp_path / "topk", 11)
+    assert "What the run before had left out of its compressed gradients is dropped: this one compresses none." in alone.notes
+    for whole, resumed in found.values():
+        assert len(resumed) == len(whole) - 4
+    whole, resumed = found["powersgd"]
+    assert resumed == whole[4:]  # to the bit
+    whole, resumed = found["topk"]
+    assert resumed[0] == whole[4]
+    assert resumed[1:6] == pytest.approx(whole[5:10], rel=0.05)  # its buckets are others at first
+
+
+def test_another_number_of_processes_shares_out_what_was_left_out(tmp_path: pathlib.Path) -> None:
+    for each in on_ranks(shared_out, tmp_path):
+        assert each == {"by one": [2.0, 3.0], "by three": [3.0, 2.0]}
+
+
+def shared_out(folder: pathlib.Path) -> dict[str, Any]:
+    start()
+    weight = nn.Parameter(torch.zeros(2))
+    found = {}
+    for name, states in (("by one", [[4.0, 6.0]]), ("by three", [[1.0, 2.0], [2.0, 2.0], [3.0, 0.0]])):
+        exchange = TopK()
+        exchange.load_state_dict([{"errors": {"w": torch.tensor(state)}} for state in states], {"w": weight})
+        found[name] = exchange.errors.of([weight], torch.zeros(2)).tolist()
+    return found
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_lie_in_a_row_as_their_parameter_does(layout: torch.memory_format) -> None:
+    parameter = torch.empty(4, 3, 2, 5).contiguous(memory_format=layout)
+    value = torch.randn(4, 3, 2, 5)
+    flat = in_a_row(value, parameter)
+    assert torch.equal(flat, torch.as_strided(parameter.copy_(value), (120,), (1,)))
+    assert torch.equal(shaped(flat, parameter), value)
+    assert shaped(torch.ones(1), torch.tensor(3.0)).shape == ()
+    gaps = torch.empty(4, 6)[:, ::2]
+    assert torch.equal(shaped(in_a_row(value[0, :, :, :2].reshape(4, 3), gaps), gaps), value[0, :, :, :2].reshape(4, 3))
 
 
 def test_what_was_left_out_is_found_again_when_ddp_groups_parameters_anew() -> None:

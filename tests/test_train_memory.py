@@ -85,7 +85,7 @@ def test_measured_peak_keeps_the_budget_and_gradients_stay(make: Callable[[], tu
         peaks.append(peak_activations(step, model.parameters(), CPU))
         assert peaks[-1] <= budget, (share, found.names)
         model.zero_grad()
-        assert allocated(model, step) <= 1.15 * budget  # with what operators allocate and free within themselves
+        assert allocated(model, step) <= 1.02 * budget
         again = gradients(model, inputs, labels)
         recomputed.undo()
         assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True)), found.names
@@ -102,6 +102,9 @@ def test_what_counts_is_what_the_allocator_says() -> None:
     ours = peak_activations(step, model.parameters(), CPU)
     model.zero_grad()
     assert ours == pytest.approx(allocated(model, step), rel=0.02)
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU]):  # there is one profiler at a time
+        assert peak_activations(step, model.parameters(), CPU) == pytest.approx(ours, rel=0.1)
     with Live() as live:
         kept = torch.ones(1000) + 1
         view = kept[:10] * 2
@@ -327,13 +330,25 @@ def sums(folder: pathlib.Path) -> dict[str, Any]:
         "plain": Settings(),
         "budget": Settings(activation_mb=1.7),
         "budget, sharded": Settings(activation_mb=1.7, sharding="shard"),
-        "auto, sharded": Settings(batch="auto", sharding="shard"),
+        "still": Settings(),
+        "still, auto, sharded": Settings(batch="auto", sharding="shard"),
     }.items():
         model, *_ = made(transformer)
+        if name.startswith("still"):  # smaller parts of a batch draw other dropout
+            without_dropout(model)
         loader = torch.utils.data.DataLoader(Pairs(), batch_size=8)
         trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
         found[name] = {"loss": trainer.fit(loader, epochs=2).loss, "notes": trainer.notes}
     return found
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Have ``model`` compute the same every time."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
 
 
 class Pairs(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -354,7 +369,8 @@ def test_several_processes_keep_a_budget_and_learn_the_same(tmp_path: pathlib.Pa
     found = on_ranks(sums, tmp_path)[0]
     assert "recomputed" in found["budget"]["notes"][0]
     for name, run in found.items():
-        assert run["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-5), name
+        same = found["still" if name.startswith("still") else "plain"]
+        assert run["loss"] == pytest.approx(same["loss"], rel=1e-5), name
 
 
 @pytest.mark.gpu

@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from trimtab.candidate import Settings
-from trimtab.errors import WorkloadError
+from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.clock import HostClock
-from trimtab.train.events import JsonLines, TensorBoard
+from trimtab.train.events import Event, JsonLines, Progressed, TensorBoard
 from trimtab.train.feed import Feed, join, mover, split
 from trimtab.train.objective import Objective
 from trimtab.train.recompute import Recomputed
@@ -310,3 +310,62 @@ def test_objects_that_can_move_themselves_do() -> None:
     assert there.input_ids.is_meta
     assert there.n_sequences == 1
     assert not encoding.input_ids.is_meta
+
+
+def test_a_gradient_alone_that_is_not_finite_is_met_without_its_norm() -> None:
+    """The loss is finite all the while; of the third update no norm is taken, because nobody asked for it."""
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad / 0
+
+    model = nn.Linear(4, 1)
+    before: list[torch.Tensor] = []
+    loss = lambda o, t: (Broken.apply(o) if float(t[0]) else o).square().mean()  # type: ignore[no-untyped-call]  # noqa: E731
+    made = trainer(model, loss=loss)
+    made.optimizer.register_step_post_hook(lambda *_: before.append(model.weight.detach().clone()))
+    batches = [(torch.ones(2, 4), torch.full((2,), float(index == 2))) for index in range(4)]
+    with pytest.raises(
+        NonFiniteError, match=r"The loss was \d\S+ and the sum of its gradient (inf|nan|-inf), which is not finite"
+    ):
+        made.fit(batches, epochs=1)
+    assert len(before) == 2
+    torch.testing.assert_close(model.weight.detach(), before[-1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("every", "clip"), [(1, None), (3, None), (3, 0.1)])
+def test_the_norm_that_is_told_is_that_of_an_update(every: int, clip: float | None) -> None:
+    """Of the first of a window, or where gradients are clipped, and all are known, of the last."""
+    told: list[float] = []
+
+    def hear(trainer: Trainer, event: Event) -> None:
+        if isinstance(event, Progressed):
+            told.append(event.norm)
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    by_hand = copy.deepcopy(model)
+    batches = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(6)]
+    made = Trainer(
+        model,
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        settings=Settings(clip_norm=clip),
+        log_every=every,
+        callbacks=[hear],
+    )
+    made.fit(batches, epochs=1)
+    optimizer = torch.optim.SGD(by_hand.parameters(), 0.1)
+    norms = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(by_hand(inputs), targets).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(by_hand.parameters(), clip or float("inf"))))
+        optimizer.step()
+    first, last = norms[::every], norms[every - 1 :: every]
+    assert told == pytest.approx(first if clip is None else last, rel=1e-5)

@@ -331,8 +331,9 @@ def test_a_study_that_is_cut_off_keeps_what_is_finished(number: signal.Signals, 
     process.send_signal(number)
     if number == signal.SIGINT:  # ends cleanly, with the best so far
         assert answer(process)["status"] in ("improved", "kept_original")
-    else:
-        process.wait(timeout=60)
+        assert Record.read(tmp_path / "run").trials[0].recipe == trained_as_written()
+        return
+    process.wait(timeout=60)
     before = Record.read(tmp_path / "run").trials
     assert before[0].recipe == trained_as_written()
     assert answer(run(tmp_path, 1))["trials"][0]["recipe"] == "eager"

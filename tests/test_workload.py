@@ -9,12 +9,13 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
+from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.candidate import Candidate
 from trimtab.errors import InputError, UsageError, WorkloadError
 from trimtab.intake.load import load_workload
-from trimtab.reference import Reference
+from trimtab.reference import Fitted, Reference, predict
 from trimtab.signature import Dim
 from trimtab.splits import split
 from trimtab.study.jobs import prepare_job
@@ -59,6 +60,71 @@ def test_own_calibration_and_test_data_leave_everything_to_selection() -> None:
     assert sum(batch.rows for batch in splits.selection) == 100
     assert sum(batch.rows for batch in splits.test) == 10
     assert splits.notes == ()
+
+
+@pytest.mark.parametrize("form", ["dataset", "batches", "pair"])
+def test_a_batch_that_is_stated_to_be_fixed_is_never_taken_apart(form: str) -> None:
+    inputs, targets = labelled(100)
+    pair = TensorDataset(inputs, targets)
+    data = {"dataset": pair, "batches": DataLoader(pair, batch_size=16), "pair": (inputs, targets)}[form]
+    workload = Workload(model=linear, inputs=inputs[:16], evaluation=Evaluation(data=data, score=top1), dynamic={})
+    subject = prepare(workload)
+    parts = (subject.splits.calibration, subject.splits.selection, subject.splits.test)
+    assert [[batch.rows for batch in part] for part in parts] == [[16], [16] * 2, [16] * 3]
+    assert "4 examples of the evaluation data are left out: they do not fill a batch of 16, which is fixed." in subject.notes
+    executable = OnnxRuntime().compile(subject.candidate)
+    assert executable.signature.batch is None
+    evaluation, batches = workload.evaluation, subject.splits.test
+    want, got = (
+        predict(call, batches, evaluation) for call in (subject.model, Fitted(executable, subject.candidate.signature))
+    )
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, got, strict=True))
+
+
+def test_data_that_fits_no_fixed_batch_is_refused() -> None:
+    inputs, targets = labelled(60)
+    workload = Workload(model=linear, inputs=inputs[:16], calibration=[inputs[:10], inputs[10:22]], dynamic={})
+    with pytest.raises(UsageError) as caught:
+        prepare(workload)
+    assert str(caught.value) == (
+        "The model takes 16 examples at a time, but the batches of the calibration data have 10, 12. Give batches of 16, "
+        "or let the batch be dynamic."
+    )
+    few = Evaluation(data=(inputs[:32], targets[:32]), score=top1)
+    with pytest.raises(UsageError, match="holds 32 examples, too few to split. Give at least three batches of 16, better"):
+        prepare(Workload(model=linear, inputs=inputs[:16], evaluation=few, dynamic={}))
+
+
+@pytest.mark.parametrize(("batches", "own"), [(1, (0, 0)), (2, (1, 0)), (4, (1, 1))])
+def test_what_fixed_batches_are_too_few_for_is_stood_in_for(batches: int, own: tuple[int, int]) -> None:
+    given = [labelled(16 * batches)[0][16 * i : 16 * (i + 1)] for i in range(batches)]
+    subject = prepare(Workload(model=linear, inputs=given[0], calibration=given, dynamic={}))
+    for part, count in zip((subject.splits.selection, subject.splits.test), own, strict=True):
+        assert sum(batch.rows for batch in part) == 16 * count
+        assert all(len(batch.call[0][0]) == 16 for batch in part)
+        assert part
+
+
+class OnlySixteen(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(16, 2, 2).flatten(1))
+
+
+def test_a_batch_that_the_model_fixes_itself_is_never_taken_apart() -> None:
+    inputs, targets = labelled(160)
+    evaluation = Evaluation(data=(inputs, targets), score=top1)
+    subject = prepare(Workload(model=OnlySixteen(4, 3), inputs=inputs[:16], evaluation=evaluation))
+    parts = (subject.splits.calibration, subject.splits.selection, subject.splits.test)
+    assert {batch.rows for part in parts for batch in part} == {16}
+    assert {args[0].shape for args, _ in subject.candidate.calibration} == {(16, 4)}
+    assert any("batch stays fixed" in note for note in subject.notes), subject.notes
+
+
+def test_data_that_can_be_read_once_only_is_not_read_again() -> None:
+    inputs, targets = labelled(160)
+    pairs = ((inputs[i : i + 16], targets[i : i + 16]) for i in range(0, 160, 16))
+    workload = Workload(model=OnlySixteen(4, 3), inputs=inputs[:16], evaluation=Evaluation(data=pairs, score=top1))
+    assert sum(batch.rows for batch in prepare(workload).splits.test) > 0
 
 
 @pytest.mark.parametrize("form", ["dataset", "batches", "pair", "dicts"])

@@ -13,33 +13,37 @@ from trimtab.contracts import Backend
 _RUN = '''"""{title}. Needs {packages}. `python run.py` checks the test vectors."""
 import {modules}pathlib, sys
 import numpy
-from safetensors.numpy import load_file
+from safetensors.{tensors} import load_file
 {memory}{script}
 if __name__ == "__main__":
     here, found = pathlib.Path(__file__).resolve().parent, []
     run, golden = load(str(here / "model"), {threads}), load_file(here / "{golden}")
     for case in range({cases}):
         for i, out in enumerate(run([golden[f"{{case}}.inputs.{{j}}"] for j in range({inputs})])):
-            a, b = numpy.asarray(out, "f8"), numpy.asarray(golden[f"{{case}}.outputs.{{i}}"], "f8")
+            a, b = (numpy.asarray({wide}, "f8") for t in (out, golden[f"{{case}}.outputs.{{i}}"]))
             found.append((float(numpy.where(a == b, 0, abs(a - b)).max(initial=0)), {tolerance}[i]))
     print("largest error %.3g, allowed %.3g" % max(found, key=lambda pair: pair[0] - pair[1]))
     sys.exit(not all(error <= allowed for error, allowed in found))
 '''
 
 
-_MEMORY = f"""for option, values in {dict(KEEP_MEMORY)}.items():  # the allocator keeps what is freed
-    any(ctypes.CDLL(None).mallopt(option, value) for value in values)
+_MEMORY = f"""libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+for option, values in {dict(KEEP_MEMORY)}.items() if hasattr(libc, "mallopt") else ():  # the allocator keeps what is freed
+    any(libc.mallopt(option, value) for value in values)
 """
 
 
 def run_script(manifest: Manifest, backend: Backend) -> str:
     """Source of ``run.py``: the backend's own loader, and a main that replays the test vectors with numpy alone."""
     packages = ", ".join(dict.fromkeys((*backend.packages, "numpy", "safetensors")))
+    in_torch = "torch" in backend.packages
     title = " ".join(f"{manifest.workload}: {manifest.recipe_text}".split())[:60].replace("\\", "/").replace('"', "'")
     return _RUN.format(
         title=title,
         packages=packages,
         script=backend.script().strip("\n"),
+        tensors="torch" if in_torch else "numpy",
+        wide="t.double()" if in_torch else "t",  # numpy has no bfloat16
         modules="ctypes, " if manifest.settings.keep_memory else "",
         memory=_MEMORY if manifest.settings.keep_memory else "",
         threads=manifest.settings.threads,

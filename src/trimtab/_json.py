@@ -93,8 +93,15 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` through a temporary file beside it, then rename it into place."""
+    """Write ``text`` to ``path`` through a temporary file beside it, then rename it into place.
+
+    A link stays one, and what it points to is written; a device or a pipe, which nothing may replace, is written to.
+    """
     target = pathlib.Path(path)
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
+    target = target.resolve() if target.is_symlink() else target
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -16,6 +16,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 
+import psutil
+
 ROOT = pathlib.Path("/")
 
 FLAGS: Mapping[str, str] = {
@@ -98,6 +100,12 @@ def cpu_quota(root: pathlib.Path = ROOT) -> float | None:
     """The tightest CPU limit of this process's cgroups, in cores; ``None`` without one. Reads versions 1 and 2."""
     limits = [_share(*text.split()[:2]) for folder in _folders(root, "cpu") if len((text := _v2_cpu(folder)).split()) == 2]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def free_mb() -> float:
+    """Memory that this process and its children may still take, in MB: of what is free, as far as its cgroup's limit goes."""
+    free, limit = psutil.virtual_memory().available / 1e6, memory_limit_mb()
+    return free if limit is None else max(0.1 * limit, min(free, limit - psutil.Process().memory_info().rss / 1e6))
 
 
 def memory_limit_mb(root: pathlib.Path = ROOT) -> float | None:

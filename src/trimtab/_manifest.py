@@ -24,6 +24,7 @@ from trimtab.candidate import Settings
 from trimtab.contracts import BACKENDS, Backend, technique_from_json
 from trimtab.environment import Environment
 from trimtab.errors import ArtifactError, IntegrityError, UsageError
+from trimtab.measurement import Interval
 from trimtab.recipe import Recipe
 from trimtab.signature import Signature
 from trimtab.workload import Limits
@@ -157,8 +158,7 @@ def _digest(data: Any) -> str:
 @contextlib.contextmanager
 def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """A temporary folder beside ``folder`` that takes its place when the block ends well, and vanishes when it does not."""
-    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ArtifactError(f"{folder} exists and is no artifact. Choose another folder or empty it.")
+    _refuse_others(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
@@ -172,6 +172,20 @@ def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         raise ArtifactError(
             f"The artifact cannot be written to {folder}: {error.strerror or error}. Nothing was left half-written."
         ) from error
+
+
+def _refuse_others(folder: pathlib.Path) -> None:
+    """Raises where ``folder`` holds anything but an artifact: it is going to be deleted. What Python caches may go as well."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    try:
+        listed = {*read_manifest(folder).files, MANIFEST}
+    except ArtifactError as error:
+        raise ArtifactError(f"{folder} exists and is no artifact. Choose another folder or empty it.") from error
+    there = (path for path in folder.rglob("*") if "__pycache__" not in path.parts and (path.is_symlink() or not path.is_dir()))
+    names = sorted(path.relative_to(folder).as_posix() for path in there)
+    if strange := [name for name in names if name not in listed]:
+        raise ArtifactError(f"{folder} holds {strange[0]!r} beside an artifact. Move it away, or choose another folder.")
 
 
 def file_facts(folder: pathlib.Path) -> dict[str, FileFacts]:
@@ -243,6 +257,11 @@ def _check(manifest: Manifest, data: Mapping[str, Any]) -> None:
         )
     if any(not 0 <= value < float("inf") for value in golden.tolerance):
         raise IntegrityError(f"{MANIFEST} states a tolerance of {golden.tolerance}; tolerances are positive numbers.")
+    if manifest.evidence.get("speedup") is not None:
+        try:
+            from_json(Interval, manifest.evidence["speedup"])
+        except UsageError as error:
+            raise IntegrityError(f"{MANIFEST} states a speed-up that is none: {_short(error)}") from error
     for name in ("backend", "passes"):
         if name not in manifest.recipe:
             raise IntegrityError(f"{MANIFEST} holds a recipe without {name}.")

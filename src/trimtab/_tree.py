@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -92,6 +92,24 @@ def names(structure: Structure, name: str) -> list[str]:
         for part, item in zip(parts, structure.items, strict=True)
         for leaf in names(item, f"{name}.{part}" if name else part)
     ]
+
+
+def opened(value: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]] | None:
+    """The parts of a container, and what makes a container of the same kind of others; ``None`` for anything else.
+
+    Mappings become plain dicts, or records where their items are attributes too. Other dataclasses are no containers.
+    """
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value), type(value)._make  # type: ignore[attr-defined]
+    if isinstance(value, (tuple, list)):
+        return list(value), tuple if isinstance(value, tuple) else list
+    if not isinstance(value, Mapping):
+        return None
+    keys = list(value)
+    if isinstance(value, Record) or dataclasses.is_dataclass(value):
+        name = value.class_name if isinstance(value, Record) else type(value).__name__
+        return list(value.values()), lambda parts: Record.of(name, zip(keys, parts, strict=True))
+    return list(value.values()), lambda parts: dict(zip(keys, parts, strict=True))
 
 
 def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:

@@ -18,6 +18,9 @@ from trimtab._tree import Structure, flatten, names, unflatten
 from trimtab.errors import CompileError, UsageError
 from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, specs
 
+MOST_THREADS = 1024
+"""More than this is a mistake, or an artifact that wants to exhaust whoever loads it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -79,6 +82,8 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not value > 0:
                 raise UsageError(f"Settings {name} is {value}; it must be above zero.")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise UsageError(f"Settings threads is {self.threads}; at most {MOST_THREADS} are started.")
         if self.segments is not None and self.activation_mb is not None:
             raise UsageError("segments and activation_mb both say what is computed again. Give one of them.")
         if self.exact_batchnorm and self.batch is not None:

@@ -99,7 +99,7 @@ class _Recorder:
                 "statistics change what it computes. Call .eval() on the whole program before capture."
             )
         first = next(iter(self._structures), None)
-        call = call if first is None else _arranged(call, first, self._parameters)
+        call = call if first is None else arranged(call, first, self._parameters)
         leaves, structure = flatten((call.args, dict(call.kwargs)), f"Call {number} of the {type(module).__name__}")
         self._structures.setdefault(structure, number)
         index, self._seen = self._seen, self._seen + 1
@@ -145,9 +145,13 @@ class _Recorder:
 def difference(first: Structure, other: Structure, one: int, two: int) -> str:
     """The first place at which two calls, numbers ``one`` and ``two``, differ, in words."""
     where, mine, yours = _apart(first, other, "") or ("", first, other)
+    if not where:  # the arguments are the same, so those by keyword came in another order
+        where, mine, yours = "the call", first.items[1], other.items[1]
     if mine is None or yours is None:
         present, absent = (one, two) if yours is None else (two, one)
         return f"{where} is given in call {present} and missing in call {absent}"
+    if mine.keys != yours.keys and sorted(mine.keys) == sorted(yours.keys):
+        return f"{where} has the order {', '.join(mine.keys)} in call {one} and {', '.join(yours.keys)} in call {two}"
     return f"{where} is {_word(mine)} in call {one} and {_word(yours)} in call {two}"
 
 
@@ -179,10 +183,10 @@ def _children(structure: Structure, *, top: bool) -> dict[str, Structure]:
 def _word(structure: Structure) -> str:
     if structure.kind == "constant":
         return repr(structure.value)
-    return "a tensor" if structure.kind == "tensor" else f"a {structure.kind} of {len(structure.items)}"
+    return "a tensor" if structure.kind == "tensor" else f"a {structure.value or structure.kind} of {len(structure.items)}"
 
 
-def _arranged(call: Call, like: Structure, parameters: Sequence[str]) -> Call:
+def arranged(call: Call, like: Structure, parameters: Sequence[str]) -> Call:
     """``call`` with its arguments by position and by keyword as in the call that ``like`` describes, as far as names tell."""
     positional, keyword = (len(like.items[0].items), like.items[1].keys)
     args, rest = list(call.args), dict(call.kwargs)

@@ -25,6 +25,9 @@ from trimtab.recipe import Recipe
 from trimtab.reference import Fitted, drop, predict, refer, score
 from trimtab.subject import Subject, fresh
 
+LEAST_GAIN = 0.02
+"""Memory or size that a recipe has to save to be called smaller."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confirmation:
@@ -46,6 +49,8 @@ class Confirmation:
     parity: Parity | None = None
     cold_s: float | None = None
     peak_mb: float | None = None
+    original_mb: float | None = None
+    """Peak memory of the tuned original, which that of the winner was held against; where memory is the objective."""
     loaded: bool = True
     """Whether the files that ship were measured, and not a build in memory because no such files exist."""
 
@@ -61,27 +66,44 @@ def confirm(
     *,
     plan: Plan,
     must_win: bool,
+    original_mb: float | None = None,
 ) -> tuple[Confirmation, Executable]:
     """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``).
 
-    With ``must_win`` it holds only if the lower end of its interval against the tuned original is above 1.
+    With ``must_win`` it holds only if it is surely faster than the tuned original, and not surely slower than as written; where
+    memory is the objective, if it needs less than ``original_mb``, the peak memory of the tuned original.
     """
-    candidate = fresh(subject)
-    loaded = (files / BUILT).exists()
-    begun = time.perf_counter()
-    with PeakMemory() as peak:
-        if loaded:
-            executable = load_saved(recipe, files)
-            candidate = _resized(recipe, candidate)
-            executable(*candidate.args, **candidate.kwargs)
-        else:
-            candidate = apply_passes(recipe, candidate)
-            executable, _ = start(recipe, candidate)
-    figures: dict[str, Any] = {"cold_s": time.perf_counter() - begun, "peak_mb": peak.result.host_mb, "loaded": loaded}
+    executable, candidate, cold_s, peak_mb = started(recipe, files, subject)
+    figures: dict[str, Any] = {
+        "cold_s": cold_s,
+        "peak_mb": peak_mb,
+        "original_mb": original_mb,
+        "loaded": (files / BUILT).exists(),
+    }
     reason = _faithful(recipe, executable, subject, plan, figures) or _fast(
         executable, candidate, subject, rivals, plan, must_win, figures
     )
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures), executable
+
+
+def started(recipe: Recipe, files: pathlib.Path, subject: Subject) -> tuple[Executable, Candidate, float, float]:
+    """:func:`load` on fresh inputs, with the seconds and the peak memory in MB that it took."""
+    candidate = fresh(subject)  # which runs the original, and is none of the winner's cost
+    begun = time.perf_counter()
+    with PeakMemory() as peak:
+        executable, candidate = load(recipe, files, candidate)
+    return executable, candidate, time.perf_counter() - begun, peak.result.host_mb
+
+
+def load(recipe: Recipe, files: pathlib.Path, candidate: Candidate) -> tuple[Executable, Candidate]:
+    """``recipe`` from its saved ``files``, built where there are none, after its first call; and the inputs that it runs on."""
+    if not (files / BUILT).exists():
+        candidate = apply_passes(recipe, candidate)
+        return start(recipe, candidate)[0], candidate
+    executable = load_saved(recipe, files)
+    candidate = _resized(recipe, candidate)
+    executable(*candidate.args, **candidate.kwargs)
+    return executable, candidate
 
 
 def _resized(recipe: Recipe, candidate: Candidate) -> Candidate:
@@ -101,8 +123,9 @@ def _faithful(recipe: Recipe, executable: Executable, subject: Subject, plan: Pl
 
     reference = refer(original, batches, evaluation)
     outputs = predict(Fitted(executable, subject.candidate.signature), batches, evaluation)
-    max_error = None if evaluation is not None or recipe.exact else plan.limits.max_error
-    parity = compare_outputs(reference.nested(), outputs, exact=recipe.exact, max_error=max_error)
+    scored = evaluation is not None
+    max_error = None if scored or recipe.exact else plan.limits.max_error
+    parity = compare_outputs(reference.nested(), outputs, exact=recipe.exact, max_error=max_error, scored=scored)
     figures["parity"] = parity
     if evaluation is not None and reference.scores is not None:
         scores = score(evaluation, outputs, batches)
@@ -138,16 +161,37 @@ def _fast(
         return f"Measured again, its latency is {latency:.4g} ms; the limit is {limits.latency_ms:g} ms."
     if limits.memory_mb is not None and figures["peak_mb"] > limits.memory_mb:
         return f"Measured again, its peak memory is {figures['peak_mb']:.4g} MB; the limit is {limits.memory_mb:g} MB."
-    ratio = figures.get("against_tuned", found.ratio)
-    if must_win and plan.objective in ("latency", "throughput") and ratio.vague:
+    return _unproven(found.ratio, plan, figures) if must_win else None
+
+
+def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | None:
+    """What speaks against a gain: over the tuned original, and at ``written`` times the speed of the model as written."""
+    original, peak = figures["original_mb"], figures["peak_mb"]
+    if plan.objective == "memory" and original is not None and peak >= (1 - LEAST_GAIN) * original:
+        return f"Measured again, its peak memory is {peak:.4g} MB and that of the tuned original {original:.4g} MB, no gain."
+    if plan.objective not in ("latency", "throughput"):
+        return None
+    ratio = figures.get("against_tuned", written)
+    if ratio.vague:
         figures["undecided"] = True
+        if (comparison := figures["comparison"]).few:
+            return (
+                f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as the tuned original: the "
+                f"calls are so slow that only {comparison.pairs} pairs were measured. Give it more time: --timing 60s."
+            )
         return (
             f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as the tuned original: the "
             "machine was too busy to tell. The same command measures it once more; run it when the machine is quiet."
         )
-    if must_win and plan.objective in ("latency", "throughput") and ratio.low <= 1.0:
+    if ratio.low <= 1.0:
         return (
             f"Measured again, it is {ratio.value:.2f}x the tuned original ({ratio.low:.2f} to {ratio.high:.2f}), which does "
             "not prove that it is faster."
+        )
+    if written.high < 1.0:
+        figures["undecided"] = written.vague
+        return (
+            f"Measured again, it is {written.value:.2f}x as fast as written ({written.low:.2f} to {written.high:.2f}), which "
+            "is slower, though the tuned original was slower still."
         )
     return None

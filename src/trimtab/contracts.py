@@ -52,6 +52,8 @@ class Technique(abc.ABC):
     """Whether ``str()`` shows the fields that have their default value too."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Import names of optional packages, each in :data:`~trimtab.environment.OPTIONAL` or a plug-in's own affair."""
+    tries: ClassVar[bool] = False
+    """Whether :meth:`why_not` has the model run, so that a search asks only once it comes to a recipe with this."""
 
     def __post_init__(self) -> None:
         hints = type_hints(type(self))
@@ -128,8 +130,9 @@ class Executable(abc.ABC):
     """A model that is ready to run, called exactly like the original.
 
     It owns its runtime's resources until :meth:`close`. It may be called from one thread at a time. Outputs belong to the
-    caller: a later call does not overwrite them. A call checks its inputs against :attr:`signature` first, because several
-    runtimes answer a question they were not built for with wrong numbers instead of an error.
+    caller: a later call does not overwrite them, and they can be changed in place. A call checks its inputs against
+    :attr:`signature` first, because several runtimes answer a question they were not built for with wrong numbers instead of
+    an error.
     """
 
     def __init__(self, signature: Signature, settings: Settings) -> None:
@@ -216,8 +219,9 @@ class Backend(Technique):
 
     @abc.abstractmethod
     def script(self) -> str:
-        """Python source of a function ``load(folder, threads)`` that returns a callable ``list of numpy arrays -> list of numpy
-        arrays``, using only the runtime. It becomes part of the artifact's ``run.py``; at most 16 lines."""
+        """Python source of a function ``load(folder, threads)`` that returns a callable from a list of inputs to a list of
+        outputs, using only the runtime. They are numpy arrays, or tensors where ``torch`` is among :attr:`packages`, since
+        numpy has no bfloat16. The source becomes part of the artifact's ``run.py``; at most 16 lines."""
 
     @property
     def arithmetic(self) -> str:
@@ -235,7 +239,10 @@ class Check(Technique):
 
     @abc.abstractmethod
     def run(self, subject: Any, environment: Environment) -> list[Finding]:
-        """The findings on ``subject``, a :class:`~trimtab.workload.Workload` or a script's record; empty if it is fine."""
+        """The findings on ``subject``, a :class:`~trimtab.subject.Subject` or a script's record; empty if it is fine.
+
+        It never raises, and looks without measuring: what a remedy gains is for whoever asked to find out, in fresh processes.
+        """
 
 
 PASSES: Registry[Pass] = Registry("pass", "trimtab.passes", Pass)  # type: ignore[type-abstract]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from trimtab import _machine
+from trimtab._disk import out_of_space
 from trimtab._json import from_json, write_json
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Executable
@@ -35,8 +36,6 @@ Objective = Literal["latency", "throughput", "memory", "size"]
 
 REQUESTS = 8
 """Independent requests in one timed call where throughput is the objective."""
-UNRELIABLE = 0.3
-"""A ratio whose interval is wider than this share of it is said to be unreliable."""
 UNSAVED = "unsaved.json"
 """In a trial's folder: the trial as it was before its files were written, should the writing crash the process."""
 SINGLES = 20
@@ -75,13 +74,15 @@ def evaluate(
 def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | None]]) -> Trial:
     """The trial that ``line`` makes of ``recipe``: it writes its figures into the mapping that it gets, and says how it ended.
 
-    Never raises what ``line`` does wrong.
+    Never raises what ``line`` does wrong, but that a disk is full: no recipe did that, and it deserves another try.
     """
     started = time.perf_counter()
     figures: dict[str, Any] = {}
     try:
         state, reason = line(figures)
-    except Exception as error:  # noqa: BLE001 - the one boundary that turns whatever a trial does into its state
+    except Exception as error:  # the one boundary that turns whatever a trial does into its state
+        if out_of_space(error):
+            raise
         state, reason = State.FAILED, describe(error)
         figures["traceback"] = traceback.format_exc()
     figures.pop("cannot_ship", None)
@@ -113,8 +114,9 @@ def _line(
 
     with stage("outputs on the selection data"):
         outputs = predict(Fitted(executable, full), batches, evaluation)
-    max_error = None if evaluation is not None or recipe.exact else plan.limits.max_error
-    figures["parity"] = compare_outputs(reference.nested(), outputs, exact=recipe.exact, max_error=max_error)
+    scored = evaluation is not None
+    max_error = None if scored or recipe.exact else plan.limits.max_error
+    figures["parity"] = compare_outputs(reference.nested(), outputs, exact=recipe.exact, max_error=max_error, scored=scored)
     if not figures["parity"].ok:
         return State.MISMATCH, figures["parity"].reason
 
@@ -144,7 +146,7 @@ def _line(
     with stage("timing"):
         final = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
     figures |= timing(final, executable, candidate, subject, plan.objective)
-    figures["notes"] = (*figures["notes"], *noise(final))
+    figures["notes"] += () if final.doubt is None else (final.doubt,)
     folder.mkdir(parents=True, exist_ok=True)
     so_far = {name: value for name, value in figures.items() if name != "traceback"}
     write_json(folder / UNSAVED, Trial(recipe=recipe, state=State.COMPLETE, **so_far))
@@ -239,14 +241,6 @@ def timing(
     return figures
 
 
-def noise(found: Comparison) -> list[str]:
-    """A sentence where the machine was too busy for a figure that can be relied on."""
-    if found.ratio.width <= UNRELIABLE:
-        return []
-    others = f"others took {found.foreign:.0%} of the CPU, the hypervisor {found.stolen:.0%}"
-    return [f"The machine was too busy to measure well: the ratio is known to {_times(found.ratio)} only; {others}."]
-
-
 def per_second(latency: Measurement, examples: float) -> Measurement:
     """Examples per second from milliseconds per call of ``examples``."""
     low, high = (1e3 * examples / bound for bound in (latency.interval.high, latency.interval.low))
@@ -263,6 +257,8 @@ def save(executable: Executable, folder: pathlib.Path) -> dict[str, Any]:
     try:
         files = executable.save(model)
     except CompileError as error:
+        if out_of_space(error):
+            raise
         return {"cannot_ship": f"It cannot ship: {error}"}
     write_json(folder / BUILT, {"signature": executable.signature, "settings": executable.settings})
     return {"size_mb": sum((model / name).stat().st_size for name in files) / 1e6}

@@ -9,6 +9,10 @@ from typing import Literal
 Scalar = None | bool | int | float | str
 VAGUE = 2.0
 """Bounds of a ratio that are further apart than this factor prove nothing."""
+SLOW_PAIRS, QUIET = 8, 0.05
+"""So few pairs, while others had no more than this share of the CPU, are due to slow calls and not to a busy machine."""
+UNRELIABLE = 0.3
+"""A ratio whose interval is wider than this share of it is said to be unreliable."""
 Relative = Literal["examples", "output", "size", "one"]
 
 
@@ -73,6 +77,25 @@ class Comparison:
     """Standard deviation of the ratio, relative to it, from one pair of processes to the next; the interval includes it."""
     stopped_by: Literal["width", "time", "pairs"] = "width"
     """What ended the sampling: the interval was narrow enough, the time was up, or the pairs asked for were done."""
+
+    @property
+    def few(self) -> bool:
+        """Whether calls were too slow for more than a few pairs, and nobody else was to blame."""
+        return self.pairs <= SLOW_PAIRS and self.foreign + self.stolen <= QUIET
+
+    @property
+    def doubt(self) -> str | None:
+        """A sentence where the machine was too busy, or the calls too slow, for a figure that can be relied on."""
+        if self.ratio.width <= UNRELIABLE:
+            return None
+        if self.few:
+            return (
+                f"The calls are so slow that only {self.pairs} pairs were measured in the time for it: the ratio lies between "
+                f"{self.ratio.low:.2f} and {self.ratio.high:.2f}."
+            )
+        others = f"others took {self.foreign:.0%} of the CPU, the hypervisor {self.stolen:.0%}"
+        known = f"all that is known of the ratio is that it lies between {self.ratio.low:.2f} and {self.ratio.high:.2f}"
+        return f"The machine was too busy to measure well: {known}; {others}."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,25 +16,36 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
+
 from trimtab._json import write_json
 from trimtab._units import positive, seconds
 from trimtab.errors import StorageError, TrimtabError, UsageError
 from trimtab.evaluate import Objective
 from trimtab.intake.load import is_python, load_workload
 from trimtab.report import write as write_report
-from trimtab.study.finish import CONFIRM, CONFIRM_FOLDER, EXPLAIN, explain, finish
+from trimtab.study.finish import CONFIRM, CONFIRM_FOLDER, EXPLAIN, ahead, explain, finish
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
-from trimtab.study.record import RECORD
+from trimtab.study.record import OWNER, RECORD
 from trimtab.study.result import ARTIFACT, Result
+from trimtab.study.runoff import RUNOFF, contenders, cost_s
 from trimtab.study.storage import shown
-from trimtab.study.study import OWNER, PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS, Study
+from trimtab.study.study import PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS, Study
 from trimtab.study.training import SETTINGS_FOLDER
+from trimtab.study.workers import Workers
 from trimtab.workload import Limits, Workload
 
+RESERVED = 0.4
+"""The largest share of a budget that is kept for what comes after the search."""
 RESULT_FILE = "result.json"
+LOCK = ".lock"
 ENTRIES = {
-    *(ARTIFACT, RESULT_FILE, CONFIRM_FOLDER, EXPLAIN, RECORD, OWNER, TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE),
+    LOCK,
+    *(ARTIFACT, RESULT_FILE, CONFIRM_FOLDER, RUNOFF, EXPLAIN, RECORD, OWNER, TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE),
     *("study.db", "study.db-journal", "workload.pkl", "report.html", "settings.json", SETTINGS_FOLDER),
 }
 """What a run folder may hold; whatever else lies there is somebody's own."""
@@ -130,22 +141,24 @@ def optimize(
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
     folder = run_folder(workload, out)
-    with Interrupt(progress) as interrupt, disk_errors(folder):
+    with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
         if fresh:
             forget(folder)
         command = command_line(workload, options, budget, trials, folder)
-        study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command)
+        study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
         study.record().write(folder)
+        until = None
         if limit_s is None:
             study.search(most=most)
         else:
-            study.search(deadline=began + limit_s, reserve_s=reserve_s(study, limit_s), most=most)
-        return _answer(study, began)
+            study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
+            until = began + limit_s - confirm_s(study, limit_s)
+        return _answer(study, began, until)
 
 
-def _answer(study: Study, began: float) -> Result:
-    """Confirm, ship, explain and report what the search found."""
-    status, sentence, best = finish(study)
+def _answer(study: Study, began: float, until: float | None) -> Result:
+    """Confirm, ship, explain and report what the search found; what comes before the confirmation ends by ``until``."""
+    status, sentence, best = finish(study, until=until)
     peaks, explanations = explain(study, best)
     took = time.monotonic() - began
     result = Result(
@@ -222,7 +235,32 @@ def forget(folder: pathlib.Path) -> None:
         raise UsageError(
             f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out."
         )
-    shutil.rmtree(folder)
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
+
+
+@contextlib.contextmanager
+def alone(folder: pathlib.Path) -> Iterator[None]:
+    """A block in which no other process works in run folder ``folder``; the lock goes with the process, however that ends.
+
+    Raises:
+        UsageError: another one does.
+    """
+    if fcntl is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out."
+            ) from None
+        yield
 
 
 def run_folder(workload: Workload | str, out: str | pathlib.Path | None) -> pathlib.Path:
@@ -243,9 +281,16 @@ def run_folder(workload: Workload | str, out: str | pathlib.Path | None) -> path
     return pathlib.Path("runs") / (f"{stem}-{name}" if name else stem)
 
 
-def reserve_s(study: Study, budget_s: float) -> float:
-    """Seconds to keep for the confirmation: four processes start, two timings run; never more than 40% of the budget."""
-    return min(3.5 * study.startup_s + 2 * CONFIRM * study.options.timing_s, 0.4 * budget_s)
+def confirm_s(study: Study, budget_s: float) -> float:
+    """Seconds to keep for the confirmation: processes start side by side, two timings run, the answer is explained; never more
+    than :data:`RESERVED`."""
+    return min(1.5 * study.startup_s + 2 * CONFIRM * study.options.timing_s, RESERVED * budget_s)
+
+
+def _reserve_s(study: Study, budget_s: float) -> float:
+    """Those, and what a runoff takes where the search has left one open."""
+    open_question = len(contenders(ahead(study), study.options.objective)) > 1
+    return min(confirm_s(study, budget_s) + open_question * 1.5 * cost_s(study), RESERVED * budget_s)
 
 
 def _sampler(name: str) -> Any:

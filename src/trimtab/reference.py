@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from trimtab._joined import example_counts, joined
 from trimtab._json import from_json, write_json
-from trimtab._tree import Record, Structure, flatten, unflatten
+from trimtab._tree import Structure, flatten, unflatten
 from trimtab.contracts import Executable
-from trimtab.errors import WorkloadError
+from trimtab.errors import InputError, WorkloadError
 from trimtab.measure.stats import bootstrap_drop, paired_drop
 from trimtab.measurement import Drop
-from trimtab.signature import Signature
-from trimtab.splits import Batch, concatenate
+from trimtab.signature import Dim, Signature
+from trimtab.splits import Batch
 from trimtab.workload import Evaluation, user_code
 
 
@@ -80,9 +81,10 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
         nested = predict(call, batches, evaluation)
         again = predict(call, batches[:1], evaluation)
     flat = [flatten(output, "the output") for output in nested]
-    _check_outputs([leaves for leaves, _ in flat], flatten(again[0], "the output")[0])
+    kept = [[leaf.clone() for leaf in leaves] for leaves, _ in flat]  # a score may work in place on what it is given
+    _check_outputs(kept, flatten(again[0], "the output")[0])
     scores = None if evaluation is None else score(evaluation, nested, batches)
-    return Reference(outputs=[leaves for leaves, _ in flat], structure=flat[0][1], scores=scores)
+    return Reference(outputs=kept, structure=flat[0][1], scores=scores)
 
 
 def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
@@ -102,10 +104,11 @@ def score(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batc
         WorkloadError: the score or metric raised, or returned something that is not numbers.
     """
     if evaluation.metric is not None:
-        joined, targets = concatenate(outputs), concatenate([batch.target for batch in batches])
+        counts, targets = _counts(outputs, batches), [batch.target for batch in batches]
+        whole = joined(outputs, counts)(None), joined(targets, counts)(None)
         with user_code("Evaluation metric raised"):
-            value = evaluation.metric(joined, targets)
-        return Scores(value=_number(value, "metric"), n=_rows(joined))
+            value = evaluation.metric(*whole)
+        return Scores(value=_number(value, "metric"), n=sum(counts))
     each: list[float] = []
     assert evaluation.score is not None
     for output, batch in zip(outputs, batches, strict=True):
@@ -130,64 +133,83 @@ def drop(
     if evaluation.metric is None:
         found = paired_drop(reference.scores.each, scores.each, limit=limit, higher_is_better=better)
         return dataclasses.replace(found, share=share)
-    metric = evaluation.metric
-    sides = (concatenate(reference.nested()), concatenate(outputs))
-    targets = concatenate([batch.target for batch in batches])
+    metric, nested = evaluation.metric, reference.nested()
+    counts = _counts(nested, batches)
+    sides, targets = (joined(nested, counts), joined(outputs, counts)), joined([batch.target for batch in batches], counts)
 
     def metric_of(indices: np.ndarray[Any, np.dtype[np.int64]], which: int) -> float:
         index = torch.as_tensor(indices)
-        return float(metric(_rows_at(sides[which], index), _rows_at(targets, index)))
+        return float(metric(sides[which](index), targets(index)))
 
     return dataclasses.replace(bootstrap_drop(metric_of, scores.n, limit=limit, higher_is_better=better), share=share)
 
 
-class Fitted:
-    """An executable that takes any batch, by cutting and padding it, even where its runtime froze the batch to one size.
+def _counts(outputs: Sequence[Any], batches: Sequence[Batch]) -> list[int]:
+    return example_counts(outputs, [batch.target for batch in batches], [batch.rows for batch in batches])
 
+
+class Fitted:
+    """An executable that takes any batch, by cutting and padding it to a size that the executable allows.
+
+    A runtime may have frozen the batch to one size or need at least two rows, and a workload may state how many it has at most.
     ``full`` is the signature of the original model, which says which axis is the batch.
     """
 
     def __init__(self, executable: Executable, full: Signature) -> None:
         self._executable = executable
         self._full = full
-        self._frozen = full.batch is not None and executable.signature.batch is None
+        self._allowed = None if full.batch is None else _batch_of(executable.signature)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it; raises ``InputError`` where another dimension than the batch does not fit."""
-        if not self._frozen:
+        if self._allowed is None or (self._allowed.min == 1 and self._allowed.max is None):
             return self._executable(*args, **kwargs)
-        leaves = self._full.bind(args, kwargs)
-        rows = self._full.sizes(leaves)[str(self._full.batch)]
-        size = next(
-            int(own)
-            for full, own in zip(self._full.inputs[0].shape, self._executable.signature.inputs[0].shape, strict=True)
-            if full == self._full.batch
-        )
-        if rows == size:
+        try:
+            leaves = self._full.bind(args, kwargs)
+        except InputError:
+            # eager takes more than the signature says, and the others say what is wrong
             return self._executable(*args, **kwargs)
-        parts = [self._part(leaves, start, size) for start in range(0, rows, size)]
-        joined = [
+        rows = self._rows(leaves)
+        if not rows or rows in self._allowed:
+            return self._executable(*args, **kwargs)
+        most = self._allowed.max or max(rows, self._allowed.min)
+        sizes = [min(max(rows - start, self._allowed.min), most) for start in range(0, rows, most)]
+        parts = [self._part(leaves, number * most, size, rows) for number, size in enumerate(sizes)]
+        whole = [
             self._join(list(pieces), spec.shape, rows)
             for pieces, spec in zip(zip(*parts, strict=True), self._full.outputs, strict=True)
         ]
-        return unflatten(self._full.output_structure, joined)
+        return unflatten(self._full.output_structure, whole)
 
-    def _part(self, leaves: Sequence[torch.Tensor], start: int, size: int) -> Sequence[torch.Tensor]:
-        cut = []
+    def _rows(self, leaves: Sequence[Any]) -> int | None:
+        """How many rows the inputs have; ``None`` where they do not agree, which is for the executable to refuse."""
+        batched = [(leaf, spec) for leaf, spec in zip(leaves, self._full.inputs, strict=True) if self._full.batch in spec.shape]
+        if any(not isinstance(leaf, torch.Tensor) or leaf.dim() != len(spec.shape) for leaf, spec in batched):
+            return None
+        found = {leaf.shape[spec.shape.index(str(self._full.batch))] for leaf, spec in batched}
+        return found.pop() if len(found) == 1 else None
+
+    def _part(self, leaves: Sequence[torch.Tensor], start: int, size: int, rows: int) -> Sequence[torch.Tensor]:
+        """The outputs for ``size`` rows from ``start``; those after the last row are copies of it."""
+        index, cut = torch.arange(start, start + size).clamp(max=rows - 1), []
         for leaf, spec in zip(leaves, self._full.inputs, strict=True):
             if self._full.batch in spec.shape:
-                axis = spec.shape.index(self._full.batch)
-                index = torch.arange(start, start + size).clamp(max=leaf.shape[axis] - 1)
-                leaf = leaf.index_select(axis, index)
+                leaf = leaf.index_select(spec.shape.index(self._full.batch), index)
             cut.append(leaf)
-        self._executable.signature.check(cut)
-        return self._executable.run(cut)
+        args, kwargs = unflatten(self._full.input_structure, cut)
+        return flatten(self._executable(*args, **kwargs), "the output")[0]
 
     def _join(self, pieces: list[torch.Tensor], shape: Sequence[int | str], rows: int) -> torch.Tensor:
         if self._full.batch not in shape:
             return pieces[0]
         axis = shape.index(self._full.batch)
         return torch.cat(pieces, dim=axis).narrow(axis, 0, rows)
+
+
+def _batch_of(signature: Signature) -> Dim:
+    """The sizes of the batch that ``signature`` allows, though it be only one."""
+    lead = signature.inputs[0].shape[0]
+    return Dim("batch", lead, lead) if isinstance(lead, int) else next(dim for dim in signature.dims if dim.name == lead)
 
 
 def missing_dims(executable: Executable, full: Signature) -> list[str]:
@@ -260,18 +282,3 @@ def _numbers(found: Any, rows: int) -> list[float]:
             "the examples that it cannot judge."
         )
     return [float(value) for value in values]
-
-
-def _rows(joined: Any) -> int:
-    leaves = flatten(joined, "outputs")[0]
-    return int(leaves[0].shape[0])
-
-
-def _rows_at(value: Any, index: torch.Tensor) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[index]
-    if isinstance(value, Mapping):
-        return Record((key, _rows_at(item, index)) for key, item in value.items())
-    if isinstance(value, tuple):
-        return tuple(_rows_at(item, index) for item in value)
-    return [value[i] for i in index.tolist()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from trimtab._tree import Structure, flatten, unflatten
 from trimtab.candidate import Candidate, call_model
-from trimtab.capture import Call, difference
+from trimtab.capture import Call, arranged, difference
 from trimtab.dims import Dims, describe_dims, dim_names, find_dims, without
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.signature import TensorSpec, input_names, parameter_names, specs
@@ -57,10 +57,10 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     model.eval()
     args, kwargs = as_call(workload.inputs)
     _check_example(args, kwargs)
-    splits = split(workload)
+    rows = _rows(args, kwargs)
+    splits = split(workload, rows if _is_plain(workload) and _batch_is_fixed(workload) else None)
     dynamic = _dims(workload, model, splits, notes)
-    calibration = _calibration(workload, model, splits)
-    make = functools.partial(Candidate.of, model, args, kwargs, calibration=calibration, scratch=scratch)
+    make = functools.partial(Candidate.of, model, args, kwargs, scratch=scratch)
     try:
         with user_code("The model failed on the example inputs"):
             candidate = make(dynamic=dynamic)
@@ -68,15 +68,35 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         if workload.dynamic is not None or not dynamic:
             raise
         candidate = _as_far_as_it_goes(make, dynamic, notes)
+        if candidate.signature.batch is None and _is_plain(workload) and _is_lasting(workload):
+            splits = split(workload, rows)  # batches of other sizes were of our own cutting
+    candidate = dataclasses.replace(candidate, calibration=tuple(_calibration(workload, model, splits)))
     if not candidate.signature.outputs:
         nothing = unflatten(candidate.signature.output_structure, [])
         raise WorkloadError(
             f"The model returns no tensor: its output is {nothing!r}. Return what it computes from its forward."
         )
-    if not splits.selection:
+    if not splits.selection or not splits.test:
         stand_ins = _stand_ins(candidate)
-        splits = dataclasses.replace(splits, selection=stand_ins, test=stand_ins)
+        splits = dataclasses.replace(splits, selection=splits.selection or stand_ins, test=stand_ins)
     return Subject(workload=workload, candidate=candidate, splits=splits, notes=(*notes, *splits.notes))
+
+
+def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """How many rows the example has: the first size of its first tensor."""
+    leaves, _ = flatten((args, kwargs), "the example inputs")
+    return leaves[0].shape[0] if leaves[0].dim() else None
+
+
+def _is_lasting(workload: Workload) -> bool:
+    """Whether the data can be read once more, as a generator cannot."""
+    labelled = () if workload.evaluation is None else (workload.evaluation.data, workload.evaluation.test)
+    return not any(isinstance(data, Iterator) for data in (workload.calibration, *labelled))
+
+
+def _batch_is_fixed(workload: Workload) -> bool:
+    """Whether the workload says which dimensions are dynamic, and leaves the first one out."""
+    return workload.dynamic is not None and not any(0 in axes for axes in (workload.stated_dims or {}).values())
 
 
 def _check_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -139,8 +159,10 @@ def _dims(workload: Workload, model: nn.Module, splits: Splits, notes: list[str]
     calls = [as_call(workload.inputs), *map(as_call, workload.examples), *(batch.call for batch in data)]
     found: list[tuple[TensorSpec, ...]] = []
     structures: list[Structure] = []
+    parameters = parameter_names(model.forward, len(calls[0][0]))
     for args, kwargs in calls:
-        leaves, structure = flatten((args, dict(kwargs)), "inputs of the data" if found else "inputs")
+        call = arranged(Call(args, kwargs), structures[0], parameters) if structures else Call(args, kwargs)
+        leaves, structure = flatten((call.args, dict(call.kwargs)), "inputs of the data" if found else "inputs")
         structures.append(structure)
         if structure != structures[0]:
             how = difference(structures[0], structure, 1, len(structures))
@@ -148,7 +170,7 @@ def _dims(workload: Workload, model: nn.Module, splits: Splits, notes: list[str]
                 f"The data's inputs are structured differently from the example inputs: with the example as call 1, {how}. "
                 "Make them alike."
             )
-        found.append(specs(leaves, input_names(parameter_names(model.forward, len(args)), structure)))
+        found.append(specs(leaves, input_names(parameters, structure)))
     dims = find_dims(found)
     if dims:
         notes.append(f"Dynamic dimensions, as the data shows them: {describe_dims(dims)}.")
@@ -192,7 +214,8 @@ def _stand_ins(candidate: Candidate) -> tuple[Batch, ...]:
 def fresh(subject: Subject, seed: int = 1) -> Candidate:
     """The candidate with inputs of the same shapes that the search has not seen: from the test data, else resampled."""
     candidate = subject.candidate
-    unseen = subject.splits.test if subject.splits.test is not subject.splits.selection else ()
+    own = _is_plain(subject.workload) and subject.splits.test is not subject.splits.selection
+    unseen = subject.splits.test if own else ()
     found = next((leaves for batch in unseen if (leaves := _like(candidate, batch)) is not None), None)
     generator = torch.Generator().manual_seed(seed)
     leaves = found if found is not None else [_resample(leaf, generator) for leaf in candidate.leaves]
@@ -208,14 +231,16 @@ def _like(candidate: Candidate, batch: Batch) -> list[torch.Tensor] | None:
     """The first rows of ``batch`` in the shapes of the example; ``None`` if they cannot be cut from it."""
     args, kwargs = batch.call
     try:
-        leaves = [leaf.clone() for leaf in candidate.signature.bind(args, kwargs)]
+        leaves = list(candidate.signature.bind(args, kwargs))
     except UsageError:
+        return None
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return None
     for i, (leaf, example) in enumerate(zip(leaves, candidate.leaves, strict=True)):
         if leaf.dim() and example.dim() and leaf.shape[0] > example.shape[0]:
             leaves[i] = leaf[: example.shape[0]]
     same = all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(leaves, candidate.leaves, strict=True))
-    return leaves if same else None
+    return [leaf.clone() for leaf in leaves] if same else None
 
 
 def _inputs(structure: Any, leaves: Sequence[torch.Tensor]) -> Any:

@@ -12,12 +12,13 @@ from trimtab._json import to_json, write_json
 from trimtab._units import positive, seconds
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError, UsageError
-from trimtab.optimizing import RESULT_FILE, Interrupt, disk_errors, forget, reserve_s, run_folder
+from trimtab.optimizing import RESULT_FILE, Interrupt, alone, confirm_s, disk_errors, forget, run_folder
 from trimtab.report import write as write_report
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.result import Result
 from trimtab.study.training import TrainingStudy, finish
+from trimtab.study.workers import Workers
 from trimtab.workload import Limits, Workload
 
 SETTINGS_FILE = "settings.json"
@@ -120,16 +121,23 @@ def tune(
     if out is None:
         folder = folder.with_name(f"{folder.name}-tune")
     progress = progress or Progress()
-    with Interrupt(progress) as interrupt, disk_errors(folder):
+    with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
         if fresh:
             forget(folder)
         command = f"trimtab.tune({_spoken(workload)}, out={str(folder)!r}, ...)"
         study = TrainingStudy(
-            workload, folder, options, updates=updates, progress=progress, interrupted=interrupt, command=command
+            workload,
+            folder,
+            options,
+            updates=updates,
+            progress=progress,
+            interrupted=interrupt,
+            command=command,
+            workers=workers,
         )
         study.record().write(study.folder)
         deadline = None if limit_s is None else began + limit_s
-        study.search(deadline=deadline, reserve_s=0.0 if limit_s is None else reserve_s(study, limit_s), most=most)
+        study.search(deadline=deadline, reserve=lambda: confirm_s(study, limit_s or 0.0), most=most)
         return _answer(study, began)
 
 

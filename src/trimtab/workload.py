@@ -35,8 +35,10 @@ class Evaluation:
     score: Callable[[Any, Any], Any] | None = None
     """``score(output, target)`` -> n per-example scores (numbers or booleans, shape ``(n,)``) for a batch of n."""
     metric: Callable[[Any, Any], float] | None = None
-    """``metric(outputs, targets)`` -> one number for the whole set, such as F1 or a correlation. Outputs and targets are
-    concatenated over the batches along their first axis; intervals come from resampling that axis."""
+    """``metric(outputs, targets)`` -> one number for the whole set, such as F1 or a correlation. Outputs and targets
+    keep the structure that the model and the data give them; their tensors are joined over the batches along the axis of the
+    examples, and what has none (a recurrent state, a constant) is a list with the value of every batch, or the value itself
+    where it is the same in all. Intervals come from resampling the examples."""
     run: Callable[[Callable[..., Any], Any], Any] | None = None
     """``run(model, inputs)`` -> output for one item, for a model that is called more than once for it (a recurrent model
     over frames, a Siamese pair). Items are then never taken apart."""

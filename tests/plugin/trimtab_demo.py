@@ -69,5 +69,5 @@ class Traced(Backend):
 def load(folder, threads):
     import torch
     model = torch.jit.load(f"{folder}/traced.pt")
-    return lambda arrays: [t.numpy() for t in model(*map(torch.from_numpy, arrays))]
+    return lambda tensors: model(*tensors)
 """

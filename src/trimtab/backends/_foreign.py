@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from trimtab._ties import is_discrete, too_many_differ
+from trimtab._weights import tolerance
+from trimtab.backends._causes import known_cause
 from trimtab.candidate import Candidate, resized
 from trimtab.errors import CompileError, InputError
 from trimtab.signature import Dim, Signature
@@ -99,8 +102,8 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
             got = run(leaves)
         except CONVERSION_ERRORS as error:
             return f"it fails at {what} ({str(error).strip().splitlines()[0][:200] if str(error).strip() else 'no message'})"
-        if difference := _difference(expected, got):
-            return f"{difference} at {what}"
+        if difference := _difference(expected, got, tolerance(candidate.model, TOLERANCE)):
+            return f"{difference} at {what}{known_cause(candidate.model)}"
     return None
 
 
@@ -139,13 +142,16 @@ def _other_values(leaf: torch.Tensor) -> torch.Tensor:
     return -turned if leaf.is_floating_point() else turned
 
 
-def _difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> str | None:
+def _difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor], allowed: float) -> str | None:
     if len(expected) != len(got):
         return f"it gives {len(got)} outputs instead of {len(expected)}"
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if want.shape != have.shape or want.dtype != have.dtype:
             return f"output {i} is {have.dtype}{list(have.shape)} instead of {want.dtype}{list(want.shape)}"
-        if (error := _error(want, have)) > TOLERANCE:
+        if is_discrete(want.dtype):
+            if turned := too_many_differ(want, have):
+                return f"output {i} is wrong: {turned}"
+        elif (error := _error(want, have)) > allowed:
             return f"output {i} is off by {error:.2g} of its largest value"
     return None
 
@@ -153,10 +159,6 @@ def _difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -
 def _error(want: torch.Tensor, have: torch.Tensor) -> float:
     if not want.numel():
         return 0.0
-    if not want.is_floating_point():
-        # Whole numbers come from comparisons and arg-max, which rounding may turn at ties: one in a hundred is let pass.
-        share = (want != have).double().mean().item()
-        return share if share > 0.01 else 0.0
     a, b = want.double(), have.double()
     finite = a.isfinite()
     if not torch.equal(finite, b.isfinite()):

@@ -18,6 +18,9 @@ from torch.export import ExportedProgram
 from torch.jit.frontend import FrontendError
 
 from trimtab._archive import save_program as write_program
+from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
+from trimtab._weights import HALVES, weights
+from trimtab.backends._causes import known_cause
 from trimtab.backends._graph_call import graph_call
 from trimtab.candidate import Candidate, resized
 from trimtab.errors import CompileError, IntegrityError
@@ -174,24 +177,26 @@ def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor
                 outputs = call(leaves)
         except EXPORT_ERRORS as error:
             return f"it raises {type(error).__name__}: {first_line(error)}"
-    limit = TOLERANCE if candidate.settings.autocast is None else REDUCED_TOLERANCE
+    reduced = candidate.settings.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
     pairs = zip(candidate.signature.outputs, reference, outputs, strict=True)
-    return next((found for spec, want, got in pairs if (found := _difference(spec.name, want, got, limit))), None)
+    found = next((wrong for spec, want, got in pairs if (wrong := _difference(spec.name, want, got, reduced))), None)
+    return None if found is None else found + known_cause(candidate.model)
 
 
-def _difference(name: str, want: torch.Tensor, got: torch.Tensor, limit: float) -> str | None:
+def _difference(name: str, want: torch.Tensor, got: torch.Tensor, reduced: bool) -> str | None:
     if want.shape != got.shape or want.dtype != got.dtype:
         return f"{name} is {got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
     if not want.numel():
         return None
-    if not want.dtype.is_floating_point:
-        share = (want != got).double().mean().item()
-        return f"{share:.1%} of {name} differ" if share > limit else None
+    if is_discrete(want.dtype):
+        turned = too_many_differ(want, got, REDUCED_TOLERANCE if reduced else NEAR_TIES)
+        return f"{name} is wrong: {turned}" if turned else None
     known = torch.isfinite(want)
     if not torch.equal(known, torch.isfinite(got)):
         return f"{name} has NaN or infinity in other places"
     if not known.any():
         return None
+    limit = REDUCED_TOLERANCE if reduced else TOLERANCE
     error, size = (want - got)[known].abs().max().item(), want[known].abs().max().item()
     return f"{name} is off by {error:.3g} where the largest value is {size:.3g}" if error > limit * size + 1e-6 else None
 

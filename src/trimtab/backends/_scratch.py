@@ -38,7 +38,7 @@ def fingerprint(candidate: Candidate, *more: object) -> str:
         for key, value in vars(module).items():
             if key not in _MODULE_STATE:
                 _absorb(digest, key, value)
-    for source in sorted({_source(type(module)) for module in candidate.model.modules()}):
+    for source in sorted(map(_source, {type(module) for module in candidate.model.modules()})):
         digest.update(source.encode())
     return digest.hexdigest()
 

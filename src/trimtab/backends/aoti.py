@@ -44,6 +44,8 @@ class Build:
     threads: int
     shapes: list[list[int]] = field(default_factory=list)
     """Sizes of the inputs that ``example.pt2`` is made for; ``dynamic.pt2``, if there is one, takes all others."""
+    layouts: list[str] = field(default_factory=list)
+    """Memory format of each input."""
 
 
 class AotiExecutable(Executable):
@@ -123,7 +125,12 @@ class Aoti(Backend):
         """Build one package for the example's sizes and, where others are allowed, one for those."""
         scratch = tempfile.TemporaryDirectory(prefix="trimtab-aoti-")
         folder = pathlib.Path(scratch.name)
-        build = Build(threads=torch.get_num_threads(), shapes=[list(leaf.shape) for leaf in candidate.leaves])
+        layouts = memory_formats(candidate.signature, candidate.settings.memory_format)
+        build = Build(
+            threads=torch.get_num_threads(),
+            shapes=[list(leaf.shape) for leaf in candidate.leaves],
+            layouts=[str(layout).removeprefix("torch.") for layout in layouts],
+        )
         write_json(folder / BUILD, build)
         program, frozen = export_static(candidate)
         _package(program, folder / EXAMPLE, self.mode)
@@ -140,11 +147,9 @@ class Aoti(Backend):
             build = from_json(Build, json.loads((folder / BUILD).read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise ArtifactError(f"{BUILD} cannot be read: {error}") from error
-        threads = settings.threads or torch.get_num_threads()
-        if threads != build.threads:
-            raise ArtifactError(_other_threads(build.threads, threads))
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
+        if settings.threads not in (None, build.threads):
+            raise ArtifactError(_other_threads(build.threads, settings.threads))
+        torch.set_num_threads(build.threads)
         try:
             return AotiExecutable(folder, build, signature, settings)
         except EXPORT_ERRORS as error:
@@ -160,10 +165,13 @@ def load(folder, threads):
     torch.set_num_threads(build["threads"])
     names = ("example", "dynamic") if os.path.exists(f"{folder}/dynamic.pt2") else ("example", "example")
     example, other = (torch._inductor.aoti_load_package(f"{folder}/{name}.pt2") for name in names)
+    def laid(array, layout):  # a package takes exactly the strides that it was built for
+        tensor = torch.as_tensor(array)
+        return torch.empty_like(tensor, memory_format=getattr(torch, layout)).copy_(tensor)
     def call(arrays):
         fits = [list(a.shape) for a in arrays] == build["shapes"]
-        with torch.inference_mode():
-            return [t.numpy() for t in (example if fits else other)(*map(torch.from_numpy, arrays))]
+        with torch.no_grad():
+            return (example if fits else other)(*map(laid, arrays, build["layouts"]))
     return call
 """
 

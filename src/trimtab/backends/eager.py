@@ -14,6 +14,7 @@ import torch
 from trimtab._archive import load_program
 from trimtab._json import from_json, write_json
 from trimtab.backends._graph_call import graph_call
+from trimtab.backends._owned import owned
 from trimtab.backends._program import PROGRAM, bare_module, export_program, save_program
 from trimtab.backends._scratch import copy_files, fingerprint, shared_folder
 from trimtab.backends._script import SCRIPT, kept_signature, load_script, save_script, script_flat
@@ -44,13 +45,14 @@ class EagerExecutable(Executable):
         if not self._plain:
             return super().__call__(*args, **kwargs)
         with self._grad_mode():
-            return self._candidate.model(*args, **kwargs)
+            outputs = self._candidate.model(*args, **kwargs)
+        return owned(outputs)
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the module on flat inputs."""
         with self._grad_mode():
             outputs: tuple[torch.Tensor, ...] = self._flat(*leaves)
-        return outputs
+        return owned(outputs)
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Write the module as an exported program; its signature becomes the one that the export keeps.
@@ -88,7 +90,7 @@ class FlatExecutable(Executable):
         """Run the callable."""
         with self._grad_mode():
             outputs: Sequence[torch.Tensor] = self._call(*leaves)
-        return outputs
+        return owned(outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,7 @@ def load(folder, threads):
     else:
         model = torch.export.load(f"{folder}/program.pt2").module()
     def call(arrays):
-        with torch.inference_mode():
-            return [t.numpy() for t in model(*map(torch.from_numpy, arrays))]
+        with torch.no_grad():
+            return model(*map(torch.as_tensor, arrays))
     return call
 """

@@ -54,7 +54,9 @@ class InductorExecutable(Executable):
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the compiled module. Inputs are made dense first: another stride would be compiled anew, for seconds."""
-        with torch.inference_mode():
+        # no inference mode: callers could not write into its outputs, and copies cost more than it saves; nor a caller's own,
+        # for which everything would be compiled once more
+        with torch.inference_mode(mode=False), torch.no_grad():
             outputs: tuple[torch.Tensor, ...] = self._compiled(*dense(leaves, self._formats))
         return outputs
 
@@ -121,8 +123,8 @@ def load(folder, threads):
     program = torch.export.load(f"{{folder}}/program.pt2")
     model = torch.compile(program.module(check_guards=False), options={options(self.mode)!r})
     def call(arrays):
-        with torch.inference_mode():
-            return [t.numpy() for t in model(*map(torch.from_numpy, arrays))]
+        with torch.no_grad():
+            return model(*map(torch.as_tensor, arrays))
     return call
 """
 

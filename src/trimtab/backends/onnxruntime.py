@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from trimtab._weights import weights
 from trimtab.backends import _onnx_int8 as int8
 from trimtab.backends._foreign import CONVERSION_ERRORS, Run, calibration_rows, io_names, no_numpy_form, static_signature
 from trimtab.backends._onnx import MODEL, export_onnx, model_files, read_facts, refuse_unsafe, stamp
@@ -42,10 +43,17 @@ class OnnxExecutable(Executable):
         self._owned = owned
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the session; inputs need not be contiguous."""
+        """Run the session; inputs need not be contiguous.
+
+        Raises:
+            RuntimeError: the session failed. Its own exceptions derive from nothing that a caller could name.
+        """
         assert self._run is not None, "closed"
         feeds = {name: leaves[index].numpy(force=True) for index, name in self._feeds}
-        return [torch.from_numpy(array) for array in self._run(self._outputs, feeds, None)]
+        try:
+            return [torch.from_numpy(array) for array in self._run(self._outputs, feeds, None)]
+        except _runtime_errors() as error:
+            raise RuntimeError(str(error)) from error
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
         """The session's own profile, of a second session that keeps one."""
@@ -128,7 +136,7 @@ class OnnxRuntime(Backend):
         """Tensors must have a numpy form, and int8 needs weights to quantize."""
         if self.precision == "f32" and self.operators != "auto":
             return f"operators={self.operators} says what int8 is for, and precision f32 has none. Leave it at auto."
-        sizes = {p.dim() for p in candidate.model.parameters()}
+        sizes = {weight.dim() for weight in weights(candidate.model)}
         if self.precision == "int8_dynamic" and 2 not in sizes:
             return "int8_dynamic quantizes matrix products and LSTMs, and the model has none. Try int8_static."
         if self.precision == "int8_static" and not any(size >= 2 for size in sizes):
@@ -197,15 +205,7 @@ def load(folder, threads):
         int8.remove_prepared(folder)
 
     def _open_run(self, folder: pathlib.Path, signature: Signature) -> Run:
-        executable = OnnxExecutable(self._session(folder, Settings()), signature, Settings(), folder)
-
-        def run(leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            try:
-                return executable.run(leaves)
-            except _runtime_errors() as error:
-                raise RuntimeError(str(error)) from error
-
-        return run
+        return OnnxExecutable(self._session(folder, Settings()), signature, Settings(), folder).run
 
     def _session(self, folder: pathlib.Path, settings: Settings) -> Any:
         onnxruntime = require("onnxruntime")

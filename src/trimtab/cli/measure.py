@@ -10,8 +10,10 @@ import typer
 
 import trimtab
 from trimtab._json import dumps
+from trimtab._plain import plain
 from trimtab._units import fraction, positive, seconds
 from trimtab.cli._progress import waiting
+from trimtab.cli.optimize import Inputs, Shape, Task, brought
 
 if TYPE_CHECKING:
     from trimtab.artifact import Verification
@@ -26,6 +28,9 @@ def measure_command(
     vs: Annotated[str | None, typer.Option(help="What to take turns with: another artifact or workload.")] = None,
     time: Annotated[str, typer.Option(help="Most time for sampling.")] = "10s",
     width: Annotated[str, typer.Option(help="Stop when the ratio's interval is this narrow.")] = "2%",
+    inputs: Inputs = None,
+    shape: Shape = None,
+    task: Task = None,
     trust: Trust = False,
     json: Json = False,
 ) -> int:
@@ -35,13 +40,21 @@ def measure_command(
     Examples:
       trimtab measure model.py
       trimtab measure runs/digits/artifact --vs examples/digits.py
+      trimtab measure runs/net/artifact --vs net.onnx --shape images=1x3x224x224
       trimtab measure runs/old/artifact --vs runs/new/artifact --width 1%
     """
     most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width")
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
-        found = trimtab.compare(subject, vs, seconds=most, width=narrow, trust=trust)
+        sides = [one if one is None or _is_folder(one) else brought(one, inputs, shape, task) for one in (subject, vs)]
+        assert sides[0] is not None
+        found = trimtab.compare(sides[0], sides[1], seconds=most, width=narrow, trust=trust)
     typer.echo(dumps(found) if json else str(found))
     return 0
+
+
+def _is_folder(what: str) -> bool:
+    """Whether it is an artifact's, which has inputs of its own."""
+    return pathlib.Path(what).is_dir()
 
 
 def verify_command(
@@ -58,7 +71,7 @@ def verify_command(
     """
     with waiting(f"verifying {artifact}: files, outputs, environment, speed"):
         found = trimtab.verify(artifact, trust=trust)
-    typer.echo(dumps(found) if json else "\n".join(_lines(found)))
+    typer.echo(dumps(found) if json else "\n".join(plain(line) for line in _lines(found)))
     return 0 if found.ok else EXIT_NOT_VERIFIED
 
 
@@ -78,4 +91,6 @@ def _lines(found: Verification) -> Iterator[str]:
         ratio = found.speed.ratio
         promised = f"; {found.promised['value']:.2f}x was measured when it was written" if found.promised else ""
         yield f"speed:       {ratio.value:.2f}x the original here ({ratio.low:.2f} to {ratio.high:.2f}){promised}"
+        if found.speed.doubt is not None:
+            yield f"             {found.speed.doubt}"
     yield "verified" if found.ok else "NOT verified"

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from trimtab.workload import Workload
 
 EXIT_LIMITS = 1
+Inputs = Annotated[
+    pathlib.Path | None, typer.Option(metavar="FILE", help="Real inputs of a model file: .npz, .safetensors [random].")
+]
+Shape = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=1x3x8", help="Size of an input of a model file; may be repeated.")
+]
+Task = Annotated[str | None, typer.Option(metavar="NAME", help="What the model of hf:FOLDER is for.")]
 
 
 def optimize_command(
@@ -58,13 +65,9 @@ def optimize_command(
     trial_time: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one trial.")] = "10m",
     timing: Annotated[str, typer.Option(metavar="TIME", help="Most time for timing one trial.")] = "5s",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the tpe sampler.")] = 0,
-    inputs: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FILE", help="Real inputs of a model file: .npz, .safetensors [random].")
-    ] = None,
-    shape: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=1x3x8", help="Size of an input of a model file; may be repeated.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="What the model of hf:FOLDER is for.")] = None,
+    inputs: Inputs = None,
+    shape: Shape = None,
+    task: Task = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Progress as lines, as where stdout is no terminal.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,

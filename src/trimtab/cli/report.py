@@ -48,6 +48,10 @@ def compare_command(
 
     Example: trimtab compare runs/digits runs/digits-server
     """
+    if left.resolve() == right.resolve():
+        raise late("errors").UsageError(
+            f"Both folders are {left}: a study has nothing to be compared with but another one. Give two."
+        )
     read = late("study.record").Record.read
     found = late("report").side_by_side(read(left), read(right))
     typer.echo(dumps(found) if json else str(found))

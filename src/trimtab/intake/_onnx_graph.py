@@ -106,7 +106,7 @@ class _Importer:
         names = list(node.input)
         while names and not names[-1]:
             names.pop()
-        attributes = self._adapted(node.op_type, attributes, names)
+        attributes = self._adapted(node.op_type, attributes, names, len(node.output))
         _check_attributes(node.op_type, function, attributes)
         if all(name in self._constants or not name for name in names) and names:
             given = [self._constants.get(name) for name in names]
@@ -178,7 +178,7 @@ class _Importer:
             return value.decode("utf-8", "replace")
         return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
-    def _adapted(self, kind: str, attributes: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    def _adapted(self, kind: str, attributes: dict[str, Any], names: list[str], outputs: int) -> dict[str, Any]:
         """Attributes as the newest form of the operator has them, where older ones differ."""
         if kind in ("Softmax", "LogSoftmax") and self._opset < 13:
             axis = attributes.get("axis", 1)
@@ -192,15 +192,14 @@ class _Importer:
                 self._constants[made] = Host(list(attributes[name]), False)
                 names.append(made)
                 attributes = {key: value for key, value in attributes.items() if key != name}
+        if kind == "Dropout":  # up to opset 11 it was an attribute; what does nothing needs neither
+            attributes = {key: value for key, value in attributes.items() if key != "ratio"}
         if kind == "Split" and len(names) == 1 and "num_outputs" not in attributes:
-            attributes = {**attributes, "num_outputs": self._outputs_of(names[0])}
+            attributes = {**attributes, "num_outputs": outputs}
         if kind == "ConstantOfShape" and "value" in attributes:  # the text of a graph can hold a number, but no tensor
             value = tensor(attributes["value"])
             attributes = {"value": value.item(), "dtype": value.dtype}
         return attributes
-
-    def _outputs_of(self, name: str) -> int:
-        return next(len(node.output) for node in self._uses[name] if node.op_type == "Split")
 
     def _layer(self, node: Any, attributes: dict[str, Any]) -> bool:
         """Make a module where the weights are constants; techniques look for modules."""

@@ -306,13 +306,13 @@ def recurrent_module(kind: str, tensors: Sequence[torch.Tensor | None], attribut
     order = [0, 2, 3, 1] if kind == "LSTM" else [1, 0, 2]
     hidden = r.shape[2]
     layer: nn.LSTM | nn.GRU = (nn.LSTM if kind == "LSTM" else nn.GRU)(
-        w.shape[2], hidden, bidirectional=direction == "bidirectional"
+        w.shape[2], hidden, bidirectional=direction == "bidirectional", dtype=w.dtype
     )
     gates = len(order)
     with torch.no_grad():
         for number in range(w.shape[0]):
             suffix = "_l0_reverse" if number else "_l0"
-            bias = torch.zeros(2 * gates * hidden) if b is None else b[number]
+            bias = torch.zeros(2 * gates * hidden, dtype=w.dtype) if b is None else b[number]
             parts = {"weight_ih": w[number], "weight_hh": r[number]}
             parts |= {"bias_ih": bias[: gates * hidden], "bias_hh": bias[gates * hidden :]}
             for name, value in parts.items():

@@ -183,14 +183,16 @@ def pad(x: torch.Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode
     half = len(amounts) // 2
     where = [axis % x.dim() for axis in ints(axes)] if axes is not None else list(range(half))
     by_axis = {axis: (amounts[i], amounts[i + half]) for i, axis in enumerate(where)}
-    flat = [n for axis in reversed(range(x.dim())) for n in by_axis.get(axis, (0, 0))]
-    modes = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     if mode == "constant":
-        fill = 0.0 if value is None else float(tensor(value))
-        return functional.pad(x, flat, "constant", fill)
-    while len(flat) > 2 and flat[-2:] == [0, 0]:
-        flat = flat[:-2]
-    return functional.pad(x, flat, modes[mode])
+        flat = [n for axis in reversed(range(x.dim())) for n in by_axis.get(axis, (0, 0))]
+        return functional.pad(x, flat, "constant", 0.0 if value is None else float(tensor(value)))
+    modes = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+    for axis, amount in by_axis.items():  # torch takes these modes on the last axes only, and each is on its own
+        if any(amount):
+            rows = x.movedim(axis, -1)
+            padded = functional.pad(rows.reshape(1, -1, rows.shape[-1]), amount, modes[mode])
+            x = padded.reshape(*rows.shape[:-1], padded.shape[-1]).movedim(-1, axis)
+    return x
 
 
 @op("Range")

@@ -21,22 +21,27 @@ from trimtab.intake.forms import Form, Inputs, Shapes, inputs_of, structure_of
 from trimtab.signature import Dim
 
 TASKS = {
-    "audio-classification": "AutoModelForAudioClassification",
-    "automatic-speech-recognition": "AutoModelForCTC",
-    "depth-estimation": "AutoModelForDepthEstimation",
-    "feature-extraction": "AutoModel",
-    "fill-mask": "AutoModelForMaskedLM",
-    "image-classification": "AutoModelForImageClassification",
-    "image-segmentation": "AutoModelForSemanticSegmentation",
-    "object-detection": "AutoModelForObjectDetection",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "text-classification": "AutoModelForSequenceClassification",
-    "text-generation": "AutoModelForCausalLM",
-    "text2text-generation": "AutoModelForSeq2SeqLM",
-    "token-classification": "AutoModelForTokenClassification",
-    "zero-shot-image-classification": "AutoModelForZeroShotImageClassification",
+    "audio-classification": ("AutoModelForAudioClassification",),
+    "automatic-speech-recognition": ("AutoModelForCTC", "AutoModelForSpeechSeq2Seq"),
+    "depth-estimation": ("AutoModelForDepthEstimation",),
+    "feature-extraction": ("AutoModel",),
+    "fill-mask": ("AutoModelForMaskedLM",),
+    "image-classification": ("AutoModelForImageClassification",),
+    "image-segmentation": (
+        "AutoModelForSemanticSegmentation",
+        "AutoModelForInstanceSegmentation",
+        "AutoModelForUniversalSegmentation",
+        "AutoModelForImageSegmentation",
+    ),
+    "object-detection": ("AutoModelForObjectDetection",),
+    "question-answering": ("AutoModelForQuestionAnswering",),
+    "text-classification": ("AutoModelForSequenceClassification",),
+    "text-generation": ("AutoModelForCausalLM",),
+    "text2text-generation": ("AutoModelForSeq2SeqLM",),
+    "token-classification": ("AutoModelForTokenClassification",),
+    "zero-shot-image-classification": ("AutoModelForZeroShotImageClassification",),
 }
-"""What a model may be for, and the class of transformers that loads it."""
+"""What a model may be for, and the classes of transformers of which one loads it."""
 
 SENTENCES = (
     "The train to the coast leaves at half past nine.",
@@ -155,7 +160,8 @@ def _model_class(transformers: Any, config: Any, task: str | None) -> Any:
     if task is not None and task not in TASKS:
         raise UsageError(f"There is no task {task!r}. Known are: {', '.join(TASKS)}.")
     if task is not None:
-        return getattr(transformers, TASKS[task])
+        classes = [getattr(transformers, name) for name in TASKS[task]]
+        return next((one for one in classes if type(config) in one._model_mapping), classes[0])
     found = getattr(transformers, _architecture(config), None) if _architecture(config) else None
     return found if found is not None and hasattr(found, "from_pretrained") else transformers.AutoModel
 
@@ -172,14 +178,14 @@ def _form(model: Any, folder: pathlib.Path) -> Form:
     batch = Dim("batch")
     both = hasattr(config, "text_config") and hasattr(config, "vision_config")
     if model.main_input_name == "input_ids" or (both and "input_ids" in taken):
-        text = (batch, Dim("length", max=_longest(config)))
+        text = (batch, Dim("length", max=_longest(model, config)))
         shapes |= {name: text for name in ("input_ids", "attention_mask") if name in taken}
     if model.main_input_name == "pixel_values" or (both and "pixel_values" in taken):
         shapes["pixel_values"] = (batch, *_image_size(config, folder))
     if model.main_input_name in ("input_values", "input_features"):
         shapes[model.main_input_name] = (batch, *_audio_size(config, folder, model.main_input_name))
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in taken:
-        shapes["decoder_input_ids"] = (batch, Dim("decoder_length", max=_longest(config)))
+        shapes["decoder_input_ids"] = (batch, Dim("decoder_length", max=_longest(model, config)))
     if not shapes:
         raise UsageError(
             f"{type(model).__name__} takes {model.main_input_name!r}, which is not known here. Write a workload file: "
@@ -198,14 +204,16 @@ def _form(model: Any, folder: pathlib.Path) -> Form:
     )
 
 
-def _longest(config: Any) -> int | None:
-    """The most tokens that the table of positions holds, if there is one; some keep its first rows for padding."""
+def _longest(model: nn.Module, config: Any) -> int | None:
+    """The most tokens that the table of positions holds, if there is one; those that pad a row keep its first places free."""
     text = getattr(config, "text_config", config)
-    places = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    places = next((found for name in names if (found := getattr(text, name, None))), None)
     if places is None:
         return None
-    offset = (getattr(text, "pad_token_id", None) or 0) + 1 if "roberta" in str(text.model_type) else 0
-    return max(int(places) - offset, 1)
+    tables = [m for n, m in model.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
+    padding = next((m.padding_idx for m in tables if m.num_embeddings == places and m.padding_idx is not None), -1)
+    return max(int(places) - padding - 1, 1)
 
 
 def _image_size(config: Any, folder: pathlib.Path) -> tuple[int, int, int]:

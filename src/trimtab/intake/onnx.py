@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trimtab._tree import flatten
+from trimtab._weights import tolerance
 from trimtab.candidate import resized
 from trimtab.contracts import require
 from trimtab.dims import BATCH, dim_names, without
@@ -23,6 +24,7 @@ from trimtab.workload import as_call
 
 TOLERANCE = 1e-3
 """Largest difference to ONNX Runtime, as a share of the largest value; two correct float32 runtimes differ by far less."""
+HUGE = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,12 @@ class OnnxFile:
         module = self()
         session = _session(self.path)
         args, _ = as_call(example)
+        if reason := _refused(session, list(args)):
+            tried = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in zip(form.names, args, strict=True))
+            raise UsageError(
+                f"ONNX Runtime cannot run {form.source} on inputs of these sizes: {tried}. It says: {reason}. State the sizes "
+                f"that the model takes, as in --shape {form.names[0]}=1x10, or give real inputs with --inputs FILE.npz."
+            )
         if reason := _apart(module, session, list(args)):
             raise UsageError(
                 f"{form.source} was brought back to PyTorch, but {reason}. It cannot be used; please report the model, and "
@@ -114,14 +122,36 @@ def _session(path: str) -> Any:
         raise UsageError(f"{path} does not load into ONNX Runtime, so nothing can be compared with it: {error}") from error
 
 
-def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str | None:
-    """How the two differ on ``leaves``, in words; ``None`` if they agree."""
+def _answers(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
+    """What ONNX Runtime gives.
+
+    Raises:
+        RuntimeError: it does not take these inputs.
+    """
     names = [item.name for item in session.get_inputs()]
     runtime = require("onnxruntime.capi.onnxruntime_pybind11_state")
     try:
-        wanted = session.run(None, {name: leaf.numpy(force=True) for name, leaf in zip(names, leaves, strict=True)})
+        found: list[Any] = session.run(None, {name: leaf.numpy(force=True) for name, leaf in zip(names, leaves, strict=True)})
     except (runtime.Fail, runtime.InvalidArgument, runtime.RuntimeException) as error:
-        return f"ONNX Runtime itself fails on these inputs: {str(error).splitlines()[0][:200]}"
+        raise RuntimeError(str(error).splitlines()[0][:200]) from error
+    return found
+
+
+def _refused(session: Any, leaves: list[torch.Tensor]) -> str | None:
+    """What ONNX Runtime has against ``leaves``, in its own words."""
+    try:
+        _answers(session, leaves)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str | None:
+    """How the two differ on ``leaves``, in words; ``None`` if they agree."""
+    try:
+        wanted = _answers(session, leaves)
+    except RuntimeError as error:
+        return f"ONNX Runtime itself fails: {error}"
     try:
         with torch.no_grad():
             found = flatten(module(*leaves), "output")[0]
@@ -131,12 +161,21 @@ def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str |
         other = torch.as_tensor(theirs)
         if ours.shape != other.shape:
             return f"its output {number} has the shape {list(ours.shape)} where ONNX Runtime gives {list(other.shape)}"
-        if not torch.equal(torch.isnan(ours.double()), torch.isnan(other.double())):
-            return f"its output {number} has NaN where ONNX Runtime has none, or the other way round"
-        worst = float((ours.double() - other.double()).abs().nan_to_num().max()) if ours.numel() else 0.0
-        if worst > TOLERANCE * max(float(other.double().abs().nan_to_num().max()) if ours.numel() else 0.0, TOLERANCE):
+        if ours.dtype != other.dtype:
+            return f"its output {number} is {ours.dtype} where ONNX Runtime gives {other.dtype}"
+        a, b = ours.double(), other.double()
+        usual = _usual(b)
+        if not torch.equal(_usual(a), usual) or not torch.equal(a[~usual].sign().nan_to_num(), b[~usual].sign().nan_to_num()):
+            return f"its output {number} has NaN or infinity where ONNX Runtime has none, or the other way round"
+        worst, size = (float(values[usual].abs().max()) if usual.any() else 0.0 for values in (a - b, b))
+        if worst > tolerance(module, TOLERANCE) * max(size, TOLERANCE):
             return f"its output {number} is off by {worst:.3g} from what ONNX Runtime gives"
     return None
+
+
+def _usual(values: torch.Tensor) -> torch.Tensor:
+    """Where ``values`` are neither NaN nor infinite nor what stands for infinity in a mask."""
+    return values.isfinite() & (values.abs() < HUGE)
 
 
 def _other(leaf: torch.Tensor, shape: tuple[int | Dim, ...], name: str) -> torch.Tensor:

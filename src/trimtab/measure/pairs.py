@@ -24,8 +24,10 @@ DISTURBED = 0.10
 """A quad is thrown away when others had more than this share of the machine's CPU time."""
 SLACK_TICKS = 2.0
 """Ticks of the kernel's clock by which a single block's CPU share may be wrong; forgiven before a block is called disturbed."""
-FEWEST_QUADS = 2
-"""Without two quads there is no interval; they are measured however long they take."""
+FEWEST_QUADS, FEW_QUADS = 2, 4
+"""Without two quads there is no interval; they are measured however long they take. Two make one of 27 standard deviations,
+four one of three, so four are measured unless a single one takes longer than :data:`LONG_S`."""
+LONG_S = 60.0
 MOST_QUADS = 400
 PROCESS_NOISE = 0.0075
 """Standard deviation of the ratio between two things that are the same, relative to it, from one pair of processes to the next.
@@ -201,7 +203,8 @@ def _stop(session: _Session, elapsed: float, width: float, seconds: float, min_q
             return "time"
     if measured >= max_quads:
         return "pairs"
-    return "time" if measured >= FEWEST_QUADS and elapsed >= PATIENCE * seconds else None
+    fewest = FEW_QUADS if elapsed < LONG_S * max(measured, 1) else FEWEST_QUADS
+    return "time" if measured >= min(fewest, min_quads) and elapsed >= PATIENCE * seconds else None
 
 
 def _result(

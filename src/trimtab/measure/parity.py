@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trimtab._ties import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
 from trimtab._tree import Structure, flatten, names
 from trimtab.measurement import Parity, Relative
 from trimtab.signature import dtype_name
@@ -58,15 +59,19 @@ class _Figures:
     @property
     def continuous(self) -> bool:
         """Whether its values are floating-point numbers, real or complex."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
+        return not is_discrete(self.dtype)
 
 
-def compare_outputs(reference: Sequence[Any], outputs: Sequence[Any], *, exact: bool, max_error: float | None = None) -> Parity:
+def compare_outputs(
+    reference: Sequence[Any], outputs: Sequence[Any], *, exact: bool, max_error: float | None = None, scored: bool = False
+) -> Parity:
     """Hold ``outputs`` against ``reference``: one nested value of tensors per batch, dimension 0 being the examples.
 
     Structure, shapes, dtypes and the places of NaN and infinity must be the same. An ``exact`` recipe must also keep its errors
-    within floating-point noise for the dtype (:data:`TOLERANCE`), and integers equal; another one its centred error within
-    ``max_error``, if given. ``reason`` names the output and the figure. The figures are those of the worst output.
+    within floating-point noise for the dtype (:data:`TOLERANCE`), and its integers and booleans equal but for near-ties
+    (:data:`~trimtab._ties.NEAR_TIES`, or ``NEAR_TIES_ALONE`` where no floats stand beside them and they are not ``scored``
+    besides); another one its centred error within ``max_error``, if given. ``reason`` names the output and the figure. The
+    figures are those of the worst output.
 
     The scale of the errors is what the reference varies by over the examples, per element of the output, in the root mean
     square. With one example only, or where it does not vary over the examples, it is what its values vary by within the
@@ -90,7 +95,8 @@ def compare_outputs(reference: Sequence[Any], outputs: Sequence[Any], *, exact: 
         _figures(name, [ours[i] for ours, _ in left], [theirs[i] for theirs, _ in right])
         for i, name in enumerate(names(left[0][1], "output"))
     ]
-    reason = next((r for each in found if (r := _judge(each, exact, max_error)) is not None), None)
+    beside = scored or any(each.continuous for each in found)
+    reason = next((r for each in found if (r := _judge(each, exact, max_error, beside)) is not None), None)
     return _worst(found, reason, n)
 
 
@@ -261,16 +267,10 @@ def _spread_over_examples(reference: Sequence[Tensor]) -> float:
     return math.sqrt(squares / max(1, int(counts.sum())))
 
 
-def _judge(found: _Figures, exact: bool, max_error: float | None) -> str | None:
-    """Why this output is not good enough."""
+def _judge(found: _Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
+    """Why this output is not good enough; ``beside`` says whether continuous outputs or a score are judged too."""
     if not found.continuous:
-        allowed = 0.0 if exact else 1.0 if max_error is None else max_error
-        if found.differing > allowed:
-            return (
-                f"{found.name!r} differs from the reference in {found.differing:.3%} of its integers, where {allowed:.3%} may. "
-                "Ties in an argmax can flip; return the scores beside it to tell."
-            )
-        return None
+        return _judge_discrete(found, exact, max_error, beside)
     limits: list[tuple[str, float, float]] = []
     if exact:
         centred, tail = TOLERANCE.get(found.dtype, TOLERANCE[torch.float32])
@@ -286,3 +286,20 @@ def _judge(found: _Figures, exact: bool, max_error: float | None) -> str | None:
                 f"{allowed:.2g}."
             )
     return None
+
+
+def _judge_discrete(found: _Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
+    """Why these integers or booleans are not good enough."""
+    if exact:
+        allowed = NEAR_TIES if beside else NEAR_TIES_ALONE
+        advice = "Rounding turns near-ties over, in an argmax or at a threshold, but not so many."
+        if not beside:
+            advice = f"Rounding turns near-ties over; return the scores beside it, and {NEAR_TIES:.1%} may differ."
+    else:
+        allowed = 1.0 if max_error is None else max_error
+        advice = "Give an evaluation, whose score then judges them, or allow a larger max_error."
+    if found.differing <= allowed:
+        return None
+    return (
+        f"{found.name!r} differs from the reference in {found.differing:.3%} of its integers, where {allowed:.3%} may. {advice}"
+    )

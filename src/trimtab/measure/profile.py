@@ -37,7 +37,7 @@ def _recorded(call: Callable[[], object], repeats: int) -> list[Any]:
     time already, so they are left out."""
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
-    with _quiet(), profile(activities=activities) as recorded:
+    with quiet(), profile(activities=activities) as recorded:
         for _ in range(repeats):
             call()
         if on_gpu:
@@ -53,8 +53,8 @@ def _self_times(events: Sequence[Any]) -> list[tuple[Any, float]]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Kineto, below the profiler, writes its stages to stderr unless told not to when it first starts."""
+def quiet() -> Iterator[None]:
+    """A block in which torch's profiler starts without a word: Kineto writes stages to stderr unless told not to at first."""
     before = os.environ.get(_LEVEL)
     os.environ[_LEVEL] = before or "99"
     try:

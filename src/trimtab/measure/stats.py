@@ -1,6 +1,7 @@
 """Intervals for latencies, for ratios of latencies and for drops of a score. Imports no torch.
 
-Everything random is seeded, so that the same samples give the same interval.
+Everything random is seeded, so that the same samples give the same interval; only a slow metric may get to another number of
+resamples the next time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ Found by simulation: without it, 95% intervals hold in 88% of all cases and say 
 ratio of noise to the width asked for; with it in 94% and 3% from six quads on, 93% and 3% from four (normal or heavy tails).
 """
 SEED = 20_260_801
-_UNUSABLE = (ValueError, ArithmeticError, RuntimeError, IndexError)
+FEW, MANY = 5, 200
+"""Resamples below which a metric has no interval, and from which its bounds are quantiles of them. In between, where a quantile
+would be one resample's luck, the bounds are Student's t on their spread, and so the wider the fewer there are."""
+PATIENCE = 4.0
+"""Times the seconds of a bootstrap that a slow metric may take, to be resampled at least :data:`FEW` times."""
+_UNUSABLE = (ValueError, TypeError, ArithmeticError, AssertionError, LookupError, RuntimeError)
 """What a metric raises on a resample that it cannot judge, such as one with a single class."""
 
 
@@ -51,9 +57,12 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Inter
     if not samples:
         raise UsageError("A median needs at least one sample, but there are none.")
     ordered, n = sorted(samples), len(samples)
-    rank = 0  # the largest rank whose interval, from that order statistic to its mirror image, is still wide enough
-    while rank + 1 < n / 2 and 2 * binomial_cdf(rank + 1, n, 0.5) <= 1 - confidence:
-        rank += 1
+    # the largest rank whose interval, from that order statistic to its mirror image, is still wide enough; found by halving,
+    # since there may be a million samples
+    rank, most = 0, max(0, math.ceil(n / 2) - 1)
+    while rank < most:
+        middle = (rank + most + 1) // 2
+        rank, most = (middle, most) if 2 * binomial_cdf(middle, n, 0.5) <= 1 - confidence else (rank, middle - 1)
     return Interval(quantile_of(ordered, 0.5), ordered[rank], ordered[n - 1 - rank])
 
 
@@ -85,10 +94,11 @@ def summarize(
     if unit not in NANOSECONDS:
         raise UsageError(f"{unit!r} is not a unit of time; use {', '.join(NANOSECONDS)}.")
     scaled = (np.sort(np.asarray(samples_ns, float)) / NANOSECONDS[unit]).tolist()
-    interval = median_interval(scaled)
     if blocks:
-        between = median_interval([ns / NANOSECONDS[unit] for ns in blocks])
-        interval = Interval(interval.value, min(between.low, interval.value), max(between.high, interval.value))
+        value, between = quantile_of(scaled, 0.5), median_interval([ns / NANOSECONDS[unit] for ns in blocks])
+        interval = Interval(value, min(between.low, value), max(between.high, value))
+    else:
+        interval = median_interval(scaled)
     return Measurement(
         unit=unit,
         n=len(scaled),
@@ -190,28 +200,32 @@ def bootstrap_drop(
     (Efron 1987, without acceleration) and widened for small n (Hesterberg 2015, "expanded percentile"). It is never narrower
     than what a failure that n examples would not have shown, about 3/n of all, could do to the metric.
 
-    Where 2000 resamples would take longer than ``seconds``, 1000, 500 or 200 are used; ``method`` says how many.
+    There are as many resamples, at most ``resamples``, as ``seconds`` allow; ``method`` says how many. Bounds from fewer than
+    :data:`MANY` are wider. Where not even :data:`FEW` are done in :data:`PATIENCE` times the seconds, or most of them cannot be
+    judged, the interval is what the metric itself could lose, which decides hardly anything.
 
     Raises:
         UsageError: there are no examples, or the metric of the whole set is not finite.
     """
     if n < 1:
         raise UsageError("A drop needs at least one example, but there are none.")
-    begun = time.perf_counter()
     whole = np.arange(n)
     sides = metric_of(whole, 0), metric_of(whole, 1)
     if not all(map(math.isfinite, sides)):
         raise UsageError(f"The metric is {sides[0]} for the baseline and {sides[1]} for the candidate; it must be finite.")
-    affordable = seconds / max(time.perf_counter() - begun, 1e-9)
-    resamples = next((r for r in (resamples, 1000, 500) if r <= min(affordable, resamples)), min(200, resamples))
-    found = _resampled(metric_of, n, resamples)
+    found, tried = _resampled(metric_of, n, resamples, seconds)
     sign = 1 if higher_is_better else -1
     value, lost = sign * (sides[0] - sides[1]), sign * (found[:, 0] - found[:, 1])
     worst = max(abs(sides[0]), abs(sides[1]), 3 * math.sqrt(n) * float(found[:, 0].std()) if len(found) else 0.0)
     rare = worst * clopper_pearson_upper(0, n, confidence)
-    low, upper, method = value - worst, value + worst, "bootstrap (the metric cannot be resampled)"
-    if len(found) > resamples / 2:
-        low, upper = (_bias_corrected(lost, value, n, p) for p in (1 - confidence, confidence))
+    low, upper = value - worst, value + worst
+    if 2 * len(found) < tried:
+        method = "bootstrap (the metric cannot be resampled)"
+    elif len(found) < FEW:
+        method = f"bootstrap ({len(found)} resamples, too few for an interval)"
+    else:
+        bound = _bias_corrected if len(found) >= MANY else _student
+        low, upper = (bound(lost, value, n, p) for p in (1 - confidence, confidence))
         method = f"bootstrap ({len(found)} resamples)"
     sampling = max(0.0, upper - value)
     return _decide(value, min(low, value - rare), max(upper, value + rare), n, limit, sampling, method=method)
@@ -242,11 +256,13 @@ def _spread(scores: Array) -> float:
     return float(np.ptp(scores)) or abs(float(scores[0])) or 1.0
 
 
-def _resampled(metric_of: MetricOf, n: int, resamples: int) -> Array:
-    """The metric of both sides on every resample that it could judge, of shape (resamples, 2)."""
-    rng = np.random.default_rng(SEED)
-    rows = []
-    for _ in range(resamples):
+def _resampled(metric_of: MetricOf, n: int, resamples: int, seconds: float) -> tuple[Array, int]:
+    """The metric of both sides on every resample that it could judge, of shape (resamples, 2), and how many were tried."""
+    rng, begun = np.random.default_rng(SEED), time.perf_counter()
+    rows: list[tuple[float, float]] = []
+    tried = 0
+    while tried < resamples and time.perf_counter() - begun <= seconds * (1.0 if len(rows) >= FEW else PATIENCE):
+        tried += 1
         indices = rng.integers(0, n, n)
         try:
             row = metric_of(indices, 0), metric_of(indices, 1)
@@ -254,7 +270,7 @@ def _resampled(metric_of: MetricOf, n: int, resamples: int) -> Array:
             continue
         if all(map(math.isfinite, row)):
             rows.append(row)
-    return np.asarray(rows, float).reshape(-1, 2)
+    return np.asarray(rows, float).reshape(-1, 2), tried
 
 
 def _bias_corrected(found: Array, value: float, n: int, p: float) -> float:
@@ -264,6 +280,12 @@ def _bias_corrected(found: Array, value: float, n: int, p: float) -> float:
     reach = t_quantile(p, n - 1) * math.sqrt(n / (n - 1)) if n > 1 else normal_quantile(p)
     share = 0.5 * math.erfc(-(2 * shift + reach) / math.sqrt(2))
     return float(np.quantile(found, share))
+
+
+def _student(found: Array, value: float, n: int, p: float) -> float:
+    """The ``p`` bound from the spread of a few resamples, which is itself uncertain: normal theory, widened for small n."""
+    spread = float(found.std(ddof=1)) * math.sqrt(n / max(n - 1, 1))
+    return value + t_quantile(p, max(1, min(n, len(found)) - 1)) * spread
 
 
 def _decide(value: float, low: float, upper: float, n: int, limit: float | None, sampling: float, *, method: str) -> Drop:

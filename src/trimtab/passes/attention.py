@@ -32,6 +32,7 @@ class Attention(Pass):
     name = "attention"
     modes = frozenset({"train"})
     sets = frozenset({"attention"})
+    tries = True
 
     kernel: Literal["flash", "efficient", "cudnn", "math"] = "flash"
     """``flash`` and ``efficient`` never hold the matrix of all pairs; ``cudnn`` is NVIDIA's; ``math`` is plain products."""

@@ -23,6 +23,7 @@ class Autocast(Pass):
     name = "autocast"
     modes = frozenset({"infer", "train"})
     sets = frozenset({"autocast"})
+    tries = True
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     """``bfloat16`` keeps the range of float32; ``float16`` keeps three more bits and overflows at 65504."""

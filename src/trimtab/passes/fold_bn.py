@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from trimtab._tree import flatten
+from trimtab._weights import tolerance
 from trimtab.candidate import Candidate, call_model
 from trimtab.contracts import Pass
 from trimtab.errors import CompileError
@@ -72,7 +73,7 @@ class _Proof:
         self._structure = candidate.signature.input_structure
         generator = torch.Generator().manual_seed(0)
         self._inputs = [candidate.leaves, _resampled(candidate.leaves, generator)]
-        self._model, self._tolerance = candidate.own_model(), SINGLE_TOLERANCE
+        self._model, self._tolerance = candidate.own_model(), tolerance(candidate.model, SINGLE_TOLERANCE)
         _stir(self._model, generator)
         self._double()
         self._reference = [self._outputs(self._model, leaves) for leaves in self._inputs]
@@ -90,7 +91,7 @@ class _Proof:
     def _double(self) -> None:
         """Go to double precision if the model works in it; some cast to float32 by name."""
         model = copy.deepcopy(self._model).double()
-        inputs = [[t.double() if t.dtype is torch.float32 else t for t in leaves] for leaves in self._inputs]
+        inputs = [[t.double() if t.is_floating_point() else t for t in leaves] for leaves in self._inputs]
         try:
             outputs = [self._outputs(model, leaves) for leaves in inputs]
         except MODEL_ERRORS:

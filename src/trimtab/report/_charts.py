@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trimtab._plain import plain
 from trimtab.measurement import Interval
 from trimtab.report import _words as words
 from trimtab.report._rows import Row, labelled
@@ -49,7 +50,7 @@ class Point:
 
 def safe(text: str) -> str:
     """Text that plotly shows as it is; it reads tags."""
-    return html.escape(words.plain(text), quote=False)
+    return html.escape(plain(text), quote=False)
 
 
 def wrapped(text: str, width: int = 46) -> str:

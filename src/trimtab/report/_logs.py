@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimtab._json import to_json
-from trimtab.report._words import plain
+from trimtab._plain import plain
 from trimtab.trial import State, Trial
 
 MOST, LEAST, EACH = 600_000, 120_000, 12_000

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from trimtab._plain import plain
 from trimtab.errors import MissingPackageError
 from trimtab.report import _charts, _rows, _trust, _verdict, _why
 from trimtab.report import _words as words
@@ -79,7 +80,7 @@ def _source(name: str) -> str:
 
 def _shown(value: Any) -> Any:
     """What a template prints: text without control characters, which HTML has no word for."""
-    return words.plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _data(record: Record, folder: pathlib.Path, rows: Sequence[_rows.Row], charts: dict[str, _charts.Chart]) -> dict[str, Any]:

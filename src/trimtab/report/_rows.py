@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from trimtab._plain import plain
 from trimtab.measurement import Comparison
 from trimtab.report import _words as words
 from trimtab.report._logs import LEAST, MOST, ROW, allowances, fitted, tail
@@ -96,11 +97,11 @@ def _row(trial: Trial, record: Record, keeps: bool) -> Row:
     missed = " ".join(miss.words for miss in verdict.misses(trial, record.limits)) if trial.state is State.COMPLETE else ""
     return Row(
         trial=trial,
-        recipe=words.plain(str(trial.recipe)),
-        words=words.plain(words.recipe(trial.recipe, record)),
+        recipe=plain(str(trial.recipe)),
+        words=plain(words.recipe(trial.recipe, record)),
         keeps=keeps,
         ships=trial.recipe.hash == record.best,
-        reason=words.plain(trial.reason or missed),
+        reason=plain(trial.reason or missed),
         cells=tuple(_cells(trial, record)),
     )
 
@@ -135,8 +136,8 @@ def _details(row: Row, folder: pathlib.Path, record: Record, most: int) -> dict[
     trial = row.trial
     texts = {
         "reason": fitted(row.reason, most // 4) if len(row.reason) > REASON else "",
-        "notes": fitted(words.plain("\n".join(trial.notes)), most // 4),
-        "traceback": fitted(words.plain(trial.traceback or "").strip("\n"), most // 3),
+        "notes": fitted(plain("\n".join(trial.notes)), most // 4),
+        "traceback": fitted(plain(trial.traceback or "").strip("\n"), most // 3),
     }
     used = sum(len(text.encode()) for text in texts.values())
     log = tail(folder, trial.log, max(most // 4, most - used))

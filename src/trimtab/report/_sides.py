@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from trimtab._json import to_json
+from trimtab._plain import plain
 from trimtab.report import _trust, _verdict
 from trimtab.report import _words as words
 from trimtab.study.record import Record
@@ -99,7 +100,7 @@ def _rung(name: str, found: Mapping[str, Any] | None) -> Iterator[tuple[str, str
 
 def _lines(left: Record, right: Record) -> Iterator[Line]:
     """Facts of either side in the order in which they come; versions only where they differ."""
-    sides = [{name: words.plain(value) for name, value in _facts(record)} for record in (left, right)]
+    sides = [{name: plain(value) for name, value in _facts(record)} for record in (left, right)]
     for name in dict.fromkeys((*sides[0], *sides[1])):
         line = Line(name=name, left=sides[0].get(name, "–"), right=sides[1].get(name, "–"))
         if line.differs or not name.startswith("version of "):
@@ -107,7 +108,7 @@ def _lines(left: Record, right: Record) -> Iterator[Line]:
 
 
 def _differences(left: Record, right: Record) -> Iterator[str]:
-    if left.prepared.fingerprint != right.prepared.fingerprint:
+    if left.prepared.identity != right.prepared.identity:
         yield "These are two different workloads, or two states of one: their speed-ups do not compare one to one."
     if left.objective != right.objective:
         yield f"They look for different things: {left.objective} on the left, {right.objective} on the right."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from trimtab._plain import plain
 from trimtab.measurement import Comparison
 from trimtab.report import _words as words
 from trimtab.study.record import Record
@@ -23,7 +24,7 @@ def _confirmation(record: Record) -> Iterator[Fact]:
     if found is None:
         yield "confirmation", "none: nothing was measured again in fresh processes and on the test data"
         return
-    yield "confirmed", "yes" if found.ok else f"no: {words.plain(found.reason or 'the log of the confirmation says why')}"
+    yield "confirmed", "yes" if found.ok else f"no: {plain(found.reason or 'the log of the confirmation says why')}"
     yield (
         "measured from",
         "the files that ship" if found.loaded else "a build in memory, because no files that stand alone exist",
@@ -153,7 +154,7 @@ def study(record: Record) -> list[Fact]:
 
 def commands(record: Record) -> list[str]:
     """What makes all this again."""
-    made = [line for line in (words.plain(record.command).strip(),) if line]
+    made = [line for line in (plain(record.command).strip(),) if line]
     if record.artifact is None or not made:
         return made
     folder = _folder(record.command)

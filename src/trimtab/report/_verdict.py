@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trimtab.evaluate import UNRELIABLE
+from trimtab._plain import plain
 from trimtab.report import _words as words
 from trimtab.report._rows import labelled
 from trimtab.study import verdict
@@ -44,8 +44,10 @@ def headline(record: Record) -> str:
     found, first = record.confirmation, rung(record, "as_written")
     if record.objective in ("size", "memory") and first is not None:
         key, what = ("size_mb", "size") if record.objective == "size" else ("peak_mb", "memory")
-        after = rung(record, "best") or {}
-        return f"{words.megabytes(after.get(key))} of {what} instead of {words.megabytes(first.get(key))}"
+        before, after = first.get(key), (rung(record, "best") or {}).get(key)
+        if record.objective == "memory" and found is not None and found.original_mb is not None:
+            before = found.original_mb  # measured beside the winner
+        return f"{words.megabytes(after)} of {what} instead of {words.megabytes(before)}"
     if found is None or found.speedup is None:
         return words.STATUS_WORDS[record.status]
     if found.speedup.vague:
@@ -75,7 +77,7 @@ def leader(record: Record) -> Trial | None:
 def recipe(record: Record) -> str:
     """What ships, in words; empty where nothing does."""
     found = leader(record)
-    return "" if found is None else words.plain(words.recipe(found.recipe, record))
+    return "" if found is None else plain(words.recipe(found.recipe, record))
 
 
 def steps(record: Record) -> list[Step]:
@@ -85,7 +87,7 @@ def steps(record: Record) -> list[Step]:
         return []
     return [
         Step(
-            words=words.plain(step.describe()),
+            words=plain(step.describe()),
             about=(inspect.getdoc(type(step)) or step.name).splitlines()[0],
             fields=", ".join(f"{field.name}={getattr(step, field.name)}" for field in dataclasses.fields(step)),
         )
@@ -99,7 +101,7 @@ def conditions(record: Record) -> str:
     pairs = "" if found is None else f", {words.count(found.pairs, 'pair')} of timings taken in turns"
     threads = words.count(record.prepared.threads, "thread")
     inputs = words.clipped(record.prepared.inputs, 200)
-    where = f"{words.plain(record.environment.cpu)} on {words.plain(record.started)[:10]}"
+    where = f"{plain(record.environment.cpu)} on {plain(record.started)[:10]}"
     return f"Measured on {where}, {threads} unless the recipe says otherwise, inputs {inputs}{pairs}."
 
 
@@ -125,7 +127,7 @@ def _speed(record: Record) -> Iterator[Tile]:
     if best is not None:
         yield Tile("median latency", words.milliseconds(best["latency_ms"]["median"]), _from(first, "latency_ms"))
     if found.throughput is not None:
-        unit = words.plain(found.throughput.unit)
+        unit = plain(found.throughput.unit)
         yield Tile("throughput", f"{words.digits(found.throughput.median)} {unit}", "")
 
 
@@ -157,7 +159,7 @@ def _from(first: Mapping[str, Any] | None, key: str) -> str:
 def doubt(record: Record) -> str:
     """A warning where the figures of the answer rest on a machine that was too busy; else empty."""
     found = record.confirmation.comparison if record.confirmation is not None else None
-    if found is None or found.ratio.width <= UNRELIABLE:
+    if found is None or found.doubt is None:
         return ""
     return (
         f"The machine was too busy while this was measured: the interval of the speed-up goes from {words.span(found.ratio)}. "
@@ -170,7 +172,7 @@ def rungs(record: Record) -> list[dict[str, str]]:
     return [
         {
             "rung": words.RUNG_WORDS.get(each["rung"], str(each["rung"])),
-            "recipe": words.plain(str(each["recipe"])),
+            "recipe": plain(str(each["recipe"])),
             "speed-up": words.speed(words.rung_interval(each)),
             "latency": words.milliseconds(each["latency_ms"]["median"]),
             "score": words.score(each["score"]["value"], record),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from trimtab._plain import plain
 from trimtab.explain import Explanation
 from trimtab.measurement import OperatorTime
 from trimtab.report import _words as words
@@ -48,8 +49,8 @@ def sides(record: Record) -> list[Side]:
 def _side(title: str, found: Explanation, longest: float) -> Side:
     return Side(
         title=title,
-        recipe=words.plain(found.recipe),
-        source=words.plain(found.source),
+        recipe=plain(found.recipe),
+        source=plain(found.source),
         bars=tuple(_bar(each, longest) for each in _shown(found)),
         summary=" ".join(_summary(found)),
         notes=tuple(words.some(found.notes)),

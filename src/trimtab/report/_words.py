@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trimtab._plain import plain
 from trimtab.measurement import Drop, Interval, Parity
 from trimtab.recipe import Recipe
 from trimtab.study.record import Record
@@ -28,17 +28,11 @@ STOP_WORDS = {
     "time": "the time for it was up",
     "pairs": "the pairs asked for were done",
 }
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def known(value: float | None) -> float | None:
     """``value``, or ``None`` where it is none, not a number or not finite."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def plain(text: str) -> str:
-    """``text`` without the codes that colour a terminal and without other control characters, except line ends and tabs."""
-    return _CONTROL.sub("", text.replace("\r\n", "\n"))
 
 
 def clipped(text: str, length: int) -> str:

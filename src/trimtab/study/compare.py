@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from trimtab._manifest import MANIFEST
@@ -15,9 +15,11 @@ from trimtab.evaluate import Objective
 from trimtab.measure import pairs
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measurement import Comparison
+from trimtab.study.handing import handed
 from trimtab.study.jobs import authkey
 from trimtab.study.rivals import Rivals
 from trimtab.study.sampler import as_written
+from trimtab.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,19 +31,28 @@ class Timing:
     subject: str
     rival: str | None
     comparison: Comparison
+    note: str | None = None
+    """Why the two should not be compared, if there is a reason."""
 
     def __str__(self) -> str:
         found = self.comparison
         shown = f"{self.subject}: {_ms(found.candidate)}"
         if self.rival is None:
-            return f"{shown}\nnoise: it measures {_ratio(found)} of itself, over {found.pairs} pairs"
+            return f"{shown}\nnoise: it measures {_ratio(found)} of itself, over {found.pairs} pairs{self._advice}"
         verdict = "faster" if found.ratio.low > 1 else "slower" if found.ratio.high < 1 else "no difference that can be proven"
-        return f"{shown}\n{self.rival}: {_ms(found.rival)}\nspeed-up {_ratio(found)} over {found.pairs} pairs: {verdict}"
+        verdict = f"speed-up {_ratio(found)} over {found.pairs} pairs: {verdict}"
+        note = "" if self.note is None else f"\n{self.note}"
+        return f"{shown}\n{self.rival}: {_ms(found.rival)}\n{verdict}{note}{self._advice}"
+
+    @property
+    def _advice(self) -> str:
+        doubt = self.comparison.doubt
+        return "" if doubt is None else f"\n{doubt} Measure longer (--time 60s), or when the machine is quiet."
 
 
 def compare(
-    subject: str | os.PathLike[str],
-    rival: str | os.PathLike[str] | None = None,
+    subject: Workload | str | os.PathLike[str],
+    rival: Workload | str | os.PathLike[str] | None = None,
     *,
     seconds: float = 10.0,
     width: float = 0.02,
@@ -50,33 +61,55 @@ def compare(
 ) -> Timing:
     """Time ``subject`` against ``rival`` in turns, A B B A, until the ratio is known to ``width`` or ``seconds`` are over.
 
-    Each is the folder of an artifact, or a reference to a workload, whose model is run as written. ``trust`` allows
-    artifacts that carry native code.
+    Each is the folder of an artifact, which runs on its first test vector, or a workload or a reference to one, whose model is
+    run as written on its example inputs. ``trust`` allows artifacts that carry native code.
 
     Raises:
         UsageError: a reference or folder is wrong.
         MeasurementError: one of the processes ended; says its last words.
     """
-    jobs = {"subject": _serve(subject, trust), "rival": _serve(subject if rival is None else rival, trust)}
-    found = in_turns(jobs, objective=objective, seconds=seconds, width=width)
-    return Timing(subject=os.fspath(subject), rival=None if rival is None else os.fspath(rival), comparison=found)
+    other = subject if rival is None else rival
+    with tempfile.TemporaryDirectory(prefix="trimtab-compare-") as place:
+        sides = {"subject": subject, "rival": other}
+        jobs = {name: _serve(what, trust, pathlib.Path(place, name)) for name, what in sides.items()}
+        found, sizes = in_turns(jobs, objective=objective, seconds=seconds, width=width)
+    note = None
+    if sizes["subject"] != sizes["rival"]:
+        note = (
+            f"They ran on inputs of different sizes, {_words(sizes['subject'])} and {_words(sizes['rival'])}, so this compares "
+            "more than two models. --shape NAME=1x3x224x224 gives a model file the other's sizes."
+        )
+    return Timing(subject=_name(subject), rival=None if rival is None else _name(rival), comparison=found, note=note)
 
 
-def in_turns(jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float) -> Comparison:
-    """Serve ``jobs["subject"]`` and ``jobs["rival"]``, each in a process of its own, and compare them."""
+def _name(what: Workload | str | os.PathLike[str]) -> str:
+    return (what.reference[0] if what.reference else what.name) if isinstance(what, Workload) else os.fspath(what)
+
+
+def _words(sizes: Sequence[Sequence[int]]) -> str:
+    return ", ".join("x".join(map(str, size)) or "a number" for size in sizes) or "nothing"
+
+
+def in_turns(
+    jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float
+) -> tuple[Comparison, dict[str, list[list[int]]]]:
+    """Serve ``jobs["subject"]`` and ``jobs["rival"]``, each in its own process, and compare them. Also says their sizes."""
     with (
         tempfile.TemporaryDirectory(prefix="trimtab-compare-") as folder,
         Rivals({"objective": objective}, pathlib.Path(folder)) as sides,
     ):
         for name, job in jobs.items():
             sides.begin(name, job)
-        for name in jobs:
-            sides.ready(name, seconds=600.0)
+        sizes = {name: sides.ready(name, seconds=600.0)["sizes"] for name in jobs}
         runners = {name: RemoteRunner(address, authkey()) for name, address in sides.addresses.items()}
-        return pairs.compare(runners["subject"], runners["rival"], width=width, seconds=seconds)
+        return pairs.compare(runners["subject"], runners["rival"], width=width, seconds=seconds), sizes
 
 
-def _serve(what: str | os.PathLike[str], trust: bool) -> dict[str, Any]:
+def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib.Path) -> dict[str, Any]:
+    """The job that serves ``what``; ``folder`` is for what a worker needs of it."""
+    if isinstance(what, Workload):
+        folder.mkdir()
+        return {"workload": handed(what, folder), "recipe": as_written().to_json(), "fresh": False}
     if (pathlib.Path(what) / MANIFEST).exists():
         return {"artifact": os.fspath(what), "trust": trust, "baseline": False}
     if pathlib.Path(what).is_dir():

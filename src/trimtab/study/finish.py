@@ -8,44 +8,48 @@ from typing import Any
 
 from trimtab._json import dumps, from_json, to_json
 from trimtab.artifact import Artifact, open_artifact
-from trimtab.confirm import Confirmation
+from trimtab.confirm import LEAST_GAIN, Confirmation
 from trimtab.environment import Peaks
-from trimtab.errors import ArtifactError, UsageError, WorkloadError
-from trimtab.evaluate import Objective
+from trimtab.errors import ArtifactError, StorageError, UsageError, WorkloadError
+from trimtab.evaluate import BUILT, Objective
 from trimtab.explain import Explanation
 from trimtab.study import verdict
 from trimtab.study.result import ARTIFACT, Best
 from trimtab.study.rivals import Rivals
+from trimtab.study.runoff import run_off
 from trimtab.study.sampler import as_written
 from trimtab.study.study import KEEP, RIVALS, Study
 from trimtab.trial import State, Trial
 
 CONFIRM = 2
 """Each paired timing of the confirmation may take this many times as long as that of a trial."""
-LEAST_GAIN = 0.02
-"""Memory or size that a recipe has to save to be called smaller."""
-CONFIRM_FOLDER, EXPLAIN = "confirm", "explain"
+CONFIRM_FOLDER, ORIGINAL, EXPLAIN = "confirm", "original", "explain"
 
 
-def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
-    """Confirm the winner, or the next best, or ship the original."""
-    limits, objective = study.options.limits, study.options.objective
-    ranked = verdict.ranked(study.trials, limits, objective)
-    eager = study.to_beat
+def ahead(study: Study) -> list[Trial]:
+    """The trials that keep the limits and seem to beat the tuned original, best first; the model as written is none of them."""
+    options, eager = study.options, study.to_beat
+    found = verdict.ahead(study.trials, options.limits, options.objective, eager)
+    others = [trial for trial in found if trial.recipe != study.original]
+    return [trial for trial in others if eager is not None and pays(trial, eager, options.objective)]
+
+
+def finish(study: Study, *, until: float | None = None) -> tuple[verdict.Status, str, Best | None]:
+    """Confirm the winner, or the next best, or ship the original; a runoff is held where there is time ``until`` then."""
+    limits, eager = study.options.limits, study.to_beat
     if eager is None and study.interrupted():
         raise KeyboardInterrupt
     if eager is None and not study.trials:
         raise UsageError("No trial was finished, not even of the model as written. Run it again with a longer --budget.")
     if eager is None:
         raise WorkloadError(no_baseline(study))
-    if not ranked:
-        return "limits_not_met", verdict.unmet(study.trials, limits), None
-    ahead = ranked[: ranked.index(eager)] if eager in ranked else ranked
-    ahead = [trial for trial in ahead if pays(trial, eager, objective)]
     must_win = verdict.feasible(eager, limits)  # an original that misses a limit is no alternative
+    if not must_win and not verdict.ranked(study.trials, limits, study.options.objective):
+        return "limits_not_met", verdict.unmet(study.trials, limits), None
+    before = run_off(study, ahead(study), until=until)
     study.progress.stage("confirming the winner in fresh processes, on the test data")
     # three that may lose accuracy can all fail on the test data, and the best lossless one deserves its turn
-    tried = [*ahead[:KEEP], *[trial for trial in ahead[KEEP:] if trial.recipe.exact][:1]]
+    tried = [*before[:KEEP], *[trial for trial in before[KEEP:] if trial.recipe.exact][:1]]
     lost: list[str] = []
     with Rivals(study.job(), study.folder / RIVALS) as rivals:
         for trial in tried:
@@ -53,13 +57,15 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
             if found.confirmation.ok:
                 return "improved", _improved(study, found, lost), found
             lost.append(f"{trial.recipe}: {found.confirmation.reason}")
-        study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
-        if not verdict.feasible(eager, limits):
+        surely = [verdict.surely_ahead(trial, eager, study.options.objective) for trial in tried]
+        said = ("It seemed faster in the search", "It won the search")
+        study.notes += [f"{said[won]} but was not confirmed: {line}" for won, line in zip(surely, lost, strict=True)]
+        if not must_win:
             return "limits_not_met", verdict.unmet([t for t in study.trials if t not in tried], limits), None
         kept = confirm(study, eager, eager, rivals, must_win=False)
     if not kept.confirmation.ok:
         return "kept_original", f"Nothing better was confirmed, and the original cannot ship: {kept.confirmation.reason}", kept
-    why = " ".join(lost).rstrip(".") or _nothing_won(study.trials)
+    why = " ".join(lost).rstrip(".") or _nothing_won(study.trials, study.options.objective)
     alone = ""
     ratio = kept.confirmation.speedup
     if kept.artifact is not None and ratio is not None and ratio.high < 1:
@@ -75,11 +81,12 @@ def finish(study: Study) -> tuple[verdict.Status, str, Best | None]:
     return "kept_original", f"The original ships: {why}.{alone}", kept
 
 
-def _nothing_won(trials: Sequence[Trial]) -> str:
+def _nothing_won(trials: Sequence[Trial], objective: Objective) -> str:
     others = [t for t in trials if t.state is not State.SKIPPED and t.recipe.backend.name != "eager"]
     if not others:
         return "no other runtime was tried; where the time was too short for that, the same command goes on from here"
-    return f"none of {len(trials)} trials was faster than the tuned original within the limits"
+    better = "faster" if objective in ("latency", "throughput") else f"better in {objective}"
+    return f"none of {len(trials)} trials was {better} than the tuned original within the limits"
 
 
 def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
@@ -91,8 +98,15 @@ def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
     return -one <= (1 - LEAST_GAIN) * -other
 
 
-def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_win: bool) -> Best:
-    """Measure ``trial`` again and write the artifact; what an earlier run of this study confirmed is not done twice."""
+def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_win: bool, once_more: bool = True) -> Best:
+    """Measure ``trial`` again and write the artifact; what an earlier run of this study confirmed is not done twice.
+
+    Where neighbours disturbed it so much that it proves nothing in either direction, it is done ``once_more``: they pass, and
+    the next best should not win because of them.
+
+    Raises:
+        StorageError: the disk is full, which is no reason to ship anything else.
+    """
     key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
     known = study.storage.noted(key)
     if known is not None and not (known["ok"] and study.ships):
@@ -100,9 +114,8 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
     if known is not None and (artifact := _shipped(study, trial)) is not None:
         return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=artifact)
     wanted = {"as_written": study.original} | ({} if eager.recipe == study.original else {"tuned": eager.recipe})
-    for name, recipe in wanted.items():
-        if not rivals.alive(name):
-            study.start_rival(rivals, name, recipe, fresh=True, final=True)
+    for name in (absent := [name for name in wanted if not rivals.alive(name)]):
+        rivals.start(name, wanted[name], fresh=True)
     job = study.job() | {
         "kind": "confirm",
         "recipe": trial.recipe.to_json(),
@@ -110,19 +123,39 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
         "rivals": rivals.addresses,
         "plan": to_json(study.plan(seconds=(0.5 if trial is eager else CONFIRM) * study.options.timing_s, width=0.02)),
         "must_win": must_win,
+        "original_mb": _original_mb(study, eager) if must_win and study.options.objective == "memory" else None,
         "ships": trial.size_mb is not None,
         "artifact": str(study.folder / ARTIFACT),
         "trial": to_json(trial),
         "environment": to_json(study.environment),
+        "seconds": study.options.trial_s,
     }
-    outcome = study.run_job(job, study.folder / CONFIRM_FOLDER / trial.recipe.hash, final=True)
+    # the rivals and what is confirmed are interpreters of their own, which import and load side by side
+    with study.worker(job, study.folder / CONFIRM_FOLDER / trial.recipe.hash, anew=True, warm=False) as worker:
+        for name in absent:
+            rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)
+        outcome = study.wait_for(worker, final=True)
     if outcome.result is None:
         reason = f"The confirmation failed: {outcome.reason}"
         return Best(trial=trial, confirmation=Confirmation(recipe=trial.recipe, ok=False, reason=reason), artifact=None)
     found = from_json(Confirmation, outcome.result)
+    if found.undecided and once_more and not study.interrupted():
+        return confirm(study, trial, eager, rivals, must_win=must_win, once_more=False)
     if not found.undecided:
         study.storage.note(key, outcome.result)
     return Best(trial=trial, confirmation=found, artifact=_shipped(study, trial))
+
+
+def _original_mb(study: Study, eager: Trial) -> float | None:
+    """Peak memory of the tuned original: measured anew as that of the winner will be, or as the search saw it where it has no
+    files."""
+    files = study.files(eager)
+    if not (files / BUILT).exists():
+        return eager.peak_mb
+    job = study.job() | {"kind": "peak", "recipe": eager.recipe.to_json(), "files": str(files)}
+    outcome = study.run_job(job, study.folder / CONFIRM_FOLDER / ORIGINAL, final=True, anew=True, warm=False)
+    found: float | None = outcome.result
+    return eager.peak_mb if found is None else found
 
 
 def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Explanation]]:
@@ -145,11 +178,14 @@ def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Ex
         return None, {}
     if known is None:
         study.progress.stage("looking where the time goes")
-        outcome = study.run_job(study.job() | {"kind": "explain", "recipes": asked}, study.folder / EXPLAIN)
-        if outcome.result is None:
-            study.notes.append(f"Where the time goes is not known: {outcome.reason}")
+        try:
+            outcome = study.run_job(study.job() | {"kind": "explain", "recipes": asked}, study.folder / EXPLAIN)
+            known, reason = outcome.result, outcome.reason
+        except StorageError as error:
+            reason = str(error)
+        if known is None:
+            study.notes.append(f"Where the time goes is not known: {reason}")
             return None, {}
-        known = outcome.result
         study.storage.note(key, known)
     explanations = {name: from_json(Explanation, value) for name, value in known["explanations"].items()}
     return from_json(Peaks, known["peaks"]), explanations
@@ -178,8 +214,10 @@ def _improved(study: Study, found: Best, lost: list[str]) -> str:
     first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
     if study.options.objective == "size" and first is not None and first.size_mb and found.trial.size_mb:
         words += f"; it has {found.trial.size_mb:.3g} MB, where the original has {first.size_mb:.3g} MB"
-    if study.options.objective == "memory" and first is not None and first.peak_mb and confirmation.peak_mb:
-        words += f"; it needs {confirmation.peak_mb:.3g} MB of memory, where the original needs {first.peak_mb:.3g} MB"
+    if study.options.objective == "memory" and confirmation.peak_mb is not None:
+        words += f"; it needs {confirmation.peak_mb:.3g} MB of memory"
+        if confirmation.original_mb is not None:
+            words += f", where the tuned original needs {confirmation.original_mb:.3g} MB"
     return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
 
 

@@ -17,19 +17,37 @@ from safetensors.torch import load_file, save_file
 
 from trimtab._json import dumps, from_json, to_json, write_json
 from trimtab._tree import unflatten
+from trimtab._weights import weights
 from trimtab.artifact import Golden, open_artifact, write_artifact
-from trimtab.confirm import Confirmation, confirm
-from trimtab.contracts import BACKENDS, Executable, technique_from_json
+from trimtab.confirm import Confirmation, confirm, load, started
+from trimtab.contracts import BACKENDS, CHECKS, Executable, technique_from_json
 from trimtab.environment import Environment, measured_peaks
-from trimtab.evaluate import BUILT, MODEL, Plan, apply_passes, evaluate, load_saved, runner_for, save, stage, start
+from trimtab.errors import TrimtabError
+from trimtab.evaluate import (
+    BUILT,
+    MODEL,
+    REQUESTS,
+    Plan,
+    apply_passes,
+    evaluate,
+    load_saved,
+    ours,
+    runner_for,
+    save,
+    stage,
+    start,
+)
 from trimtab.explain import explain
+from trimtab.finding import Finding
 from trimtab.intake.load import load_workload
 from trimtab.measure.memory import PeakMemory
+from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import LocalRunner
 from trimtab.recipe import Recipe
 from trimtab.reference import Reference, refer
 from trimtab.study import space
+from trimtab.study.imported import imports_noted
 from trimtab.subject import Subject, fresh, prepare
 from trimtab.trial import Trial
 from trimtab.workload import Workload, user_code
@@ -54,32 +72,38 @@ def read_workload(source: Mapping[str, str]) -> Workload:
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Check the workload with a dry run, compute its reference, and find what cannot be tried on it."""
-    subject = prepare(read_workload(job["workload"]))
-    call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
-    reference = refer(call, subject.splits.selection, subject.workload.evaluation)
-    for args, kwargs in subject.candidate.calibration[:1]:
-        with user_code("The model failed on the calibration data"):
-            call(*args, **kwargs)
+    with imports_noted(folder):
+        subject = prepare(read_workload(job["workload"]))
+        call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
+        reference = refer(call, subject.splits.selection, subject.workload.evaluation)
+        for args, kwargs in subject.candidate.calibration[:1]:
+            with user_code("The model failed on the calibration data"):
+                call(*args, **kwargs)
     reference.save(pathlib.Path(job["reference"]))
     example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
-    blocked = {dumps(t, indent=None): reason for t in space.techniques() if (reason := t.blocked(subject.candidate))}
+    findings, failures = _findings(subject)
+    quick = [technique for technique in space.techniques() if not technique.tries]
+    blocked = {dumps(t, indent=None): reason for t in quick if (reason := t.blocked(subject.candidate))}
     return {
         "name": subject.workload.name,
         "fingerprint": _fingerprint(subject, reference),
+        "identity": _fingerprint(subject),
         "score": None if reference.scores is None else reference.scores.value,
         "n": None if reference.scores is None else reference.scores.n,
         "blocked": blocked,
-        "notes": list(subject.notes),
+        "notes": [*subject.notes, *(finding.message for finding in findings), *failures],
+        "findings": to_json(findings),
         "inputs": subject.candidate.signature.describe(),
         "threads": torch.get_num_threads(),
         "splits": subject.splits.examples(),
         "share": _is_share(subject, reference),
+        "convolves": _convolves(subject),
     }
 
 
 def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
-    """Build a recipe and let other processes time it, until killed."""
+    """Build a recipe, or load it from its ``files``, and let other processes time it, until killed."""
     if "artifact" in job:
         return serve_artifact(job, folder)
     with PeakMemory() as peak:
@@ -87,11 +111,11 @@ def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         candidate = fresh(subject) if job["fresh"] else subject.candidate
         recipe = Recipe.from_json(job["recipe"])
         begun = time.perf_counter()
-        candidate = apply_passes(recipe, candidate)
-        executable, _ = start(recipe, candidate)
+        executable, candidate = load(recipe, pathlib.Path(job.get("files", folder)), candidate)
         cold = time.perf_counter() - begun
     runner = runner_for(executable, candidate, subject, job["objective"])
-    write_json(folder / READY, {"cold_s": cold, "peak_mb": peak.result.host_mb})
+    sizes = [list(leaf.shape) for leaf in candidate.leaves]
+    write_json(folder / READY, {"cold_s": cold, "peak_mb": peak.result.host_mb, "sizes": sizes})
     serve(runner, job["address"], authkey())
     return {}
 
@@ -102,11 +126,13 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     original = artifact.load_baseline() if job["baseline"] else None
     executable = artifact.load(trust=job["trust"]) if original is None else original
     leaves = artifact.golden().cases[0].inputs
-    structure = executable.signature.input_structure
-    args, kwargs = unflatten(structure, leaves)
-    runner = LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize)
+    args, kwargs = unflatten(executable.signature.input_structure, leaves)
+    requests = [leaves] * REQUESTS
+    together = job["objective"] == "throughput"
+    call = (lambda: executable.run_many(requests)) if together else (lambda: executable(*args, **kwargs))
+    runner = LocalRunner(call, executable.synchronize)
     runner.block(1)
-    write_json(folder / READY, {})
+    write_json(folder / READY, {"sizes": [list(leaf.shape) for leaf in leaves]})
     serve(runner, job["address"], authkey())
     return {}
 
@@ -135,18 +161,35 @@ def probe_job(job: Job, folder: pathlib.Path) -> dict[str, float]:
     return {"cold_s": time.perf_counter() - begun, "peak_mb": peak.result.host_mb}
 
 
+def against_job(job: Job, folder: pathlib.Path) -> Any:
+    """Time the saved files of a recipe against another that is served."""
+    subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
+    executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), subject.candidate)
+    runner = runner_for(executable, candidate, subject, plan.objective)
+    rival = RemoteRunner(job["address"], authkey(), connect_s=job["seconds"])
+    return to_json(compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival)))
+
+
 def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it holds."""
     subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
     recipe = Recipe.from_json(job["recipe"])
-    rivals = {name: RemoteRunner(address, authkey()) for name, address in job["rivals"].items()}
+    # they start when this process does, and are watched by the study
+    rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
     source = pathlib.Path(job["files"])
     if job["ships"] and not (source / BUILT).exists():  # swept away, or the study's storage is elsewhere
         save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
-    found, executable = confirm(recipe, source, subject, rivals, plan=from_json(Plan, job["plan"]), must_win=job["must_win"])
+    plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "original_mb")}
+    found, executable = confirm(recipe, source, subject, rivals, plan=plan, **asked)
     if found.ok and (source / BUILT).exists():
         ship(job, source, subject, executable, found)
     return to_json(found)
+
+
+def peak_job(job: Job, folder: pathlib.Path) -> float:
+    """Peak memory of a recipe's saved files, measured as the confirmation measures that of the winner."""
+    subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+    return started(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), subject)[3]
 
 
 def explain_job(job: Job, folder: pathlib.Path) -> Any:
@@ -182,7 +225,7 @@ class Shipped(Executable):
 
 def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executable, found: Confirmation) -> None:
     """Write the artifact from the files that were confirmed."""
-    trial = from_json(Trial, job["trial"])
+    trial, plan = from_json(Trial, job["trial"]), from_json(Plan, job["plan"])
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
     write_artifact(
         job["artifact"],
@@ -190,9 +233,9 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
         recipe=found.recipe,
         workload_name=subject.workload.name,
         golden=Golden.of(subject.candidate, executable.signature, [fresh(subject).leaves]),
-        evidence=to_json(found) | {"size_mb": trial.size_mb, "trial": job["trial"]},
+        evidence=to_json(found) | {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]},
         environment=Environment.from_json(job["environment"]),
-        limits=from_json(Plan, job["plan"]).limits,
+        limits=plan.limits,
         baseline=original.compile(subject.candidate),
         baseline_backend=original,
     )
@@ -208,15 +251,35 @@ def _is_share(subject: Subject, reference: Reference) -> bool:
     return evaluation is not None and reference.scores is not None and reference.scores.is_share(evaluation.higher_is_better)
 
 
-def _fingerprint(subject: Subject, reference: Reference) -> str:
-    """Sixteen hexadecimal digits of what the study is about: weights, example inputs, data as the model sees it."""
+def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
+    """What is slow or risky about the workload as it is; and a sentence for each check that failed, as a plug-in's may."""
+    environment, findings, failures = Environment.capture(), list[Finding](), list[str]()
+    for name, cls in CHECKS.items():
+        try:
+            with user_code(f"The check {name} failed"):
+                check = cls()
+                if "infer" in check.modes and check.blocked(subject.candidate) is None:
+                    findings += check.run(subject, environment)
+        except TrimtabError as error:
+            failures.append(str(error))
+    return findings, failures
+
+
+def _convolves(subject: Subject) -> bool:
+    sizes = [(weight.dim() > 2, weight.numel()) for weight in weights(subject.model)]
+    return 2 * sum(size for kernel, size in sizes if kernel) > sum(size for _, size in sizes)
+
+
+def _fingerprint(subject: Subject, reference: Reference | None = None) -> str:
+    """Sixteen hexadecimal digits of weights, example inputs and, with ``reference``, what came out, which tells of data."""
     digest = hashlib.blake2b(digest_size=8)
-    state = subject.model.state_dict()
-    for name, tensor in (*state.items(), *enumerate(subject.candidate.leaves), *enumerate(reference.outputs[0])):
+    outputs = () if reference is None else reference.outputs[0]
+    for name, tensor in (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))):
         digest.update(str(name).encode())
         if isinstance(tensor, torch.Tensor):
             digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    digest.update(repr(reference.scores).encode())  # data, labels and the score itself
+    if reference is not None:
+        digest.update(repr(reference.scores).encode())  # data, labels and the score itself
     return digest.hexdigest()
 
 
@@ -225,6 +288,8 @@ JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
     "serve": serve_job,
     "trial": trial_job,
     "probe": probe_job,
+    "against": against_job,
     "confirm": confirm_job,
+    "peak": peak_job,
     "explain": explain_job,
 }

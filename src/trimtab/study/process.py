@@ -1,4 +1,4 @@
-"""Run one job in a fresh interpreter, under a time and a memory limit, with its log kept."""
+"""Run one job in a process of its own, under a time and a memory limit, with its log kept."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +16,13 @@ from typing import Any
 
 import psutil
 
+from trimtab._disk import says_full
 from trimtab._json import write_json
+from trimtab.errors import StorageError
+from trimtab.study.workers import LIFELINE, Forked, Workers
 
 JOB, RESULT, LOG = "job.json", "result.json", "log.txt"
-LIFELINE, WORKER = str(pathlib.Path(__file__).with_name("lifeline.py")), "trimtab.study.worker"
+WORKER = "trimtab.study.worker"
 POLL_S, MEMORY_POLL_S = 0.05, 0.5
 """Looking at the memory of a process tree costs milliseconds, which must not disturb what is being timed."""
 DISK_FULL = 28
@@ -36,7 +40,6 @@ class Outcome:
     error: str | None = None
     """Name of the :mod:`trimtab.errors` class, where the job raised one; ``reason`` is then its message."""
     traceback: str | None = None
-    disk_full: bool = False
     cut_off: bool = False
     """Whether it was we who ended it, because the study has to end; its recipe deserves another try."""
 
@@ -44,24 +47,30 @@ class Outcome:
 class WorkerProcess:
     """A worker that runs the job in ``folder`` (:mod:`trimtab.study.worker`), and dies with us however we die.
 
-    It has a session of its own, so that Ctrl-C in the terminal reaches only us, and everything that it started can be killed
-    with it. How it dies with us is told in :mod:`trimtab.study.lifeline`.
+    ``workers`` forks it, which takes no time, ``warm`` with what the workload imports; without them it is a new interpreter.
+
+    It has a process group of its own and no terminal, so that Ctrl-C reaches only us, and everything that it started can be
+    killed with it. How it dies with us is told in :mod:`trimtab.study.lifeline`.
     """
 
-    def __init__(self, job: Mapping[str, Any], folder: pathlib.Path) -> None:
+    def __init__(
+        self, job: Mapping[str, Any], folder: pathlib.Path, workers: Workers | None = None, *, warm: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULT).unlink(missing_ok=True)
         write_json(folder / JOB, job)
         self.folder = folder
         self.started = time.monotonic()
         with (folder / LOG).open("ab") as log:
-            self._process = subprocess.Popen(
+            self._earlier = log.tell()  # what earlier workers in this folder said
+            forked = None if workers is None else workers.start(folder, log.fileno(), environment(), warm=warm)
+            self._process: Forked | subprocess.Popen[bytes] = forked or subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), WORKER, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=_environment(),
+                env=environment(),
             )
 
     @property
@@ -80,6 +89,9 @@ class WorkerProcess:
         """Wait for the end of the job, or bring it about.
 
         ``interrupted`` is asked often; when it says yes the worker is killed and the outcome is ``cut_off``.
+
+        Raises:
+            StorageError: it met a full disk, which says nothing about the job.
         """
         looked = 0.0
         while self.alive:
@@ -112,16 +124,20 @@ class WorkerProcess:
             self._process.stdin.close()
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of its log."""
-        text = (self.folder / LOG).read_bytes()[-20_000:].decode("utf-8", "replace")
+        """The last lines that it wrote to its log."""
+        text = (self.folder / LOG).read_bytes()[self._earlier :][-20_000:].decode("utf-8", "replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def _by_itself(self) -> Outcome:
         path = self.folder / RESULT
-        code = self._process.returncode
-        outcome = dataclasses.replace(
-            self._ended(_reason(code, path.exists(), self.log_tail(lines=1000))), disk_full=code == DISK_FULL
-        )
+        code, log = self._process.wait(), self.log_tail(lines=1000)
+        outcome = self._ended(_reason(code, path.exists(), log))
+        if code == DISK_FULL or (code < 0 and (says_full(log) or not shutil.disk_usage(self.folder).free)):
+            # torch aborts where it cannot write to the end, and what it says then may not fit into the log
+            raise StorageError(
+                f"What belongs into {self.folder} could not be written: the disk is full, or that of temporary files. Free "
+                "some space; what is finished is kept, and the same command goes on from it."
+            )
         if outcome.reason is not None:
             return outcome
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -135,7 +151,7 @@ class WorkerProcess:
         return Outcome(reason=reason, seconds=time.monotonic() - self.started, cut_off=cut_off)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The environment of a worker; compilers must not leave helpers behind, and packages must check what they are asked."""
     return {
         **os.environ,
@@ -170,8 +186,6 @@ def _reason(code: int, has_result: bool, log: str) -> str | None:
             "SIGFPE": "It crashed on an arithmetic error (SIGFPE)",
         }.get(name, f"It was ended by {name}")
         return f"{words}; its log has the stack."
-    if code == DISK_FULL:
-        return "The disk is full: free some space, and the same command goes on from what is finished."
     if code == 0:
         return "It left without a result, as if the code called os._exit(0); remove that call."
     if code == 1 and "Traceback (most recent call last)" in log:

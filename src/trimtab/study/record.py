@@ -14,12 +14,14 @@ from trimtab.contracts import Technique
 from trimtab.environment import Environment, Peaks
 from trimtab.errors import StorageError, UsageError
 from trimtab.explain import Explanation
+from trimtab.finding import Finding
 from trimtab.recipe import Recipe
 from trimtab.study.verdict import Status
 from trimtab.trial import Trial
 from trimtab.workload import Limits
 
-RECORD = "record.json"
+RECORD, OWNER = "record.json", "workload.json"
+SEED_IT = " If you changed nothing, something in it is random: call torch.manual_seed before the model and data are made."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,17 +30,25 @@ class Prepared:
 
     name: str
     fingerprint: str
+    """Of weights, inputs, data and what the model makes of them here, to the last bit: what a study that goes on is held to."""
+    identity: str
+    """Of weights and example inputs alone, which are the same on every machine."""
     score: float | None
     n: int | None
     blocked: Mapping[str, str]
     """Technique as canonical JSON -> why it cannot be used on this workload, here."""
     notes: tuple[str, ...]
+    """What was assumed, and what the checks found, in sentences."""
     inputs: str
     threads: int
     splits: Mapping[str, int]
     """Examples in each of calibration, selection and test."""
     share: bool = False
     """Whether the score is a share, such as an accuracy, so that drops of it are shown in percent."""
+    convolves: bool = False
+    """Whether most weights are kernels of convolutions."""
+    findings: tuple[Finding, ...] = ()
+    """What is slow or risky about the workload as it is."""
 
     def why_not(self, recipe: Recipe) -> str | None:
         """The first reason against a recipe that was known before it was tried."""
@@ -108,3 +118,22 @@ class Record:
             return from_json(cls, json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, RecursionError) as error:  # a UsageError is a ValueError
             raise StorageError(f"{path} cannot be read: {error} The same optimize command writes it anew.") from error
+
+
+def claim(folder: pathlib.Path, prepared: Prepared) -> None:
+    """Make the run folder this workload's own, so that no two share trials and artifact.
+
+    Raises:
+        UsageError: it is another's.
+    """
+    owner = {"name": prepared.name, "fingerprint": prepared.fingerprint}
+    path = folder / OWNER
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else owner
+    if known != owner:
+        raise UsageError(
+            f"The run folder {folder} was made for another workload ({known['name']}, {known['fingerprint']}; this is "
+            f"{owner['name']}, {owner['fingerprint']}). Use --out FOLDER for this one, or --fresh to forget the other."
+            + SEED_IT
+            * (known["name"] == owner["name"])
+        )
+    write_json(path, owner)

@@ -11,9 +11,8 @@ from trimtab._json import to_json
 from trimtab.artifact import Artifact
 from trimtab.confirm import Confirmation
 from trimtab.environment import Peaks
-from trimtab.evaluate import UNRELIABLE
 from trimtab.explain import Explanation
-from trimtab.measurement import Interval
+from trimtab.measurement import UNRELIABLE, Interval
 from trimtab.study import verdict
 from trimtab.study.record import Record
 from trimtab.study.study import Study
@@ -72,7 +71,7 @@ class Result:
         exact = [t for t in verdict.ranked(trials, limits, self.study.options.objective) if t.recipe.exact]
         found: dict[verdict.Rung, Trial | None] = {
             "as_written": next((t for t in trials if t.recipe == self.study.original), None),
-            "tuned": verdict.best_eager(trials),
+            "tuned": self.study.to_beat,
             "lossless": exact[0] if exact else None,
         }
         rungs = [verdict.entry(trial, limits, rung=rung) for rung, trial in found.items() if trial is not None]
@@ -147,7 +146,7 @@ class Result:
 def busy(trials: list[Trial]) -> list[str]:
     """A sentence where the machine was too busy for many of the trials."""
     timed = [trial for trial in trials if trial.comparison is not None and trial.state is State.COMPLETE]
-    poor = [trial for trial in timed if trial.comparison is not None and trial.comparison.ratio.width > UNRELIABLE]
+    poor = [trial for trial in timed if trial.comparison is not None and trial.comparison.doubt]
     if len(poor) <= len(timed) / 4:
         return []
     return [

@@ -18,13 +18,15 @@ from trimtab.errors import ArtifactError, MeasurementError, UsageError, Workload
 from trimtab.recipe import Recipe
 from trimtab.study.jobs import AUTHKEY, READY
 from trimtab.study.process import POLL_S, RESULT, WorkerProcess
+from trimtab.study.workers import Workers
 
 
 class Rivals:
-    """Named server processes. A context: leaving it ends them all."""
+    """Named server processes, forked by ``workers`` where they are given. A context: leaving it ends them all."""
 
-    def __init__(self, job: Mapping[str, Any], folder: pathlib.Path) -> None:
+    def __init__(self, job: Mapping[str, Any], folder: pathlib.Path, workers: Workers | None = None) -> None:
         self._job = dict(job)
+        self._workers = workers
         self._folder = folder
         self._processes: dict[str, WorkerProcess] = {}
         # the path of a UNIX socket may have 107 bytes, fewer than many a run folder's
@@ -55,13 +57,15 @@ class Rivals:
         folder = self._folder / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / READY).unlink(missing_ok=True)
-        self._processes[name] = WorkerProcess({**self._job, **what, "kind": "serve", "address": str(address)}, folder)
+        job = {**self._job, **what, "kind": "serve", "address": str(address)}
+        self._processes[name] = WorkerProcess(job, folder, self._workers)
 
     def ready(self, name: str, *, seconds: float, interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Wait until the rival answers; gives what it measured about itself (``cold_s``, ``peak_mb``).
 
         Raises:
             MeasurementError: it ended, was interrupted, or took longer than ``seconds``.
+            StorageError: it met a full disk.
         """
         process, folder = self._processes[name], self._folder / name
         deadline = time.monotonic() + seconds
@@ -70,6 +74,8 @@ class Rivals:
                 facts: dict[str, Any] = json.loads((folder / READY).read_text(encoding="utf-8"))
                 return facts
             time.sleep(POLL_S)
+        if not process.alive:
+            process.wait(seconds=None, memory_mb=None)  # which raises where the disk was full
         if (folder / RESULT).exists():
             result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
             kind = getattr(errors, result.get("error", ""), MeasurementError)
@@ -78,6 +84,24 @@ class Rivals:
             raise kind(message if users else f"The process that holds {name} ended: {message}")
         state = "did not get ready in time" if process.alive else "ended"
         raise MeasurementError(f"The process that holds {name} {state}; its last words were:\n{process.log_tail(8)}")
+
+    def assure(
+        self, name: str, recipe: Recipe, *, fresh: bool, seconds: float, interrupted: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait for a rival, which is started if it does not run; one more try if it dies.
+
+        Raises:
+            MeasurementError: it died twice, or was interrupted.
+        """
+        for attempt in (1, 2):
+            if attempt == 2 or not self.alive(name):
+                self.start(name, recipe, fresh=fresh)
+            try:
+                self.ready(name, seconds=seconds, interrupted=interrupted)
+                return
+            except MeasurementError:
+                if attempt == 2 or interrupted():
+                    raise
 
     def alive(self, name: str) -> bool:
         """Whether the rival still runs."""

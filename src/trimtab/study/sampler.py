@@ -16,6 +16,8 @@ from trimtab.recipe import Recipe
 from trimtab.study import space
 from trimtab.trial import State, Trial
 
+MOST_DECLINED = 10
+"""Suggestions of optuna's that do not fit into the budget any more, after which no other is asked for."""
 PROMISING = 0.5
 """A backend whose lossless form reaches this share of the best lossless speed is worth the price of trying less precision."""
 
@@ -44,6 +46,8 @@ class Facts:
     """Whether a finished trial keeps every limit."""
     value: Callable[[Trial], float | None]
     """The objective of a finished trial, more is better; ``None`` if it was not measured."""
+    convolves: bool = False
+    """Whether most weights are kernels of convolutions, which gain by 8 bits only where these are calibrated."""
 
 
 class Sampler(abc.ABC):
@@ -54,6 +58,10 @@ class Sampler(abc.ABC):
     @abc.abstractmethod
     def ask(self, trials: Sequence[Trial], facts: Facts) -> Ask | None:
         """The next recipe to try, given all finished trials; ``None`` when the search is done."""
+
+    def declined(self, count: int) -> bool:
+        """Told that what it asked for last was not tried, the ``count``-th so far; returns whether to ask no more."""
+        return False
 
 
 class Ladder(Sampler):
@@ -79,17 +87,18 @@ class Ladder(Sampler):
         yield Ask("tuned", plain)
         # runtimes with a graph of their own owe nothing to the tuning of eager, and bring most of what there is to gain
         yield from _lossless(runtimes, plain)
-        yield from _precision(runtimes, plain, done)
+        yield from _precision(runtimes, plain, done, facts)
         # small models gain much from fewer threads
         yield from _with_each(_best(done, facts, exact_only=False), [knob for knob in space.knobs() if "threads" in knob.sets])
+        yield from _fields(_best(done, facts, exact_only=False), facts)
         yield from _tuned(plain, done)
         tuned = _best_eager(done)
         yield from _lossless(relatives, tuned)
-        yield from _precision(relatives, tuned, done)
+        yield from _precision(relatives, tuned, done, facts)
         yield from _knobs(done, facts)
-        yield from _precision([tuned.backend], tuned, done, everyone=True)
+        yield from _precision([tuned.backend], tuned, done, facts, everyone=True)
         yield from _lossless(slow, tuned)
-        yield from _precision(slow, tuned, done)
+        yield from _precision(slow, tuned, done, facts)
         yield from _knobs(done, facts)
 
 
@@ -124,6 +133,12 @@ class Tpe(Sampler):
             except UsageError:  # a combination that the technique refuses
                 self._study.tell(asked, state=TrialState.FAIL)
                 continue
+            except ValueError as error:  # optuna takes no other choices than those that a study began with
+                self._study.tell(asked, state=TrialState.FAIL)
+                raise UsageError(
+                    "The techniques are not those that this study began with, and the sampler tpe cannot go on from it. Use "
+                    "--sampler ladder, which can, another --out, or --fresh."
+                ) from error
             known = done.get(recipe.hash)
             if known is None:
                 self.pending = asked
@@ -133,6 +148,13 @@ class Tpe(Sampler):
             else:
                 self._study.tell(asked, state=TrialState.PRUNED)
         return None
+
+    def declined(self, count: int) -> bool:
+        """There is always another suggestion, so a few that do not fit are enough."""
+        if self.pending is not None:
+            self._study.tell(self.pending, state=TrialState.FAIL)
+            self.pending = None
+        return count >= MOST_DECLINED
 
 
 def _tuned(eager: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
@@ -158,7 +180,7 @@ def _lossless(backends: Sequence[Backend], tuned: Recipe) -> Iterator[Ask]:
 
 
 def _precision(
-    backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], *, everyone: bool = False
+    backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: Facts, *, everyone: bool = False
 ) -> Iterator[Ask]:
     """Inexact variants of each backend and inexact passes in front of it, most promising backend first."""
     lossless = [Recipe(passes=_inherited(tuned, backend), backend=backend) for backend in backends]
@@ -167,9 +189,9 @@ def _precision(
     for recipe in lossless:
         if not everyone and _speed(done.get(recipe.hash)) < PROMISING * top:
             continue
-        for backend in space.variants(recipe.backend):
-            if not backend.exact:
-                yield Ask("precision", dataclasses.replace(recipe, backend=backend))
+        lossy = [backend for backend in space.variants(recipe.backend) if not backend.exact]
+        for backend in sorted(lossy, key=lambda backend: ("calibration" in backend.needs) != facts.convolves):
+            yield Ask("precision", dataclasses.replace(recipe, backend=backend))
         for step in () if recipe.backend.own_graph else _honoured(space.passes(exact=False), recipe.backend):
             for variant in (step, *space.variants(step)):
                 yield Ask("precision", dataclasses.replace(recipe, passes=(*recipe.passes, variant)))
@@ -178,15 +200,19 @@ def _precision(
 def _knobs(done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:
     """Fields of the backend that keep its precision, then threads and, where it counts, batch: on the best, exact or not."""
     for exact_only in (False, True):
-        best = _best(done, facts, exact_only=exact_only)
-        if best is None:
-            continue
-        ignored = frozenset() if facts.throughput else best.recipe.backend.overlap
-        for backend in space.variants(best.recipe.backend, without=ignored):
-            if backend.exact == best.recipe.backend.exact and _same_precision(backend, best.recipe.backend):
-                yield Ask("knobs", dataclasses.replace(best.recipe, backend=backend))
+        yield from _fields(_best(done, facts, exact_only=exact_only), facts)
         best = _best(done, facts, exact_only=exact_only)
         yield from _with_each(best, [knob for knob in space.knobs() if facts.throughput or "batch" not in knob.sets])
+
+
+def _fields(best: Trial | None, facts: Facts) -> Iterator[Ask]:
+    """The best recipe with each other value of the fields of its backend that keep its precision."""
+    if best is None:
+        return
+    ignored = frozenset() if facts.throughput else best.recipe.backend.overlap
+    for backend in space.variants(best.recipe.backend, without=ignored):
+        if backend.exact == best.recipe.backend.exact and _same_precision(backend, best.recipe.backend):
+            yield Ask("knobs", dataclasses.replace(best.recipe, backend=backend))
 
 
 def _with_each(best: Trial | None, knobs: Sequence[Pass]) -> Iterator[Ask]:

@@ -75,15 +75,15 @@ class Storage:
             state = STATES.get(trial.state, TrialState.FAIL)
             if state == TrialState.COMPLETE and value is None:
                 state = TrialState.FAIL
-            self.study.add_trial(
-                create_trial(
-                    state=state,
-                    value=value if state == TrialState.COMPLETE else None,
-                    params=values,
-                    distributions=dict(spaces),
-                    user_attrs={TRIAL: json.dumps(to_json(trial)), "recipe": str(trial.recipe), "state": trial.state.value},
-                )
-            )
+            facts: dict[str, Any] = {
+                "state": state,
+                "value": value if state == TrialState.COMPLETE else None,
+                "user_attrs": {TRIAL: json.dumps(to_json(trial)), "recipe": str(trial.recipe), "state": trial.state.value},
+            }
+            try:
+                self.study.add_trial(create_trial(**facts, params=values, distributions=dict(spaces)))
+            except ValueError:  # there are other techniques than when the study began, and optuna takes no other choices
+                self.study.add_trial(create_trial(**facts))
         return trial
 
     def finish(self, asked: optuna.Trial, trial: Trial, value: float | None) -> Trial:

@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import json
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import psutil
-
 from trimtab import errors
-from trimtab._json import from_json, to_json, write_json
+from trimtab._json import from_json, to_json
+from trimtab._machine import free_mb
 from trimtab.environment import Environment
-from trimtab.errors import MeasurementError, StorageError, UsageError, WorkloadError
+from trimtab.errors import MeasurementError, WorkloadError
 from trimtab.evaluate import BUILT, MODEL, UNSAVED, Plan
 from trimtab.measurement import Interval
 from trimtab.recipe import Recipe
 from trimtab.study import verdict
 from trimtab.study.handing import handed
+from trimtab.study.imported import IMPORTED
 from trimtab.study.options import Options
 from trimtab.study.process import LOG, Outcome, WorkerProcess
 from trimtab.study.progress import Progress
-from trimtab.study.record import Prepared, Record
+from trimtab.study.record import Prepared, Record, claim
 from trimtab.study.rivals import Rivals
 from trimtab.study.sampler import Ask, Facts, Ladder, Sampler, Tpe, as_written
 from trimtab.study.storage import Storage
+from trimtab.study.workers import Workers
 from trimtab.trial import State, Trial
 from trimtab.workload import Workload
 
 TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "scratch", "prepare"
-OWNER = "workload.json"
 KEEP = 3
 """Trials whose files are kept on disk: the best few, so that the next one can ship if the first does not hold."""
-SEED_IT = " If you changed nothing, something in it is random: call torch.manual_seed before the model and data are made."
 HOPELESS = 0.5
 """A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
+UNLIKE = 1.2
+"""How much longer a backend may take than another that is said to cost as much."""
 
 
 class Study:
     """One search. It lives in a run folder, and goes on from there when it is made again with the same workload.
 
     ``workload`` is a :class:`Workload`, or a reference such as ``"model.py:workload"`` that every worker loads for itself.
+    ``workers`` forks what need not be an interpreter of its own; without them everything is one.
 
     Raises:
         UsageError: the workload or an option is wrong, or the folder holds a study of something else.
         WorkloadError: the workload itself fails in a dry run.
-        StorageError: the storage cannot be opened.
+        StorageError: the storage cannot be opened, or the disk is full.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class Study:
         progress: Progress | None = None,
         interrupted: Callable[[], bool] = lambda: False,
         command: str = "",
+        workers: Workers | None = None,
     ) -> None:
         self.folder = folder
+        self.workers = workers
         self.command = command
         """What makes this study again; for its record."""
         self.options = options
@@ -71,16 +76,17 @@ class Study:
         self.notes: list[str] = []
         self._began, self._started = time.monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         folder.mkdir(parents=True, exist_ok=True)
-        self.memory_mb = options.worker_mb or 0.8 * psutil.virtual_memory().available / 1e6
+        self.memory_mb = options.worker_mb or 0.8 * free_mb()
         self._source = handed(workload, folder)
         self.environment = Environment.capture()
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
         self.startup_s = time.monotonic() - self._began
-        if doubtful := verdict.doubt(options.limits, self.prepared.score, self.prepared.share):
-            self.notes.append(doubtful)
-            self.progress.remark(doubtful)
-        self._claim()
+        doubtful = verdict.doubt(options.limits, self.prepared.score, self.prepared.share)
+        self.notes += [doubtful] if doubtful else []
+        for remark in (*(finding.message for finding in self.prepared.findings), *self.notes):
+            self.progress.remark(remark)
+        claim(folder, self.prepared)
         self.storage = Storage(
             options.storage or f"sqlite:///{folder / 'study.db'}",
             self.stored_as,
@@ -112,8 +118,8 @@ class Study:
 
     @property
     def to_beat(self) -> Trial | None:
-        """What a winner has to beat: the original, tuned."""
-        return verdict.best_eager(self._trials)
+        """What a winner has to beat: the original, tuned as far as the limits allow."""
+        return verdict.best_eager(self._trials, self.options.limits, self.options.objective)
 
     def make_sampler(self) -> Sampler:
         """What asks for recipes."""
@@ -146,16 +152,15 @@ class Study:
         self.record().write(self.folder)
         return trial
 
-    def search(self, *, deadline: float | None = None, reserve_s: float = 0.0, most: int | None = None) -> None:
+    def search(self, *, deadline: float | None = None, reserve: Callable[[], float] = float, most: int | None = None) -> None:
         """Ask, evaluate and tell until nothing is left, ``deadline`` (of ``time.monotonic``) or ``most`` new trials.
 
-        As soon as something beats the original, the last ``reserve_s`` seconds are kept for its confirmation; until then there
-        is nothing to confirm, and the search has them too.
+        As soon as something beats the original, the last ``reserve()`` seconds are kept for its confirmation.
         """
         new, self._left_out = 0, []
-        with Rivals(self.job(), self.folder / RIVALS) as rivals:
+        with Rivals(self.job(), self.folder / RIVALS, self.workers) as rivals:
             while most is None or new < most:
-                end = None if deadline is None else deadline - reserve_s * self._found_something()
+                end = None if deadline is None else deadline - reserve() * self._found_something()
                 if self.interrupted() or (self._trials and self._over(end)):
                     break
                 self.progress.stage("searching")
@@ -164,17 +169,19 @@ class Study:
                     break
                 if not self._affordable(ask, end):
                     self._left_out.append(Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short."))
+                    if self.sampler.declined(len(self._left_out)):
+                        break
                     continue  # what comes after it may be cheaper
                 # without the model as written there would be no answer at all, however short the time
                 trial = self._try(ask, rivals, None if ask.recipe == self.original else end)
                 if trial is None:
+                    self.sampler.declined(0)
                     self.notes.append(f"{ask.recipe} was cut off when the study ended; the same command tries it again.")
                     break
                 self.progress.ended(self.tell(trial), self)
                 new += trial.state is not State.SKIPPED
         if self._left_out:
-            names = ", ".join(str(trial.recipe) for trial in self._left_out)
-            self.notes.append(f"The budget was too short to try {names}.")
+            self.notes.append(verdict.too_short(self._left_out))
 
     def record(self) -> Record:
         """What is known so far."""
@@ -206,37 +213,41 @@ class Study:
         return self.folder / TRIALS / trial.recipe.hash
 
     def run_job(
-        self, job: Mapping[str, Any], folder: pathlib.Path, *, deadline: float | None = None, final: bool = False
+        self,
+        job: Mapping[str, Any],
+        folder: pathlib.Path,
+        *,
+        deadline: float | None = None,
+        final: bool = False,
+        anew: bool = False,
+        warm: bool = True,
     ) -> Outcome:
         """Run a job in a worker; gives how it ended.
 
-        A ``final`` job is not cut off by the first Ctrl-C, which asks for a clean end and not for none.
+        A ``final`` job is not cut off by the first Ctrl-C, which asks for a clean end and not for none. One that runs ``anew``
+        has an interpreter of its own, whose memory is laid out by chance once more. One that is not ``warm`` has imported
+        nothing of the workload's.
         """
+        with self.worker(job, folder, anew=anew, warm=warm) as worker:
+            return self.wait_for(worker, deadline=deadline, final=final)
+
+    @contextlib.contextmanager
+    def worker(self, job: Mapping[str, Any], folder: pathlib.Path, *, anew: bool, warm: bool) -> Iterator[WorkerProcess]:
+        """A worker that has begun a job, as in :meth:`run_job`; it ends with the block."""
         (self.folder / SCRATCH).mkdir(exist_ok=True)
-        worker = WorkerProcess(job, folder)
+        worker = WorkerProcess(job, folder, None if anew else self.workers, warm=warm)
         try:
-            return worker.wait(
-                seconds=self.options.trial_s,
-                memory_mb=self.memory_mb,
-                interrupted=lambda: not final and self._over(deadline),
-            )
+            yield worker
         finally:
             worker.kill()
 
-    def start_rival(self, rivals: Rivals, name: str, recipe: Recipe, *, fresh: bool, final: bool = False) -> dict[str, Any]:
-        """Start a rival and wait for it; one more try if it dies. ``final`` as in :meth:`run_job`.
-
-        Raises:
-            MeasurementError: it died twice, or the study has to end.
-        """
-        for attempt in (1, 2):
-            rivals.start(name, recipe, fresh=fresh)
-            try:
-                return rivals.ready(name, seconds=self.options.trial_s, interrupted=lambda: not final and self.interrupted())
-            except MeasurementError:
-                if attempt == 2 or (self.interrupted() and not final):
-                    raise
-        raise AssertionError("unreachable")
+    def wait_for(self, worker: WorkerProcess, *, deadline: float | None = None, final: bool = False) -> Outcome:
+        """Wait for a worker to end, as in :meth:`run_job`."""
+        return worker.wait(
+            seconds=self.options.trial_s,
+            memory_mb=self.memory_mb,
+            interrupted=lambda: not final and self._over(deadline),
+        )
 
     def _try(self, ask: Ask, rivals: Rivals, deadline: float | None, *, again: bool = False) -> Trial | None:
         if reason := self.prepared.why_not(ask.recipe):
@@ -244,7 +255,9 @@ class Study:
         self.progress.began(ask, len(self._trials))
         try:
             if not rivals.alive("as_written"):
-                self.start_rival(rivals, "as_written", self.original, fresh=False)
+                rivals.assure(
+                    "as_written", self.original, fresh=False, seconds=self.options.trial_s, interrupted=self.interrupted
+                )
         except MeasurementError:
             if self.interrupted():
                 return None
@@ -260,8 +273,6 @@ class Study:
         outcome = self.run_job(job, folder, deadline=deadline)
         if outcome.cut_off:
             return None
-        if outcome.disk_full:
-            raise StorageError(f"Trial {ask.recipe} could not be written. {outcome.reason}")
         if not rivals.alive("as_written") and not again:
             return self._try(ask, rivals, deadline, again=True)  # it was the rival that broke, not this recipe
         log = str((folder / LOG).relative_to(self.folder))
@@ -296,7 +307,7 @@ class Study:
             "files": str(folder),
             "inputs": str(self.folder / REFERENCE / "example.safetensors"),
         }
-        outcome = self.run_job(job, folder / "probe")
+        outcome = self.run_job(job, folder / "probe", warm=False)
         if outcome.cut_off:
             return None
         if outcome.result is None:
@@ -326,22 +337,24 @@ class Study:
     def _facts(self) -> Facts:
         return Facts(
             throughput=self.options.objective == "throughput",
+            convolves=self.prepared.convolves,
             feasible=lambda trial: verdict.feasible(trial, self.options.limits),
             value=lambda trial: verdict.value(trial, self.options.objective),
         )
 
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
-        """Whether a trial of ``ask`` is likely to end in time, going by those of its backend, or by what it usually costs.
+        """Whether a trial of ``ask`` is likely to end in time, going by those of its backend, by those of backends that cost as
+        much, or by what it usually costs.
 
         As long as nothing has won there is nothing to lose by one that is cut off.
         """
         if deadline is None or not self._found_something() or self.prepared.why_not(ask.recipe):
             return True
-        same = [t.seconds for t in self._trials if t.recipe.backend.name == ask.recipe.backend.name and t.seconds > 1]
-        usual = (
-            min([self.startup_s, *[t.seconds for t in self._trials if t.recipe == self.original]])
-            + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[ask.recipe.backend.cost]
-        )
+        backend, timed = ask.recipe.backend, [trial for trial in self._trials if trial.seconds > 1]
+        same = [t.seconds for t in timed if t.recipe.backend.name == backend.name]
+        alike = [t.seconds for t in timed if t.recipe.backend.cost == backend.cost and t.recipe.backend.name != "eager"]
+        least = min([self.startup_s, *[t.seconds for t in timed if t.recipe == self.original]])
+        usual = max(alike) * UNLIKE if alike else least + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[backend.cost]
         return time.monotonic() + max(same, default=usual) <= deadline
 
     def _over(self, deadline: float | None) -> bool:
@@ -363,20 +376,6 @@ class Study:
                 (self.files(trial) / BUILT).unlink(missing_ok=True)
                 shutil.rmtree(self.files(trial) / MODEL, ignore_errors=True)
 
-    def _claim(self) -> None:
-        """Make the run folder this workload's own, so that no two share trials and artifact."""
-        owner = {"name": self.prepared.name, "fingerprint": self.prepared.fingerprint}
-        path = self.folder / OWNER
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else owner
-        if known != owner:
-            raise UsageError(
-                f"The run folder {self.folder} was made for another workload ({known['name']}, {known['fingerprint']}; this is "
-                f"{owner['name']}, {owner['fingerprint']}). Use --out FOLDER for this one, or --fresh to forget the other."
-                + SEED_IT
-                * (known["name"] == owner["name"])
-            )
-        write_json(path, owner)
-
     def _prepare(self) -> Prepared:
         job = self.job() | {"kind": "prepare", "recipe": self.original.to_json()}
         outcome = self.run_job(job, self.folder / PREPARE)
@@ -387,6 +386,8 @@ class Study:
         if outcome.result is None:
             log = self.folder / PREPARE / LOG
             raise WorkloadError(f"The workload failed in its dry run, before the first trial. {outcome.reason} Log: {log}")
+        if self.workers is not None:
+            self.workers.warm(self.folder / PREPARE / IMPORTED)
         return from_json(Prepared, outcome.result)
 
     def _identity(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from trimtab.measure.memory import PeakMemory
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.recipe import Recipe
 from trimtab.study import space
+from trimtab.study.imported import imports_noted
 from trimtab.study.jobs import READY, Job, authkey, read_workload
 from trimtab.train.losses import Written
 from trimtab.train.objective import tensors
@@ -29,13 +30,15 @@ OTHER = 1
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Train as written for some updates, learn how far rounding alone moves their losses, and find what cannot be tried."""
-    subject = prepared(read_workload(job["workload"]), job["updates"])
-    written = subject.written(seed=subject.workload.seed)
+    with imports_noted(folder):
+        subject = prepared(read_workload(job["workload"]), job["updates"])
+        written = subject.written(seed=subject.workload.seed)
     write_json(folder / WRITTEN, written)
     steps = space.training()
     return {
         "name": subject.workload.name,
         "fingerprint": _fingerprint(subject, written),
+        "identity": _fingerprint(subject),
         "score": written.final,
         "n": len(written.losses),
         "blocked": {dumps(t, indent=None): reason for t in steps if (reason := t.blocked(subject.candidate))},
@@ -74,7 +77,7 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     workload = read_workload(job["workload"])
     seed = workload.seed + OTHER
     subject = prepared(workload, job["updates"], seed=seed)
-    rival = RemoteRunner(job["rivals"]["as_written"], authkey())
+    rival = RemoteRunner(job["rivals"]["as_written"], authkey(), connect_s=job["seconds"])
     plan, recipe = from_json(Plan, job["plan"]), Recipe.from_json(job["recipe"])
     return to_json(confirm(recipe, subject, rival, plan=plan, seed=seed, must_win=job["must_win"]))
 
@@ -95,16 +98,17 @@ def _meaning(subject: TrainingSubject, written: Written) -> list[str]:
     ]
 
 
-def _fingerprint(subject: TrainingSubject, written: Written) -> str:
+def _fingerprint(subject: TrainingSubject, written: Written | None = None) -> str:
     """Sixteen hexadecimal digits of what the study is about: first parameters, batches, optimizer, settings, and what the loss
-    makes of them."""
+    makes of them here."""
     trainer = subject.trainer(subject.settings, subject.workload.seed)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(
         f"{dumps(to_json(subject.settings))} {type(trainer.optimizer).__name__} {trainer.optimizer.defaults}".encode()
     )
-    digest.update(" ".join(f"{loss:.3g}" for loss in written.losses[:8]).encode())
-    for tensor in (*trainer.model.state_dict().values(), *tensors(list(subject.batches))):
+    if written is not None:
+        digest.update(" ".join(f"{loss:.3g}" for loss in written.losses[:8]).encode())
+    for tensor in tensors([trainer.model.state_dict(), list(subject.batches)]):  # not all of a state need be tensors
         digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

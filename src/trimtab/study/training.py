@@ -89,8 +89,7 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
         raise UsageError("No trial was finished, not even of the training as written. Run it again with a longer budget.")
     if original.comparison is None:
         raise WorkloadError(no_baseline(study))
-    ranked = verdict.ranked(study.trials, limits, study.options.objective)
-    ahead = ranked[: ranked.index(original)] if original in ranked else ranked
+    ahead = verdict.ahead(study.trials, limits, study.options.objective, original)
     study.progress.stage("confirming the winner in fresh processes, from other parameters")
     lost: list[str] = []
     with Rivals(study.job(), study.folder / RIVALS) as rivals:
@@ -103,7 +102,9 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
     if not verdict.feasible(original, limits):
         return "limits_not_met", verdict.unmet(study.trials, limits), None
     why = " ".join(lost) or f"none of {len(study.trials)} trials was surely faster within the limits"
-    kept = Confirmation(recipe=original.recipe, ok=True, loaded=False)
+    # what the search found out about it stands: there is nothing that it was picked from by luck
+    shared = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb")
+    kept = Confirmation(recipe=original.recipe, ok=True, loaded=False, **{name: getattr(original, name) for name in shared})
     return "kept_original", f"The settings as written stay: {why}.", Best(trial=original, confirmation=kept, artifact=None)
 
 

@@ -15,8 +15,12 @@ from trimtab.workload import Limits
 
 Status = Literal["improved", "kept_original", "limits_not_met"]
 Rung = Literal["as_written", "tuned", "lossless", "best"]
+HOPEFUL = 1.05
+"""How much faster than the tuned original a recipe has to seem that is not surely so, to be looked at again."""
 LARGE_DROP = 0.2
 """Who means to lose a fifth of the score is rare; who forgets the percent sign is not."""
+NAMED = 5
+"""Recipes that a note names one by one."""
 RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
 
 
@@ -115,10 +119,38 @@ def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> lis
     return [*paying, exact, *(trial for trial in kept if trial not in paying and trial is not exact)]
 
 
-def best_eager(trials: Iterable[Trial]) -> Trial | None:
-    """The fastest exact eager trial: the original, tuned."""
+def ahead(trials: Iterable[Trial], limits: Limits, objective: Objective, eager: Trial | None) -> list[Trial]:
+    """The trials that keep the limits and seem to beat ``eager``, the tuned original, best first.
+
+    Where none surely does, it is the one that does by the most, if the machine was just too busy to tell: the confirmation
+    measures for longer, and a gain is not to be given away for want of a second look.
+    """
+    order = ranked(trials, limits, objective)
+    found = order[: order.index(eager)] if eager in order else order
+    if found or eager is None or eager.speedup is None or objective not in ("latency", "throughput"):
+        return found
+    bar = HOPEFUL * eager.speedup.value
+    others = [trial for trial in order if trial.recipe.backend.name != "eager" or not trial.recipe.exact]
+    behind = [trial for trial in others if trial.speedup is not None and trial.speedup.value > bar]
+    return sorted(behind, key=lambda trial: -(trial.speedup.value if trial.speedup else 0.0))[:1]
+
+
+def surely_ahead(trial: Trial, eager: Trial, objective: Objective) -> bool:
+    """Whether ``trial`` is among :func:`ahead` because it beat ``eager``, and not because the machine was too busy to tell."""
+    one, other = value(trial, objective), value(eager, objective)
+    return one is not None and (other is None or one >= other)
+
+
+def best_eager(trials: Iterable[Trial], limits: Limits | None = None, objective: Objective = "latency") -> Trial | None:
+    """The original, tuned: the fastest exact eager trial of those that keep ``limits`` and whose ``objective`` is known, or of
+    all where no trial does."""
     found = [t for t in trials if t.recipe.backend.name == "eager" and t.recipe.exact and t.state is State.COMPLETE]
-    return max(found, key=lambda trial: trial.speedup.low if trial.speedup else 0.0, default=None)
+
+    def order(trial: Trial) -> tuple[bool, bool, float]:
+        known = value(trial, objective) is not None
+        return feasible(trial, limits or Limits()), known, trial.speedup.low if trial.speedup else 0.0
+
+    return max(found, key=order, default=None)
 
 
 def unmet(trials: Sequence[Trial], limits: Limits) -> str:
@@ -192,3 +224,10 @@ def _latency(measured: Measurement | None) -> Mapping[str, float | None]:
 
 def _drop(drop: Drop | None) -> Mapping[str, float | None]:
     return {"value": None, "upper": None} if drop is None else {"value": drop.value, "upper": drop.upper}
+
+
+def too_short(left_out: Sequence[Trial]) -> str:
+    """A sentence about recipes for which there was no time."""
+    names = [str(trial.recipe) for trial in left_out]
+    more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
+    return f"The budget was too short to try {', '.join([*names[:NAMED], *more])}."

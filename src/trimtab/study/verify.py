@@ -8,24 +8,29 @@ import pathlib
 
 from trimtab import artifact
 from trimtab.artifact import Verification
+from trimtab.evaluate import Objective
 from trimtab.study.compare import in_turns
 
 
 def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = True, seconds: float = 10.0) -> Verification:
     """Replay what the artifact in ``path`` claims, here and now.
 
-    With ``speed``, its model and the original are timed in turns, each in a process of its own, for up to ``seconds``.
+    With ``speed``, its model and the original are timed in turns, each in a process of its own, for up to ``seconds``: call by
+    call, or several requests at once where throughput was what it was made for.
 
     Raises:
         ArtifactError: there is no artifact that could be verified.
         UntrustedError: verifying would run machine code from the artifact, and ``trust`` is not given.
     """
     found = artifact.verify(path, trust=trust)
-    if not (speed and found.ok) or artifact.open_artifact(path).manifest.baseline is None:
+    manifest = artifact.open_artifact(path).manifest
+    if not (speed and found.ok) or manifest.baseline is None:
         return found
+    objective: Objective = "throughput" if manifest.evidence.get("objective") == "throughput" else "latency"
     folder = str(pathlib.Path(path).resolve())
     jobs = {
         "subject": {"artifact": folder, "trust": trust, "baseline": False},
         "rival": {"artifact": folder, "trust": trust, "baseline": True},
     }
-    return dataclasses.replace(found, speed=in_turns(jobs, objective="latency", seconds=seconds, width=0.02), speed_reason=None)
+    here, _ = in_turns(jobs, objective=objective, seconds=seconds, width=0.02)
+    return dataclasses.replace(found, speed=here, speed_reason=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
 import pathlib
@@ -10,6 +10,7 @@ import sys
 import traceback
 from typing import Any
 
+from trimtab._disk import out_of_space
 from trimtab._json import write_json
 from trimtab.errors import TrimtabError
 from trimtab.study.jobs import JOBS
@@ -18,15 +19,17 @@ from trimtab.study.train_jobs import TRAINING
 
 
 def main(folder: pathlib.Path) -> int:
-    """Run the job in ``folder`` and write its result there; an error of ours is a result too."""
+    """Run the job in ``folder`` and write its result there; an error of ours is a result too, a full disk an exit code."""
     job = json.loads((folder / JOB).read_text(encoding="utf-8"))
     try:
         write_json(folder / RESULT, _result(job, folder))
-    except OSError as error:
-        traceback.print_exc()
-        os._exit(DISK_FULL if error.errno == errno.ENOSPC else 1)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        if out_of_space(sys.exception()):
+            with contextlib.suppress(OSError):  # the log lies on a disk too
+                traceback.print_exc()
+            os._exit(DISK_FULL)
     os._exit(0)  # runtimes that crash while they are torn down must not spoil a result that is complete
 
 
@@ -34,6 +37,8 @@ def _result(job: dict[str, Any], folder: pathlib.Path) -> Any:
     try:
         return (TRAINING if job.get("mode") == "train" else JOBS)[job["kind"]](job, folder)
     except TrimtabError as error:
+        if out_of_space(error):
+            raise
         traceback.print_exc()
         return {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
 

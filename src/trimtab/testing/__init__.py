@@ -12,10 +12,20 @@ A plug-in's author subclasses a suite and gives one fixture::
         def backend(self):
             return MyBackend()
 
+    class TestMyCheck(CheckSuite):
+        @pytest.fixture
+        def technique(self):
+            return MyCheck()
+
+        @contextlib.contextmanager
+        def faulty(self, subject):
+            yield subject_with_the_fault, environment
+
 Needs pytest, which the extra ``dev`` brings.
 """
 
 from trimtab.testing.backends import BackendSuite
+from trimtab.testing.findings import CheckSuite
 from trimtab.testing.passes import PassSuite
 
-__all__ = ["BackendSuite", "PassSuite"]
+__all__ = ["BackendSuite", "CheckSuite", "PassSuite"]

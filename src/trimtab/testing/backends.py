@@ -136,6 +136,22 @@ class BackendSuite:
             executable.run_many([list(executable.signature.bind(a, k)) for a, k in candidate.calibration[:2]])
             assert identical(first, copies), f"{backend} overwrote an output of {name}."
 
+    def test_outputs_can_be_changed_in_place(self, backend: Backend, built: Built) -> None:
+        """Post-processing writes into outputs. Neither does a runtime forbid it, nor does a later call see it."""
+        for name, (candidate, executable) in built.items():
+            leaves = [leaf.clone() for leaf in candidate.leaves]  # an output may be an input given back
+            args, kwargs = unflatten(candidate.signature.input_structure, leaves)
+            for outputs in (
+                flatten(executable(*args, **kwargs))[0],
+                executable.run(leaves),
+                *executable.run_many([leaves, leaves]),
+            ):
+                for tensor in outputs:
+                    tensor.zero_()
+            want = candidate.model(*candidate.args, **dict(candidate.kwargs))
+            got = executable(*candidate.args, **dict(candidate.kwargs))
+            assert_close(want, got, exact=backend.exact, where=f"{backend} on {name}, after its outputs were changed")
+
     def test_many_requests(self, backend: Backend, built: Built) -> None:
         """Requests that may overlap give what they give one by one, in order."""
         for candidate, executable in built.values():

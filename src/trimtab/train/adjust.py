@@ -18,12 +18,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from trimtab.errors import WorkloadError
 from trimtab.passes.threads import usable_cores
 from trimtab.train.compiling import WORTH_S, CompiledStep
 from trimtab.train.events import Adjusted, Event, Progressed
 from trimtab.train.feed import Feed, Seekable
 from trimtab.train.peek import kept_random
 from trimtab.train.runtime import random_state
+from trimtab.workload import user_code
 
 if TYPE_CHECKING:
     from trimtab.train.prepare import Ready
@@ -208,7 +210,12 @@ class Workers:
             return f"a {type(self.loader).__name__}, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
         if self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset):
             return "the loader's dataset divides itself, so that other workers would give other batches."
-        if _draws(self.loader.dataset):
+        try:
+            with user_code("Some of its examples could not be read"):
+                draws = _draws(self.loader.dataset)
+        except WorkloadError as error:
+            return f"whether the dataset draws random numbers could not be found out. {error}"
+        if draws:
             return "the dataset draws random numbers, which would be others with other workers. Use trimtab.train.Loader."
         return None
 
@@ -247,12 +254,12 @@ class Micro:
         return None
 
     def apply(self) -> None:
-        """Take batches apart like this."""
-        self.feed.micro = self.size
+        """Take batches apart like this, as long as they can be."""
+        self.feed.attempt(self.size)
 
     def undo(self) -> None:
         """As before."""
-        self.feed.micro = self.before
+        self.feed.micro, self.feed.fallback = self.before, None
 
     def works(self, position: Position) -> bool:
         """From the next update on."""

@@ -46,7 +46,7 @@ FEWEST_ROUNDS = 16
 """How often each side makes its updates at least: twice four times, and before that until they are steady."""
 EXACT, LOSSY = 1e-3, 0.05
 """How far losses may be from those of the run as it is, relative to them."""
-_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 """What torch raises where a technique does not fit a model, an optimizer or a processor; trimtab's own errors come beside."""
 
 
@@ -221,7 +221,7 @@ class _Decisions:
             want = self.best.round()
         with kept_random():
             got = other.round()
-        if not all(math.isfinite(float(each.norm)) for each in got):
+        if not all(each.finite for each in got):
             return "its gradient is not finite."
         bound = EXACT if exact else LOSSY
         losses = [[float(each.loss) for each in side] for side in (want, got)]

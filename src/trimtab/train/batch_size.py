@@ -15,11 +15,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from torch import nn
 
-from trimtab._machine import memory_limit_mb
+from trimtab._machine import free_mb
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.stats import median_interval
 from trimtab.measurement import Interval
@@ -43,9 +42,13 @@ _CLOSE = 0.15
 """Sizes that fall behind the fastest by more in a first look are not looked at again."""
 _PATIENCE = 2
 """Sizes in a row that are no faster than one before them, after which no further one is tried."""
+_SECOND_LOOK = 3
+"""Updates of each size in the look that makes sure of that."""
 _SHARE = 0.8
 """Of the free memory of the host that a search may use."""
 _ROUNDS = 15
+_SAMPLE_S = 0.03
+"""Updates are repeated for as long: where others want the same cores, what is shorter is at the mercy of their turns."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,8 @@ class Tried:
     """Of activations, where that was measured; see :func:`~trimtab.train.live.peak_activations`."""
     reason: str = ""
     """Why it did not run."""
+    finalist: bool = False
+    """Whether it was about as fast as the fastest in a first look, and so was looked at again."""
 
     def __str__(self) -> str:
         """A line for a person."""
@@ -166,7 +171,10 @@ class _Entry:
     plan: Verified | None = None
     peak: float | None = None
     reason: str = ""
+    updates: int = 1
+    """That are timed in a row."""
     seconds: list[float] = dataclasses.field(default_factory=list)
+    finalist: bool = False
 
     @property
     def examples(self) -> int:
@@ -184,7 +192,8 @@ class _Entry:
             return Tried(size=self.size, peak_mb=peak, reason=self.reason)
         count = self.examples
         times = [max(one, load_s * count) if alone else one + load_s * count for one in self.seconds]
-        return Tried(size=self.size, rate=median_interval([count / one for one in times]), peak_mb=peak)
+        rate = median_interval([count / one for one in times])
+        return Tried(size=self.size, rate=rate, peak_mb=peak, finalist=self.finalist)
 
 
 class _Search:
@@ -216,6 +225,8 @@ class _Search:
                 raise UsageError(f"No batch size can be used. {'; '.join(f'{e.size}: {e.reason}' for e in entries)}.")
             best = max(entry.rate for entry in able)
             final = [entry for entry in able if entry.rate >= (1 - _CLOSE) * best]
+            for entry in final:
+                entry.finalist = True
             for turn in range(_ROUNDS):
                 if len(final) < 2 or self.world.any(time.perf_counter() - begun > self.seconds):
                     break
@@ -241,8 +252,20 @@ class _Search:
             behind = 0 if entry.rate > best * (1 + TIE) else behind + 1
             best = max(best, entry.rate)
             if behind >= _PATIENCE:
-                break
+                able = [one for one in entries if not one.reason]
+                if not self._caught_up(able):
+                    break
+                best, behind = max(one.rate for one in able), 0
         return entries
+
+    def _caught_up(self, able: Sequence[_Entry]) -> bool:
+        """Whether a second look, in turns, finds the last sizes faster than those before: the first may have been disturbed."""
+        before, last = able[:-_PATIENCE], able[-_PATIENCE:]
+        leader = max(before, key=lambda entry: entry.rate)
+        for _ in range(_SECOND_LOOK):
+            for entry in (leader, *last):
+                entry.seconds.append(self._time(entry))
+        return max(entry.rate for entry in last) > leader.rate * (1 + TIE)
 
     def _attempt(self, entry: _Entry) -> str:
         """Run ``entry`` for the first time; returns why it cannot run, or nothing."""
@@ -282,18 +305,21 @@ class _Search:
     def _beyond(self, before: _Entry, size: int) -> str:
         """Why ``size`` is not even tried: a host that runs out of memory does not say so, but ends the process."""
         expected = (before.peak or 0.0) * size / before.size
-        free = _free_bytes() if self.trainer.device.type == "cpu" else math.inf
+        free = 1e6 * free_mb() if self.trainer.device.type == "cpu" else math.inf
         return f"it would take about {expected / 1e6:,.0f} MB of {free / 1e6:,.0f} free" if expected > free * _SHARE else ""
 
     def _time(self, entry: _Entry) -> float:
-        """Seconds of one update, the same on all processes."""
+        """Seconds of an update, the same on all processes."""
         recomputed = None if entry.plan is None else entry.plan.apply()
         try:
             self._wait()
             begun = time.perf_counter()
-            self.step(entry.group)
+            for _ in range(entry.updates):
+                self.step(entry.group)
             self._wait()
-            return self.world.agreed(time.perf_counter() - begun)
+            taken = self.world.agreed(time.perf_counter() - begun) / entry.updates
+            entry.updates = max(entry.updates, math.ceil(_SAMPLE_S / taken))
+            return taken
         finally:
             if recomputed is not None:
                 recomputed.undo()
@@ -360,13 +386,7 @@ def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], 
 
 
 def _fastest(tried: Sequence[Tried], *, smallest: bool) -> int:
-    """The fastest; of those as fast, the smallest or the largest."""
-    rates = {one.size: one.rate.value for one in tried if one.rate is not None}
+    """The fastest of those that were looked at again; of those as fast, the smallest or the largest."""
+    rates = {one.size: one.rate.value for one in tried if one.rate is not None and one.finalist}
     able = [size for size, rate in rates.items() if rate >= (1 - TIE) * max(rates.values())]
     return min(able) if smallest else max(able)
-
-
-def _free_bytes() -> float:
-    """Memory that this process may still take."""
-    free, limit = float(psutil.virtual_memory().available), memory_limit_mb()
-    return free if limit is None else min(free, limit * 1e6 - psutil.Process().memory_info().rss)

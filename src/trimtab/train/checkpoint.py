@@ -25,7 +25,7 @@ from trimtab._json import dumps
 from trimtab.errors import StorageError, UsageError
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
-SCHEMA = 1
+SCHEMA = 2
 _NAME = re.compile(r"update-(\d{8})")
 
 
@@ -92,9 +92,9 @@ class Checkpoints:
         """The newest checkpoint that is whole."""
         return next((place for place in self._places() if not _damage(place)), None)
 
-    def update(self) -> int:
-        """After how many updates the newest checkpoint was written, whole or not; 0 if there is none."""
-        return max((int(place.name.removeprefix("update-")) for place in self._places()), default=0)
+    def update(self) -> int | None:
+        """After how many updates the newest checkpoint was written, whole or not; ``None`` if there is none."""
+        return max((int(place.name.removeprefix("update-")) for place in self._places()), default=None)
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """What the newest whole checkpoint holds, its tensors on ``device``.

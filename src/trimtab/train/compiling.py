@@ -44,19 +44,23 @@ class CompiledStep(Step):
         settings: Settings,
         world: World,
         clock: Clock,
+        norm_every: int = 50,
     ) -> None:
-        super().__init__(model, objective, optimizer, settings, world, clock)
+        super().__init__(model, objective, optimizer, settings, world, clock, norm_every)
         self.plain = model
         self.failure: str | None = None
         """Why the model is not compiled after all."""
         self._compiled: nn.Module | None = None
         self._met: set[tuple[torch.Size, ...]] = set()
+        self._called = False
         self.use(settings.compile is True)
 
     def use(self, compiled: bool) -> None:
         """Make the updates that follow with the model compiled, or as it was written."""
         if compiled and self._compiled is None:
-            self._compiled = torch.compile(self.plain)  # type: ignore[assignment]
+            made: Any = torch.compile(self.plain)
+            made.register_forward_pre_hook(self._hear)
+            self._compiled = made
         self.model = self._compiled if compiled and self._compiled is not None else self.plain
 
     def __call__(self, batches: Sequence[Batch]) -> Update:
@@ -71,12 +75,19 @@ class CompiledStep(Step):
             self.failure = first_line(error)
         else:
             self._met.add(shapes)
+            if not self._called:
+                self.failure = "The loss calls methods of the model, of which only model(...) itself is compiled."
+                self.use(False)
             return update
         self.discard()
         kept.put_back()
         set_random_state(random)
         self.use(False)
         return super().__call__(batches)
+
+    def _hear(self, *_: object) -> None:
+        """The compiled model is called, and not only a method of it, which would run as it was written."""
+        self._called = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,12 +27,13 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progressed(Event):
-    """Some updates were made; means over those since the last such event."""
+    """Some updates were made; the loss is the mean over those since the last such event."""
 
     updates: int | None
     """How many there will be in all, where that is known."""
     loss: float
     norm: float
+    """Of the gradient of the latest update that it was taken of: one in ``log_every``, all where gradients are clipped."""
     rate: float
     """Learning rate of the first group; NaN for optimizers without one."""
     examples_per_s: float

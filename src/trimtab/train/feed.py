@@ -56,6 +56,8 @@ class Feed:
     ) -> None:
         self.batches, self.accumulate, self.clock, self.move = batches, accumulate, clock, move
         self.micro, self.joined = micro, joined
+        self.fallback: tuple[int | None] | None = None
+        """What :attr:`micro` was before an attempt that a batch may still put an end to."""
         self.taken = 0
         """Batches of the running epoch that were given out, or skipped."""
         self._transfer = transfer or Transfer(move)
@@ -107,7 +109,20 @@ class Feed:
         self.clock.enter("other")
         if self.joined and len(group) > 1:
             group = [join(group)]
+        try:
+            return self._apart(group)
+        except WorkloadError:
+            if self.fallback is None:
+                raise
+            (self.micro,), self.fallback = self.fallback, None  # what was only attempted must not end the run
+            return self._apart(group)
+
+    def _apart(self, group: list[Batch]) -> list[Batch]:
         return group if self.micro is None else [part for batch in group for part in split(batch, self.micro)]
+
+    def attempt(self, micro: int) -> None:
+        """Take batches apart into ``micro`` examples from now on; if one cannot be, all are taken apart as before again."""
+        self.fallback, self.micro = (self.micro,), micro
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:
@@ -123,6 +138,27 @@ def _set_epoch(batches: Any, epoch: int) -> None:
 def _may_run_ahead(batches: Any) -> bool:
     """Whether a batch can be read before its turn without drawing random numbers that belong to somebody else."""
     return isinstance(batches, Seekable) or bool(getattr(batches, "num_workers", 0))
+
+
+def keeps_workers(batches: Any) -> bool:
+    """Whether this is a DataLoader whose workers stay from epoch to epoch."""
+    return isinstance(batches, torch.utils.data.DataLoader) and batches.persistent_workers
+
+
+def has_workers(batches: Any) -> bool:
+    """Whether workers that stay run already: to start them draws a random number, which the epochs after that do not draw."""
+    return keeps_workers(batches) and batches._iterator is not None
+
+
+def set_workers(batches: Any, *, running: bool) -> None:
+    """Start the workers that stay, or let go of them, so that what begins now draws as what began then."""
+    if not keeps_workers(batches) or has_workers(batches) == running:
+        return
+    if running:
+        with _READING:
+            iter(batches)
+    else:
+        batches._iterator = None
 
 
 def mover(device: torch.device, *, channels_last: bool = False) -> Callable[[Batch], Batch]:

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from trimtab.measure.profile import quiet
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,32 +78,15 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes -= self._known.pop(key)[1]
 
 
-@contextlib.contextmanager
-def gradients_left_out(live: Live, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """A block in which the gradients of ``parameters`` stop counting as soon as they are ready."""
-
-    def leave_out(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            live.leave_out(parameter.grad)
-
-    handles = [
-        p.register_post_accumulate_grad_hook(leave_out)  # type: ignore[no-untyped-call]
-        for p in parameters
-        if p.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Parameter], device: torch.device) -> int:
     """The highest memory that ``run``, a forward and backward pass, takes above what was there before, in bytes.
 
-    Whatever lives counts: what waits for the backward pass, what is computed again in it, the gradients of activations, and
-    operators' results on their way. Gradients of ``parameters`` do not, because they are there whatever is recomputed. On a GPU
-    the figure is its allocator's, with zeroed gradients in place; elsewhere it is that of :class:`Live`.
+    Whatever is allocated counts: what waits for the backward pass, what is computed again in it, the gradients of activations,
+    and what operators need for themselves, such as copies in the layout of a processor's convolutions. Gradients of
+    ``parameters`` do not, because they are there whatever is recomputed. The figure is that of the device's allocator; on a GPU
+    with zeroed gradients in place.
+
+    Where torch's profiler is running already, which alone tells what the host's allocator does, it is that of :class:`Live`.
     """
     parameters = [p for p in parameters if p.requires_grad]
     if device.type == "cuda":
@@ -112,10 +98,49 @@ def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Pa
         run()
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
-    with Live() as live, gradients_left_out(live, parameters):
+    if torch._C._autograd._profiler_enabled():
+        with Live() as live, _as_gradients_come(parameters, live.leave_out):
+            run()
+        peak: int = live.peak
+        return peak
+    return _allocated(run, parameters)
+
+
+def _allocated(run: Callable[[], object], parameters: Iterable[torch.nn.Parameter]) -> int:
+    """The peak by the host's allocator, less the gradients as they come."""
+    mark = "trimtab: a gradient of bytes "
+
+    def ready(gradient: torch.Tensor) -> None:
+        with torch.profiler.record_function(f"{mark}{gradient.untyped_storage().nbytes()}"):
+            pass
+
+    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with quiet(), _as_gradients_come(parameters, ready), recorded as seen:
         run()
-    peak: int = live.peak
+    level = peak = 0
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            level += event.nbytes()
+        elif event.name().startswith(mark):
+            level -= int(event.name().removeprefix(mark))
+        peak = max(peak, level)
     return peak
+
+
+@contextlib.contextmanager
+def _as_gradients_come(parameters: Iterable[torch.nn.Parameter], ready: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """A block in which ``ready`` is called with the gradient of each parameter that had none, as soon as it is there."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            ready(parameter.grad)
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.grad is None]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def strided(tree: Any) -> Iterator[torch.Tensor]:

@@ -286,4 +286,6 @@ def _same(batch: Batch) -> Batch:
 
 
 def _pinned(batch: Batch) -> Batch:
-    return batch.pin_memory() if isinstance(batch, torch.Tensor) else rebuilt(batch, _pinned)
+    if not isinstance(batch, torch.Tensor):
+        return rebuilt(batch, _pinned)
+    return batch.pin_memory() if batch.device.type == "cpu" and batch.layout == torch.strided else batch

@@ -31,6 +31,7 @@ class Meter:
         self._examples = self._all_examples = 0
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._loss: float | None = None
+        self._norm = float("nan")
         self._group: Sequence[Batch] = ()
         """What the last update was made from."""
         self._slow: int | None = None
@@ -53,10 +54,13 @@ class Meter:
         self.clock.enter("other")
         spent, now, position = self.clock.take(), time.perf_counter(), self.trainer.position
         losses = torch.stack([each.loss.float() for each in self._unread])
-        norms = torch.stack([each.norm.float() for each in self._unread])
+        taken = [each for each in self._unread if each.norm is not None]
+        latest = next((each.norm for each in reversed(taken) if each.applied), taken[-1].norm if taken else None)
+        if latest is not None:
+            self._norm = float(latest)
         applied = torch.tensor([each.applied for each in self._unread], device=losses.device)
         if applied.any():
-            losses, norms = losses[applied], norms[applied]
+            losses = losses[applied]
         self._loss = float(losses.mean())
         total = sum(spent.values())
         for phase, seconds in spent.items():
@@ -68,7 +72,7 @@ class Meter:
             epoch=position.epoch,
             updates=self.updates,
             loss=self._loss,
-            norm=float(norms.mean()),
+            norm=self._norm,
             rate=_rate(self.trainer.optimizer),
             examples_per_s=made / max(now - self._since, 1e-9),
             step_ms=1e3 * total / len(self._unread),

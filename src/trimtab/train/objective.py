@@ -6,15 +6,20 @@ mean over 300 are not worth the same. Gradient accumulation and training on seve
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import math
 import re
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.errors import UsageError, WorkloadError
 
@@ -24,6 +29,10 @@ Batch = Any
 
 IGNORED = -100
 """The label that torch and transformers leave out of a mean."""
+_EITHER = (
+    "Give the mean alone, or (mean, weight) where the weight says how much the mean is over, such as the number of tokens; "
+    "other figures are for metrics=... and callbacks."
+)
 _MODEL_NAMES = frozenset({"model", "module", "net", "network"})
 _CLASSES = (functional.cross_entropy, functional.nll_loss)
 _ELEMENTWISE = (
@@ -64,21 +73,27 @@ class Objective:
         self.summed = _options(loss).get("reduction") == "sum"
         """Whether the loss is a sum, so that those of several batches add up as they are."""
         self._with_model = loss is not None and _takes_model(loss)
+        self._elementwise = _kind(loss) in _ELEMENTWISE
 
     def __call__(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight]:
         """The loss of ``batch``, a scalar that carries gradients, and what it is a mean over: 1 where that is not ``weighed``.
 
+        ``batch`` stays as it is, whatever the loss takes out of it or puts into it: some batches are used more than once.
+
         Raises:
-            WorkloadError: the loss is no scalar, carries no gradient, or the batch has not the form that the loss asks for.
+            WorkloadError: the loss is no scalar, carries no gradient, what stands beside it is no weight, or the batch has not
+                the form that the loss asks for.
         """
+        given = fresh(batch)
         if self.loss is None:
-            loss, weight = self._own(model, batch)
+            loss, weight = self._own(model, given)
         elif self._with_model:
-            found = self.loss(model, batch)
-            loss, weight = found if isinstance(found, tuple) else (found, None)
+            found = self.loss(model, given)
+            loss, weight = _weighed(found) if isinstance(found, tuple) else (found, None)
         else:
-            inputs, targets = _pair(batch)
+            inputs, targets = _pair(given)
             outputs = call(model, inputs)
+            self._refuse_broadcast(outputs, targets)
             try:
                 loss, weight = self.loss(outputs, targets), _denominator(self.loss, targets) if weighed else None
             except IndexError as error:
@@ -93,6 +108,17 @@ class Objective:
         if self.summed or not weighed:
             return loss, 1.0
         return loss, examples(batch) if weight is None else weight
+
+    def _refuse_broadcast(self, outputs: Any, targets: Any) -> None:
+        """Stop where torch would only warn, and then compare outputs with the targets of other examples."""
+        if not (self._elementwise and isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+            return
+        if outputs.shape != targets.shape:
+            raise WorkloadError(
+                f"The outputs have shape {tuple(outputs.shape)} and the targets {tuple(targets.shape)}. The loss compares them "
+                "element by element, and would stretch one to fit the other: outputs would meet the targets of other examples. "
+                "Give both one shape, for example with squeeze(-1) at the end of the model or unsqueeze(-1) on the targets."
+            )
 
     def _own(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
         """The loss that the model itself computes."""
@@ -117,9 +143,22 @@ def call(model: nn.Module, inputs: Any) -> Any:
     """The model on inputs that are a tensor, a tuple of positional or a mapping of keyword arguments."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
+    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
         return model(*inputs)
     return model(inputs)
+
+
+def fresh(batch: Batch) -> Batch:
+    """``batch`` in dicts, lists and tuples of its own; the tensors and whatever else is in them are the same."""
+    if isinstance(batch, tuple) and not isinstance(batch, PackedSequence):
+        items = [fresh(item) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if not isinstance(batch, (dict, UserDict, list)):
+        return batch
+    made: Any = copy.copy(batch)  # which keeps what a container of some other kind has besides its items
+    for key, item in enumerate(batch) if isinstance(batch, list) else batch.items():
+        made[key] = fresh(item)
+    return made
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
@@ -149,6 +188,8 @@ def length(batch: Batch) -> int | None:
     """The length of the first tensor in ``batch`` that has one."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else None
+    if isinstance(batch, PackedSequence):  # whose data has a row for every step
+        return int(batch.batch_sizes[0])
     items = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, Mapping) else ()
     return next((found for item in items if (found := length(item)) is not None), None)
 
@@ -161,6 +202,22 @@ def _pair(batch: Batch) -> tuple[Any, Any]:
         f"loss(outputs, targets) needs batches of (inputs, targets), but the loader gives {shape}. Give a loss whose first "
         "parameter is called model: def loss(model, batch)."
     )
+
+
+def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
+    """The mean and its weight, as a loss has returned them; anything else beside the mean would be taken for a weight."""
+    if len(found) != 2:
+        raise WorkloadError(f"The loss returned {len(found)} values. {_EITHER}")
+    loss, weight = found
+    if isinstance(weight, torch.Tensor):
+        if weight.dim():
+            raise WorkloadError(f"The loss returned a tensor of shape {tuple(weight.shape)} beside the mean. {_EITHER}")
+        return loss, weight
+    if not isinstance(weight, Real):
+        raise WorkloadError(f"The loss returned a {type(weight).__name__} beside the mean. {_EITHER}")
+    if not 0 <= (number := float(weight)) < math.inf:
+        raise WorkloadError(f"The loss returned {number} beside the mean, which no mean is over. {_EITHER}")
+    return loss, number
 
 
 def _takes_model(loss: Callable[..., Any]) -> bool:
@@ -194,9 +251,14 @@ def _options(loss: Callable[..., Any] | None) -> dict[str, Any]:
     return {}
 
 
+def _kind(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Torch's function behind a loss of torch's; of any other, something else."""
+    return _MODULES.get(type(loss)) if isinstance(loss, nn.Module) else getattr(loss, "func", loss)
+
+
 def _denominator(loss: Callable[..., Any], targets: Any) -> Weight | None:
     """What torch's ``loss`` divides by; ``None`` where it is not one of torch's."""
-    kind = _MODULES.get(type(loss)) if isinstance(loss, nn.Module) else getattr(loss, "func", loss)
+    kind = _kind(loss)
     if not isinstance(targets, torch.Tensor):
         return None
     if kind in _ELEMENTWISE:

@@ -15,6 +15,7 @@ from trimtab.train.batch_size import parts
 from trimtab.train.double import copied, why_not_alone
 from trimtab.train.objective import Batch, examples
 from trimtab.train.peek import kept_random
+from trimtab.workload import user_code
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
@@ -70,5 +71,5 @@ def _counted(trainer: Trainer, group: Sequence[Batch]) -> FlopCount:
         for batch in batches:
             objective(model, batch)[0].backward()
 
-    with kept_random():
+    with kept_random(), user_code("The model or its loss raised"):
         return count_flops(update, gradients=True)

@@ -21,7 +21,7 @@ from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.clock import Clock, clock_for
 from trimtab.train.compiling import CompiledStep, CompileWatch
-from trimtab.train.feed import Feed, mover
+from trimtab.train.feed import Feed, has_workers, mover, set_workers
 from trimtab.train.kernels import use_kernels
 from trimtab.train.peek import generators_of
 from trimtab.train.prefetch import transfer_for
@@ -60,13 +60,15 @@ def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int
     feed = Feed(train, settings.accumulate, clock, move, micro=micro, joined=settings.exact_batchnorm, transfer=transfer)
     trainer.world.timed(clock)
     called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None)
-    step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock)
+    step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock, trainer.log_every)
     updates = steps if steps is not None else updates_of(train, settings.accumulate, epochs or 0)
     updates = None if updates is None else max(trainer.world.gathered(updates))
     scheduler = trainer.scheduler = _scheduler(trainer, updates)
     made = Ready(feed, step, scheduler, clock, move, updates)
     if trainer.resuming is not None:
         _load_rest(made, trainer.resuming, trainer.world)
+        if not trainer.world.take_unsent(trainer.resuming.get("unsent")):
+            trainer.note("What the run before had left out of its compressed gradients is dropped: this one compresses none.")
     if settings.optimizer is not None and settings.optimizer != "auto":
         use_kernels(trainer.optimizer, settings.optimizer)
     if isinstance(made.step, CompiledStep):
@@ -185,13 +187,15 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
     return {
         "model": world.whole(trainer.model.state_dict()),
         "optimizer": world.whole(trainer.optimizer.state_dict()),
-        "scheduler": None if ready.scheduler is None else schedules.state_of(ready.scheduler),
+        "scheduler": schedules.state_of(ready.scheduler),
         "step": ready.step.state_dict(),
         "ema": None if trainer.ema is None else world.whole(trainer.ema.shadow),
         "best": world.whole(trainer.best_parameters),
         "position": dataclasses.asdict(trainer.position),
         "random": world.gathered(random_of(ready.feed.batches)),
         "epoch_random": world.gathered(trainer.epoch_random),
+        "unsent": world.unsent(),
+        "processes": world.size,
         "seed": world.seed,
         "decided": trainer.decided,
         "kind": type(trainer.model).__qualname__,
@@ -199,9 +203,16 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
     }
 
 
+def settle(trainer: Trainer) -> None:
+    """Give all processes the same buffers, in the model and in the average of it; all must ask for it."""
+    average = [] if trainer.ema is None else trainer.ema.buffers(trainer.model)
+    trainer.world.settle([*trainer.model.buffers(), *average])
+
+
 def random_of(batches: Iterable[Any]) -> dict[str, Any]:
     """Every generator that the rest of the run may draw from, those that the loader ``batches`` has for itself too."""
-    return {**random_state(), "loader": [generator.get_state() for generator in generators_of(batches)]}
+    own = [generator.get_state() for generator in generators_of(batches)]
+    return {**random_state(), "loader": own, "workers": has_workers(batches)}
 
 
 def set_random_of(batches: Iterable[Any], state: Mapping[str, Any]) -> None:
@@ -209,6 +220,12 @@ def set_random_of(batches: Iterable[Any], state: Mapping[str, Any]) -> None:
     set_random_state(state)
     for generator, kept in zip(generators_of(batches), state.get("loader", ()), strict=False):
         generator.set_state(kept)
+
+
+def begin_as(batches: Iterable[Any], state: Mapping[str, Any]) -> None:
+    """Have the epoch that begins draw what the one drew that began with ``state``."""
+    set_workers(batches, running=state["workers"])  # first, because to start them draws too
+    set_random_of(batches, state)
 
 
 def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -220,7 +237,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     assert trainer.checkpoints is not None
     folder, now = trainer.checkpoints.folder, trainer.model.state_dict()
     differing = list(now.keys() ^ state["model"].keys())
-    differing += [n for n in now.keys() & state["model"].keys() if now[n].shape != state["model"][n].shape]
+    differing += [n for n in now.keys() & state["model"].keys() if _reshaped(now[n], state["model"][n])]
     if differing:
         shown = ", ".join(sorted(differing)[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
         raise UsageError(
@@ -244,9 +261,33 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     world.seed = state["seed"]
     if trainer.ema is not None:
         for name, value in trainer.ema.shadow.items():
-            value.copy_(world.part(state["ema"][name], value))
+            if name in state["ema"] and state["ema"][name].shape == value.shape:  # some buffers are made by a forward pass
+                value.copy_(world.part(state["ema"][name], value))
+    best = state["best"]
+    trainer.best_parameters = None if best is None else {name: world.part(value, now[name]) for name, value in best.items()}
     vars(trainer.position).update(state["position"])
+    _share_anew(trainer, state["processes"])
     _redecide(trainer, state.get("decided", {}))
+
+
+def _share_anew(trainer: Trainer, before: int) -> None:
+    """Count the batches of the epoch that are done, which each of ``before`` processes had, in those of each process now."""
+    position, now = trainer.position, trainer.world.size
+    if before == now or not position.batch:
+        return
+    done = position.batch * before
+    position.batch = done // now
+    text = f"Processes: {before} before, {now} now. The epoch goes on after batch {position.batch} of each."
+    if done % now:
+        text += f" {done % now} of the {done} batches that it had used come again, because they do not share out evenly."
+    if 1 in (before, now):
+        text += " A DataLoader that shuffles has another order alone than shared out; trimtab.train.Loader has the same one."
+    trainer.note(text)
+
+
+def _reshaped(now: Any, kept: Any) -> bool:
+    """Whether two tensors differ in shape; what a module keeps as its extra state need not be a tensor."""
+    return isinstance(now, torch.Tensor) and isinstance(kept, torch.Tensor) and now.shape != kept.shape
 
 
 def _groups(state: Mapping[str, Any], optimizer: Optimizer) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -316,9 +357,10 @@ def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
         group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
     made = schedule(trainer.optimizer, updates)
     if before is not None:
-        schedules.load(made, schedules.state_of(before))
         for group, values in zip(groups, kept, strict=True):
             group.update(values)
+        if trainer.resuming is None:
+            schedules.load(made, schedules.state_of(before))
     return made
 
 
@@ -327,8 +369,7 @@ def _load_rest(made: Ready, state: Mapping[str, Any], world: World) -> None:
     optimizer.load_state_dict(state["optimizer"])  # not before, because making a scheduler changes the learning rates
     _like_parameters(optimizer, world)
     made.step.load_state_dict(state["step"])
-    if made.scheduler is not None and state["scheduler"] is not None:
-        schedules.load(made.scheduler, state["scheduler"])
+    schedules.load(made.scheduler, state["scheduler"])
 
 
 def _like_parameters(optimizer: Optimizer, world: World) -> None:

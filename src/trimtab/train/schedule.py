@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from trimtab.errors import UsageError
 
 Schedule = Callable[[Optimizer, int], LRScheduler]
 """``schedule(optimizer, updates)`` -> a scheduler that the Trainer steps once per update of ``updates`` in all."""
+
+_LENGTHS = (
+    *("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones"),
+    *("step_size", "milestones", "total_size", "step_ratio"),
+)
+"""What torch's schedulers call how long they last; the rest of their state says where they stand."""
 
 
 def one_cycle(max_lr: float | list[float], *, warmup: float = 0.3) -> Schedule:
@@ -37,18 +44,28 @@ def linear(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
     return _shaped(warmup, floor, lambda done: 1 - done)
 
 
-def state_of(scheduler: LRScheduler) -> dict[str, Any]:
+def state_of(scheduler: LRScheduler | None) -> dict[str, Any] | None:
     """The state of ``scheduler`` without the functions in it, which are made again from the same arguments."""
-    return _plain(scheduler.state_dict())
+    if scheduler is None:
+        return None
+    state = {name: value for name, value in scheduler.state_dict().items() if not callable(value) and name != "lr_lambdas"}
+    if "_schedulers" in state:
+        state["_schedulers"] = [state_of(inner) for inner in _inside(scheduler)]
+    return {**state, "kind": type(scheduler).__qualname__}
 
 
-def load(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Put ``scheduler``, made for the run as it is now, where the one stood that ``state`` is of.
+def load(scheduler: LRScheduler | None, state: Mapping[str, Any] | None) -> None:
+    """Put ``scheduler``, made for the run as it is now, where the one stood that ``state`` is of; it lasts as it was made to.
+
+    The optimizer has its state already: where the schedule has another shape now, its rate is that of the shape.
 
     Raises:
-        UsageError: they are made of different numbers of schedulers.
+        UsageError: they are of different kinds, or made of different schedulers.
     """
-    scheduler.load_state_dict(_loadable(scheduler, state))
+    _refuse_other(scheduler, state)
+    if scheduler is not None and state is not None:
+        scheduler.load_state_dict(_loadable(scheduler, state))
+        _reshape(scheduler, state)
 
 
 def check(scheduler: LRScheduler | None, to_come: int | None, *, validated: bool) -> None:
@@ -66,29 +83,67 @@ def check(scheduler: LRScheduler | None, to_come: int | None, *, validated: bool
         raise UsageError("ReduceLROnPlateau goes by the validation, and there is none. Give fit(train, validate, ...).")
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in state.items() if not callable(value) and name != "lr_lambdas"}
-    if "_schedulers" in kept:
-        kept["_schedulers"] = [_plain(inner) for inner in kept["_schedulers"]]
-    return kept
+def _inside(scheduler: LRScheduler) -> list[LRScheduler]:
+    found: list[LRScheduler] = getattr(scheduler, "_schedulers", [])
+    return found
+
+
+def _refuse_other(scheduler: LRScheduler | None, state: Mapping[str, Any] | None) -> None:
+    now = "no schedule" if scheduler is None else type(scheduler).__qualname__
+    was = "no schedule" if state is None else state["kind"]
+    if now != was:
+        raise UsageError(f"The run began with {was}, and this is {now}. Give the schedule that it began with.")
 
 
 def _loadable(scheduler: LRScheduler, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with what torch expects in place of functions; how long a cycle lasts stays as the run needs it now."""
-    found = dict(state)
+    """``state`` with what torch expects in place of functions; how long ``scheduler`` lasts stays as it is."""
+    found = {name: value for name, value in state.items() if name != "kind"} | _lengths(scheduler)
     if (functions := getattr(scheduler, "lr_lambdas", None)) is not None:
         found["lr_lambdas"] = [None] * len(functions)
-    if isinstance(scheduler, OneCycleLR):
-        found |= {name: vars(scheduler)[name] for name in ("total_steps", "_schedule_phases")}
-    inner, kept = getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ())
+    inner, kept = _inside(scheduler), state.get("_schedulers", ())
     if len(inner) != len(kept):
         raise UsageError(
             f"This {type(scheduler).__name__} is made of {len(inner)} schedulers, and that of the run was of {len(kept)}. Give "
             "the schedule that the run began with."
         )
     if inner:
+        for pair in zip(inner, kept, strict=True):
+            _refuse_other(*pair)
         found["_schedulers"] = [_loadable(*pair) for pair in zip(inner, kept, strict=True)]
     return found
+
+
+def _lengths(scheduler: LRScheduler) -> dict[str, Any]:
+    return {name: vars(scheduler)[name] for name in _LENGTHS if name in vars(scheduler)}
+
+
+def _reshape(scheduler: LRScheduler, state: Mapping[str, Any], *, moved: bool = False) -> None:
+    """Give the optimizer the rate of ``scheduler`` where it stands, if that of ``state`` had another shape or place.
+
+    Otherwise it has that rate: what most schedulers compute from the rate before differs from their formula in the last digits.
+
+    Raises:
+        UsageError: there is no telling what the rate would be.
+    """
+    changed = moved or any(value != state.get(name) for name, value in _lengths(scheduler).items())
+    if isinstance(scheduler, ChainedScheduler):
+        for inner, kept in zip(_inside(scheduler), state["_schedulers"], strict=True):
+            if moved or any(value != kept.get(name) for name, value in _lengths(inner).items()):
+                raise UsageError(
+                    f"The {type(inner).__name__} in a ChainedScheduler lasts {_lengths(inner)} now, unlike in the run so far. "
+                    "Give the lengths that it had, or schedule=cosine(...), which fits itself to the run."
+                )
+    elif isinstance(scheduler, SequentialLR):
+        place = bisect.bisect_right(scheduler._milestones, scheduler.last_epoch)
+        inner = _inside(scheduler)[place]
+        if changed:
+            inner.last_epoch = scheduler.last_epoch - [0, *scheduler._milestones][place]
+        _reshape(inner, state["_schedulers"][place], moved=changed)
+        scheduler._last_lr = inner.get_last_lr()
+    elif scheduler.last_epoch > getattr(scheduler, "total_steps", math.inf):
+        return  # the run is over already, and OneCycleLR has no rate for what comes after
+    elif changed or isinstance(scheduler, LambdaLR):  # whose shape is in its functions, and whose rates are its formula's
+        scheduler._update_lr(scheduler.last_epoch)
 
 
 def _shaped(warmup: float, floor: float, shape: Callable[[float], float]) -> Schedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,10 +27,20 @@ class Update:
 
     loss: torch.Tensor
     """The mean over everything that the update stood for, on all processes."""
-    norm: torch.Tensor
-    """Of the gradient before it was clipped."""
+    check: torch.Tensor
+    """A number that is finite if the whole gradient is: its norm, or where nobody needs that, the sum of its elements, which
+    takes half the time."""
+    norm: torch.Tensor | None
+    """Of the gradient before it was clipped; ``None`` where it was not taken."""
     applied: bool
     """Whether the parameters were changed: not where the loss or the gradient was not finite and such updates are left out."""
+    overflowed: bool = False
+    """Whether it was left out because float16's scale was too large for the gradient of a finite loss: so it is found."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and the whole gradient are; waits for the device."""
+        return math.isfinite(float(self.loss + self.check))
 
 
 class Step:
@@ -45,6 +56,7 @@ class Step:
     Args:
         model: what the objective calls, perhaps wrapped or compiled.
         optimizer: what updates the parameters.
+        norm_every: of how many updates one tells the norm of its gradient; with ``clip_norm`` all do.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class Step:
         settings: Settings,
         world: World,
         clock: Clock,
+        norm_every: int = 50,
     ) -> None:
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.settings, self.world, self.clock = settings, world, clock
@@ -63,6 +76,7 @@ class Step:
         self._statistics = buffers_of(model, set()) if settings.nonfinite != "raise" else []
         self._typical: float | None = None
         self._unread: Update | None = None
+        self._norm_every, self._made = norm_every, 0
 
     def __call__(self, batches: Sequence[Batch]) -> Update:
         """Update the parameters from ``batches``, which are on the model's device.
@@ -85,7 +99,7 @@ class Step:
                 with world.exchanging(self.model, now=index == len(batches) - 1):  # gradients cross once per update
                     clock.enter("forward")
                     with self.precision():
-                        loss, weight = self.objective(self.model, batch, weighed=not alone)
+                        loss, weight = world.asked(functools.partial(self.objective, self.model, batch, weighed=not alone))
                     if not world.counts:
                         loss, weight = loss * 0, weight * 0
                     losses.append(loss.detach())
@@ -98,10 +112,12 @@ class Step:
         self.scaler.unscale_(self.optimizer)
         grads = self._gradients()
         self._unweight(grads, total)
-        norm = world.norm(grads)
-        if self.settings.clip_norm is not None:
-            self.world.scale(grads, (self.settings.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does it
-        update = self._apply(loss, norm)
+        clip_norm = self.settings.clip_norm
+        norm = world.norm(grads) if clip_norm is not None or self._made % self._norm_every == 0 else None
+        self._made += 1
+        if clip_norm is not None and norm is not None:
+            self.world.scale(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does it
+        update = self._apply(Update(loss, world.total(grads) if norm is None else norm, norm, True))
         if not update.applied:
             before.put_back()
         self.discard()
@@ -122,9 +138,10 @@ class Step:
             NonFiniteError: the last update was not finite.
         """
         unread, self._unread = self._unread, None
-        if unread is not None and not _finite(unread.loss, unread.norm):
+        if unread is not None and not unread.finite:
+            what = "sum" if unread.norm is None else "norm"
             raise NonFiniteError(
-                f"The loss was {float(unread.loss)} and the norm of its gradient {float(unread.norm)}, which is not finite. "
+                f"The loss was {float(unread.loss)} and the {what} of its gradient {float(unread.check)}, which is not finite. "
                 'Lower the learning rate, clip with Settings(clip_norm=1.0), or leave such updates out: nonfinite="skip".'
             )
 
@@ -182,33 +199,30 @@ class Step:
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             self.world.scale(grads, factor)
 
-    def _apply(self, loss: torch.Tensor, norm: torch.Tensor) -> Update:
+    def _apply(self, update: Update) -> Update:
         """Run the optimizer unless the settings keep it from an update that is not finite."""
         self.check()
         if self.scaler.is_enabled():  # it leaves out what overflowed, and lowers its scale: that is how float16 works
             before = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            update = Update(loss, norm, self.scaler.get_scale() >= before)
-            if self.settings.nonfinite == "raise" and not update.applied and not torch.isfinite(loss):
+            update = dataclasses.replace(update, applied=self.scaler.get_scale() >= before)
+            update = update if update.applied else dataclasses.replace(update, overflowed=bool(torch.isfinite(update.loss)))
+            if self.settings.nonfinite == "raise" and not update.applied and not torch.isfinite(update.loss):
                 self._unread = update  # a gradient may overflow, a loss may not
                 self.check()
             return update
         if self.settings.nonfinite != "raise":
-            applied = _finite(loss, norm)
+            update = dataclasses.replace(update, applied=update.finite)
         else:
-            self._unread, applied = Update(loss, norm, True), True
-            if loss.device.type == "cpu":
+            self._unread = update
+            if update.loss.device.type == "cpu":
                 self.check()
-        if applied:
+        if update.applied:
             self.optimizer.step()
-        return Update(loss, norm, applied)
+        return update
 
 
 def _known_to_be_nothing(weight: Weight) -> bool:
     """Whether a loss stands for nothing, as far as can be said without waiting for a GPU."""
     return (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu") and not weight
-
-
-def _finite(loss: torch.Tensor, norm: torch.Tensor) -> bool:
-    return math.isfinite(float(loss + norm))

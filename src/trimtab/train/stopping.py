@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -56,20 +57,46 @@ class Ema:
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Take the parameters as they are now into the average; buffers that are no floating point are copied."""
-        values = self._values(model)
-        floats = [name for name, value in values.items() if value.is_floating_point()]
-        torch._foreach_lerp_([self.shadow[n] for n in floats], [values[n] for n in floats], 1 - self.decay)
-        for name in values.keys() - set(floats):
-            self.shadow[name].copy_(values[name])
+        values = self._followed(model)
+        kinds: dict[Any, list[str]] = {}  # what is sharded over other processes, or not at all, cannot be in one operation
+        for name, value in values.items():
+            if value.is_floating_point():
+                kinds.setdefault(getattr(value, "device_mesh", None), []).append(name)
+            else:
+                self.shadow[name].copy_(value)
+        for names in kinds.values():
+            torch._foreach_lerp_([self.shadow[n] for n in names], [values[n] for n in names], 1 - self.decay)
 
     @torch.no_grad()
     def exchange(self, model: nn.Module) -> None:
         """Put the average into the model and the model's own values into the average; twice is as it was."""
-        for name, value in self._values(model).items():
+        for name, value in self._followed(model).items():
             kept = value.detach().clone()
             value.copy_(self.shadow[name])
             self.shadow[name].copy_(kept)
 
+    def buffers(self, model: nn.Module) -> list[torch.Tensor]:
+        """What the average has for the buffers of ``model``."""
+        self._followed(model)
+        return [self.shadow[name] for name, _ in model.named_buffers()]
+
+    def _followed(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The values of ``model``; the average begins anew for what its forward pass has made, enlarged or taken away since."""
+        values = self._values(model)
+        self.shadow = {name: self._kept(name, value) for name, value in values.items()}
+        return values
+
+    def _kept(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        kept = self.shadow.get(name)
+        same = kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype)
+        return kept if same and kept is not None else value.detach().clone()
+
     @staticmethod
     def _values(model: nn.Module) -> dict[str, torch.Tensor]:
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def copied_state(model: nn.Module) -> dict[str, Any]:
+    """A copy of all that is in the state of ``model``; what a module adds there as its extra state need not be a tensor."""
+    state = model.state_dict()
+    return {n: v.detach().clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for n, v in state.items()}

@@ -8,14 +8,13 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
-from trimtab.errors import StorageError, UsageError, WorkloadError
-from trimtab.train import auto, prepare, progress
+from trimtab.errors import StorageError, TrimtabError, UsageError, WorkloadError
+from trimtab.train import auto, prepare, progress, validation
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed.processes import join
@@ -28,9 +27,9 @@ from trimtab.train.objective import Batch, Objective
 from trimtab.train.runtime import running
 from trimtab.train.schedule import Schedule
 from trimtab.train.step import Update
-from trimtab.train.stopping import EarlyStopping, Ema
+from trimtab.train.stopping import EarlyStopping, Ema, copied_state
 from trimtab.train.summary import Summary
-from trimtab.train.validation import Metric, validate
+from trimtab.train.validation import Metric
 from trimtab.train.world import World
 from trimtab.workload import user_code
 
@@ -119,7 +118,7 @@ class Trainer:
         """What became of the settings that were ``"auto"``."""
         self.results: dict[str, float] = {}
         """The figures of the last validation."""
-        self.best_parameters: dict[str, torch.Tensor] | None = None
+        self.best_parameters: dict[str, Any] | None = None
         """Of the best validation, where early stopping puts them back."""
         self.epoch_random: dict[str, Any] = {}
         self.resuming: dict[str, Any] | None = None
@@ -182,6 +181,7 @@ class Trainer:
             self._goes_on = begun is not None and begun[0] is given and self.resuming is None
             train = begun[1] if begun is not None and self._goes_on else train
             validate = None if validate is None else self.world.share(validate, "validate")
+            validation.check(validate, self.metrics, self.early_stopping, self.world)
             updates = steps or prepare.updates_of(train, self.settings.accumulate, epochs or 0)
             with progress.shown(self, self.progress, updates):
                 train = auto.decide(self, train, updates)
@@ -202,7 +202,7 @@ class Trainer:
         if self.checkpoints is None:
             raise UsageError("resume() needs to know where the checkpoints are: Trainer(..., checkpoint='folder').")
         found = self.world.gathered(self.checkpoints.update())
-        if missing_ok and not any(found):
+        if missing_ok and set(found) == {None}:
             return self
         if len(set(found)) > 1:
             raise StorageError(
@@ -211,7 +211,6 @@ class Trainer:
             )
         state = self.checkpoints.load()
         prepare.restore(self, state)
-        self.best_parameters = state["best"]
         self.resuming, self._shows_average = state, False
         return self
 
@@ -255,7 +254,11 @@ class Trainer:
             if (yield from self._epoch(ready, meter, steps)):
                 position.epoch, position.batch = position.epoch + 1, 0
                 meter.report()
-                self._validate(held_out, ready)
+                try:
+                    self._validate(held_out, ready)
+                except TrimtabError:
+                    self._save(ready)  # so that the epoch is not lost
+                    raise
                 if self.checkpoint_every is None:
                     self._save(ready)
         step.check()
@@ -273,7 +276,7 @@ class Trainer:
                 position.batch, position.update = feed.taken, position.update + 1
                 position.skipped += not update.applied
                 meter.count(update, group if self.world.counts else [])
-                if not update.applied and self.settings.nonfinite == "stop":
+                if not (update.applied or update.overflowed) and self.settings.nonfinite == "stop":
                     self.stop("The loss was not finite.")
                 if self.checkpoint_every is not None and position.update % self.checkpoint_every == 0:
                     self._save(ready)
@@ -311,7 +314,7 @@ class Trainer:
         elif batch and not goes_on:  # an earlier run ended there
             begun, now = self.epoch_random, prepare.random_of(loader)
         if now:
-            prepare.set_random_of(loader, begun if batch else now)
+            prepare.begin_as(loader, begun if batch else now)
         if not (batch and goes_on):
             self.epoch_random = prepare.random_of(loader)
         feed.begin(self.position.epoch, 0 if goes_on else batch)
@@ -327,20 +330,15 @@ class Trainer:
         """Go through the validation data, keep the best parameters, and stop where it has stopped getting better."""
         if held_out is None:
             return
-        self.world.settle(self.model)
+        prepare.settle(self)
         with self._averaged():
-            self.results = validate(self.model, self.objective, held_out, self.metrics, ready)
+            self.results = validation.validate(self.model, self.objective, held_out, self.metrics, ready)
             stopping, position = self.early_stopping or EarlyStopping(), self.position
-            if stopping.metric not in self.results:
-                raise UsageError(
-                    f"EarlyStopping watches {stopping.metric!r}, but the validation has {', '.join(self.results)}. "
-                    "Name one of these, or give metrics={...}."
-                )
             better = stopping.better(self.results[stopping.metric], position.best)
             if better:
                 position.best, position.stale = self.results[stopping.metric], 0
                 if self.early_stopping is not None and stopping.restore_best:
-                    self.best_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+                    self.best_parameters = copied_state(self.model)
             else:
                 position.stale += 1
         if isinstance(ready.scheduler, ReduceLROnPlateau):
@@ -359,7 +357,7 @@ class Trainer:
             return
         ready.clock.enter("other")
         ready.step.check()
-        self.world.settle(self.model)
+        prepare.settle(self)
         state, checkpoints = prepare.state_of(self, ready), self.checkpoints
         path = self.world.led(lambda: checkpoints.save(self.position.update, state))
         self.emit(Saved(update=self.position.update, epoch=self.position.epoch, path=str(path)))
@@ -379,8 +377,10 @@ class Trainer:
     def _finish(self, ready: prepare.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
         """The last checkpoint, then the parameters that the user is to have, then the summary."""
         newest = None if self.checkpoints is None else self.checkpoints.newest()
-        if self.world.any(newest is None or newest.name != f"update-{self.position.update:08d}"):
+        made = self.position.update or self.decided  # else there is nothing to go on with
+        if made and self.world.any(newest is None or newest.name != f"update-{self.position.update:08d}"):
             self._save(ready)
+        prepare.settle(self)
         if self.ema is not None:
             self.ema.exchange(self.model)
             self._shows_average = True

@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab.confirm import Confirmation
 from trimtab.errors import NonFiniteError
-from trimtab.evaluate import Plan, ended, noise, ours, per_second, stage
+from trimtab.evaluate import Plan, ended, ours, per_second, stage
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
 from trimtab.measure.timer import Runner
@@ -53,7 +53,7 @@ def _line(
     with stage("timing"):
         found = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
     figures |= timed(found, subject)
-    figures["notes"] = (*figures["notes"], *noise(found))
+    figures["notes"] += () if found.doubt is None else (found.doubt,)
     return State.COMPLETE, None
 
 

@@ -24,6 +24,7 @@ from trimtab.recipe import Recipe
 from trimtab.train.auto import OFF
 from trimtab.train.double import candidate
 from trimtab.train.events import Event, Progressed
+from trimtab.train.feed import Seekable
 from trimtab.train.losses import Written
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.trainer import Trainer
@@ -35,6 +36,8 @@ SHAKE = 1e-6
 """How much, relative to each value: some units in the last place of a float32."""
 REPEATS = 0.01
 """Relative difference between the first losses of two runs from the same seed that no rounding explains."""
+EPOCHS_APART = 1000
+"""Between the batches of one seed and those of the next, for a loader whose order is that of the epoch."""
 ENDLESS = 10**9
 """Updates of a run that is timed for as long as somebody asks."""
 
@@ -131,7 +134,8 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
     settings, notes = decided(training.settings)
     seeded(workload.seed if seed is None else seed)
     with user_code("The workload's data could not be loaded"):
-        batches = first(loader(training), updates * settings.accumulate)
+        apart = 0 if seed is None else EPOCHS_APART * abs(seed - workload.seed)
+        batches = first(loader(training), updates * settings.accumulate, epoch=apart)
     with user_code("The workload's model, loss or optimizer failed"):
         known = candidate(_trainer(workload, training, settings, workload.seed), settings, batches[0])
     return TrainingSubject(
@@ -193,14 +197,19 @@ def loader(training: Training) -> Iterable[Batch]:
     return made
 
 
-def first(batches: Iterable[Batch], count: int) -> list[Batch]:
-    """The first ``count`` batches, over as many epochs as that takes.
+def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch]:
+    """The first ``count`` batches from the beginning of ``epoch`` on, over as many epochs as that takes.
+
+    A loader whose order depends on the epoch alone is told it; the order of any other comes from the random generators.
 
     Raises:
         WorkloadError: an epoch has none.
     """
     found: list[Batch] = []
     while len(found) < count:
+        if isinstance(batches, Seekable):
+            batches.seek(epoch, 0)
+            epoch += 1
         some = list(itertools.islice(iter(batches), count - len(found)))
         if not some:
             raise WorkloadError(

@@ -9,18 +9,49 @@ import torch
 from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.feed import Seekable
+from trimtab.train.feed import Seekable, has_workers, keeps_workers, set_workers
 from trimtab.train.objective import Batch, Objective, Weight, call, examples
+from trimtab.train.peek import kept_random
 from trimtab.workload import user_code
 
 if TYPE_CHECKING:
     from trimtab.train.prepare import Ready
+    from trimtab.train.stopping import EarlyStopping
+    from trimtab.train.world import World
 
 Metric = Callable[[Any, Any], Any]
 """``metric(outputs, targets)`` -> one value per example."""
 Move = Callable[[Batch], Batch]
 _READING, _END = user_code("The validation loader raised"), object()
 _MODEL = user_code("In validation the model or its loss raised")
+
+
+def check(
+    held_out: Iterable[Batch] | None, metrics: Mapping[str, Metric], stopping: EarlyStopping | None, world: World
+) -> None:
+    """Refuse before the run what its first validation would fail with; ``held_out`` is this process's part of the data.
+
+    Raises:
+        UsageError: there is no validation data, or early stopping watches a figure that there is not.
+    """
+    if held_out is None:
+        if stopping is not None or metrics:
+            asking = "EarlyStopping goes" if stopping is not None else f"metrics={{{', '.join(map(repr, metrics))}}} go"
+            raise UsageError(f"{asking} by the validation, and there is none. Give fit(train, validate, ...).")
+        return
+    if stopping is not None and stopping.metric not in (names := ("loss", *metrics)):
+        raise UsageError(
+            f"EarlyStopping watches {stopping.metric!r}, but the validation has {', '.join(names)}. Name one of these, or give "
+            "metrics={...}."
+        )
+    lengths = world.gathered(_length(held_out))
+    if all(length == 0 for length in lengths):
+        raise UsageError("validate has no batch: its len() is 0. Give it data, or leave it out.")
+    if world.shared and 0 in lengths:
+        raise UsageError(
+            f"validate has no batch for the process of rank {lengths.index(0)}, and all processes must call a sharded model "
+            f"together. Give it at least {len(lengths)} batches, smaller ones for instance."
+        )
 
 
 @torch.no_grad()
@@ -44,19 +75,21 @@ def validate(
     model.eval()
     try:
         with world.together():
-            for batch in world.rounds(_read(batches), _length(batches)):
+            # It is the plain model that is called: only one whose shares must be gathered needs all processes at once.
+            read = _read(batches)
+            for batch in world.rounds(read, _length(batches)) if world.shared else read:
                 moved = ready.move(batch)
                 with ready.step.precision():
                     with _MODEL:
                         loss, weight = objective(model, moved)
-                    for name, metric in metrics.items() if world.counts else ():
+                    for name, metric in metrics.items():
                         values[name].append(_per_example(name, metric, model, moved))
-                if world.counts:
-                    losses.append(loss.detach())
-                    weights.append(weight)
+                losses.append(loss.detach())
+                weights.append(weight)
     finally:
         for module, mode in modes:
             module.training = mode
+        world.rest()
         clock.enter("other")
     if not world.any(bool(losses)):
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
@@ -68,6 +101,9 @@ def validate(
 
 
 def _read(batches: Iterable[Batch]) -> Iterator[Batch]:
+    if keeps_workers(batches) and not has_workers(batches):
+        with kept_random():  # what starting them draws would be drawn again in a run that is gone on with
+            set_workers(batches, running=True)
     with _READING:
         running = iter(batches)
     while True:

@@ -27,6 +27,8 @@ class World:
     """Whether gradients are divided by the number of processes on their way, as FSDP does."""
     counts: bool = True
     """Whether what this process computes counts; not while it only keeps step with others that have more data."""
+    shared: bool = False
+    """Whether each process holds only a part of the model, so that all of them must call it at the same time."""
 
     @property
     def leads(self) -> bool:
@@ -66,6 +68,10 @@ class World:
         """A block whose backward pass exchanges gradients with the other processes only if ``now``."""
         return contextlib.nullcontext()
 
+    def asked(self, ask: Callable[[], T]) -> T:
+        """What ``ask`` gives, the forward pass of a batch, so that its backward pass can exchange gradients."""
+        return ask()
+
     def mean(
         self, losses: Sequence[torch.Tensor], weights: Sequence[Weight], *, summed: bool
     ) -> tuple[torch.Tensor, Weight | None]:
@@ -87,6 +93,13 @@ class World:
         norms = torch._foreach_norm(list(grads))  # what torch's own function does, without its bookkeeping
         found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return found
+
+    def total(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A number that is finite if all gradients are: their sum, or their norm where float16 could not hold that."""
+        kinds = {(grad.device, grad.dtype) for grad in grads}
+        if len(kinds) != 1 or grads[0].dtype == torch.float16:
+            return self.norm(grads)
+        return torch.stack([grad.sum() for grad in grads]).sum()
 
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
         """Multiply the gradients by ``factor``, in place."""
@@ -112,8 +125,11 @@ class World:
         """What ``action`` gives to the process that leads, once it is done; the others only wait for it."""
         return action()
 
-    def settle(self, model: nn.Module) -> None:
-        """Make buffers that differ between processes, such as BatchNorm's statistics, the same: their mean."""
+    def settle(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Make those that differ between processes, such as BatchNorm's statistics, the same: their mean."""
+
+    def rest(self) -> None:
+        """Let go of what a forward pass has gathered that no backward pass follows."""
 
     def whole(self, state: Any) -> Any:
         """``state`` with its tensors whole where each process has only a part; only the one that leads gets them."""
@@ -122,6 +138,14 @@ class World:
     def part(self, value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         """This process's part of a whole tensor, as ``of`` is one."""
         return value
+
+    def unsent(self) -> list[dict[str, Any]] | None:
+        """What the exchange of gradients holds back for later updates, of every process; only the one that leads gets it."""
+        return None
+
+    def take_unsent(self, states: list[dict[str, Any]] | None) -> bool:
+        """Go on with what :meth:`unsent` gave; whether nothing of it is lost, as it is where gradients do not cross."""
+        return not any(states or ())
 
     def notes(self) -> list[str]:
         """What there is to tell about the exchange of gradients, a sentence each."""

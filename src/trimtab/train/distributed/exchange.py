@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,8 +55,16 @@ class Exchange:
         """Forget what updates left behind: one of them failed, and the next makes it again. All processes do it at once."""
         self.launched, self.complete = 0, False
 
+    def state_dict(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What later updates depend on, by the names of ``parameters``; every process has its own."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Take up what :meth:`state_dict` gave to all processes of an earlier run, however many; whether nothing was lost."""
+        return not any(states)
+
     def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
-        """The sum of ``flat``, the gradients of ``parameters`` in a row, over all processes; ``flat`` may be overwritten."""
+        """The sum of ``flat``, the gradients of ``parameters`` as :func:`in_a_row`, over all; ``flat`` may be overwritten."""
         return self.summed(flat)
 
     def summed(self, values: torch.Tensor) -> Future[torch.Tensor]:
@@ -112,6 +120,27 @@ class Errors:
             self._flat = {known: kept for known, kept in self._flat.items() if not set(known) & set(key)} | {key: fresh}
         return self._flat[key]
 
+    def state_dict(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What was left out of each, in its shape."""
+        known = {name: (parameter, self._parts.get(id(parameter))) for name, parameter in parameters.items()}
+        return {name: shaped(part, parameter).cpu().clone() for name, (parameter, part) in known.items() if part is not None}
+
+    def load_state_dict(
+        self,
+        states: Sequence[Mapping[str, torch.Tensor]],
+        parameters: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Have what this process left out; where there were more or fewer of them, an equal part of what all left out."""
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._flat.clear()
+        self._parts.clear()
+        for name, parameter in parameters.items():
+            left = [state[name] for state in states if name in state]
+            if left:
+                part = left[rank] if len(left) == size else torch.stack(left).sum(0) / size
+                self._parts[id(parameter)] = in_a_row(part.to(parameter.device), parameter).clone()
+
 
 class Meter:
     """What crossed, for how long, and how long the backward pass was over and still had to wait.
@@ -152,6 +181,24 @@ class Meter:
     def hidden(self) -> float | None:
         """The share of the time in flight that was hidden behind the backward pass; ``None`` where nothing was timed."""
         return max(1 - self.waited_s / self.flight_s, 0.0) if self.flight_s else None
+
+
+def in_a_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The numbers of ``value``, (n,), in the order in which ``like``, of the same shape, lies in memory, as DDP's buckets."""
+    return value.permute(_order(like)).reshape(-1)
+
+
+def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`in_a_row`; a view."""
+    order = _order(like)
+    return flat.view([like.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(like.dim())])
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of ``tensor``, the one with the longest stride first; as they are where it has gaps in memory."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
 
 
 def _first(future: Future[list[torch.Tensor]]) -> Future[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -69,7 +70,7 @@ class Group(World):
 
     def place(self, model: nn.Module, settings: Settings) -> None:
         """See that all processes have the same model, and give BatchNorm the statistics of all where they must be exact."""
-        shapes = self.gathered([(name, tuple(value.shape)) for name, value in model.state_dict().items()])
+        shapes = self.gathered([(name, tuple(getattr(value, "shape", ()))) for name, value in model.state_dict().items()])
         if any(other != shapes[0] for other in shapes):
             raise WorkloadError(
                 "The processes have different models: their parameters differ in name or shape. Build the same one in each."
@@ -179,12 +180,18 @@ class Group(World):
         with self.together():
             return action() if self.leads else None
 
-    def settle(self, model: nn.Module) -> None:
-        """Give every process the mean of all buffers of floating point, and the first one's others."""
-        for buffer in model.buffers():
+    @torch.no_grad()
+    def settle(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Of those that differ, give every process the mean, or the first one's where they are no floating point."""
+        found = self.gathered([_digest(buffer) for buffer in buffers])
+        alike = [found[rank] for rank in dist.get_process_group_ranks(self.data)]
+        for buffer, *digests in zip(buffers, *alike, strict=True):
+            if len(set(digests)) == 1:  # a constant, which a mean might round
+                continue
             if buffer.is_floating_point():
-                dist.all_reduce(buffer, group=self.data)
-                buffer.div_(self.size)
+                mean = buffer.double().contiguous() / self.size  # a sum may be too much for the type that the mean fits into
+                dist.all_reduce(mean, group=self.data)
+                buffer.copy_(mean)
             else:
                 dist.broadcast(buffer, group=self.data, group_src=0)
 
@@ -244,6 +251,12 @@ class Group(World):
         found = torch.tensor(values)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
         return [int(value) for value in found]
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Sixteen bytes that stand for those of ``tensor``."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).digest()
 
 
 def lost(error: BaseException) -> bool:

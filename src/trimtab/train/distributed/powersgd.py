@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,14 +50,29 @@ class PowerSgd(Exchange):
         self.errors = Errors()
         self._bases.clear()
 
+    def state_dict(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What was left out, and where iterations ended."""
+        bases = {name: self._bases[id(value)].cpu() for name, value in parameters.items() if id(value) in self._bases}
+        return {"errors": self.errors.state_dict(parameters), "bases": bases}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Take up what an earlier run left out; its bases, which all processes have alike, where the rank is still the same."""
+        self.errors.load_state_dict([state.get("errors", {}) for state in states], parameters, self.group)
+        bases = states[0].get("bases", {})
+        fitting = {name: base for name, base in bases.items() if name in parameters and base.shape[1] == self.rank}
+        self._bases = {id(parameters[name]): base.to(parameters[name].device) for name, base in fitting.items()}
+        return True
+
     def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
         """The sum of the products, and of what is not worth one."""
         matrices, plain = self._sorted(parameters)
-        rest = torch.cat([flat[start:end] for start, end in plain]) if plain else flat.new_empty(0)
-        if not matrices:
-            return self.summed(flat)
         errors = self.errors.of(parameters, flat)
-        errors += flat
+        errors += flat  # of what crosses as it is, only what another kind of compression left out before a resumption
+        if not matrices:
+            flat.copy_(errors)
+            errors.zero_()
+            return self.summed(flat)
+        rest = torch.cat([errors[start:end] for start, end in plain]) if plain else flat.new_empty(0)
         tall = [matrix.of(errors) @ self._basis(matrix) for matrix in matrices]
         tall = _unpacked(self.summed(torch.cat([rest, *(p.flatten() for p in tall)])).wait(), tall, rest)
         tall = [torch.linalg.qr(p.float())[0].to(p.dtype) for p in tall]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.clock import Clock
-from trimtab.train.distributed.exchange import Exchange, Narrow
+from trimtab.train.distributed.exchange import Exchange, Narrow, in_a_row, shaped
 from trimtab.train.distributed.group import Group
 from trimtab.train.distributed.powersgd import PowerSgd
 from trimtab.train.distributed.topk import TopK
+
+T = TypeVar("T")
 
 COMMUNICATION: dict[str | None, Callable[[], Exchange]] = {
     None: Exchange,
@@ -94,6 +96,11 @@ class Replicas(Group):
         with contextlib.nullcontext() if now or self.engine is None else self.engine.no_sync():
             yield
 
+    def asked(self, ask: Callable[[], T]) -> T:
+        """What ``ask`` gives; it runs within DDP as a whole, whichever methods of the model it calls, and however often."""
+        found: T = ask() if self.engine is None else self.engine(ask)
+        return found
+
     def release(self) -> None:
         """Send zeros for the buckets that the others wait for."""
         if (engine := self.engine) is not None:
@@ -111,6 +118,16 @@ class Replicas(Group):
             del self.engine.reducer, self.engine.logger  # both hold torch's reducer, which removes its hooks when it goes
             self.engine = None
         self.exchange.reset()
+
+    def unsent(self) -> list[dict[str, Any]] | None:
+        """What compression holds back in each process, for the one that leads."""
+        found: list[Any] | None = [None] * self.size if self.leads else None
+        dist.gather_object(self.exchange.state_dict(dict(self._called.named_parameters())), found, group=self.everyone)
+        return found
+
+    def take_unsent(self, states: list[dict[str, Any]] | None) -> bool:
+        """Have the exchange go on with what an earlier run held back; whether nothing of it is lost."""
+        return not states or self.exchange.load_state_dict(states, dict(self._called.named_parameters()))
 
     def notes(self) -> list[str]:
         """What crossed, and how much of it was waited for."""
@@ -141,7 +158,7 @@ class Replicas(Group):
         for bucket, (grads, flat) in zip(buckets, packed, strict=True):
             parts = torch.split(self.exchange.add_up(bucket, flat).wait(), [p.numel() for p in bucket])
             for parameter, grad, part in zip(bucket, grads, parts, strict=True):
-                parameter.grad = grad.copy_(part.view(grad.shape))
+                parameter.grad = grad.copy_(shaped(part, parameter))
 
     def _packed(self, parameters: list[nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The gradients, zeros where there are none, and all of them in a row."""
@@ -152,13 +169,13 @@ class Replicas(Group):
                 f"The gradient of {sparse[0]} is sparse, and several processes exchange dense ones only. Make the embedding "
                 "with sparse=False, or train in one process."
             )
-        return grads, torch.cat([grad.reshape(-1) for grad in grads])
+        return grads, torch.cat([in_a_row(grad, parameter) for grad, parameter in zip(grads, parameters, strict=True)])
 
     def _engaged(self) -> DistributedDataParallel:
         """DDP, with the exchange in its hands."""
         on_gpu = next(self._called.parameters()).device.type == "cuda"
         engine = DistributedDataParallel(
-            self._called,
+            _Asked(self._called),
             device_ids=[next(self._called.parameters()).device] if on_gpu else None,
             **_BUFFERS_STAY,  # settle() gives them their mean where they are read
             init_sync=False,
@@ -170,8 +187,20 @@ class Replicas(Group):
         return engine
 
 
+class _Asked(nn.Module):
+    """What DDP wraps: it has the parameters of ``model``, and its forward pass is whatever is asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ask: Callable[[], T]) -> T:
+        """What ``ask`` gives."""
+        return ask()
+
+
 class _Replica(nn.Module):
-    """Calls DDP once there is one; whatever else is asked of it, the model answers."""
+    """The model, which answers whatever is asked of it."""
 
     def __init__(self, world: Replicas, model: nn.Module) -> None:
         super().__init__()
@@ -179,9 +208,11 @@ class _Replica(nn.Module):
         self._world = [world]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with gradients that are exchanged in the backward pass."""
-        engine = self._world[0].engine
-        return self.module(*args, **kwargs) if engine is None or not torch.is_grad_enabled() else engine(*args, **kwargs)
+        """The model's own."""
+        if self._world[0].engine is None:
+            return self.module(*args, **kwargs)
+        # torch.compile makes this branch anew, within DDP: in parts, whose gradients cross while the others are computed.
+        return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """What the model has under ``name``, for losses that call its methods."""

@@ -33,6 +33,7 @@ class Shards(Group):
     """
 
     averages = True
+    shared = True
 
     def __init__(self, settings: Settings, mesh: DeviceMesh | None = None) -> None:
         super().__init__(settings, None if mesh is None else mesh.get_group("data"))
@@ -90,10 +91,19 @@ class Shards(Group):
         found: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
         return found
 
+    def total(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Their norm: every process has to learn of what is not finite in the part of another."""
+        return self.norm(grads)
+
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
         """Multiply the gradients by ``factor``, in place."""
         for grad in grads:
             _local(grad).mul_(factor)
+
+    def rest(self) -> None:
+        """Have the model hold this process's shares again, where it would keep the whole for a backward pass."""
+        if self._model is not None:
+            self._model.reshard()
 
     def whole(self, state: Any) -> Any:
         """``state`` with whole tensors, on the CPU of the process that leads; the others take part, and get nothing of them."""

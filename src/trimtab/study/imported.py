@@ -1,0 +1,39 @@
+"""What a workload imports, so that a server of workers can import it once for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+
+from trimtab._json import write_json
+from trimtab.contracts import BACKENDS
+
+IMPORTED = "imported.json"
+
+
+@contextlib.contextmanager
+def imports_noted(folder: pathlib.Path) -> Iterator[None]:
+    """Write to ``folder`` which installed packages the block imports, in order, and what it makes of the environment.
+
+    A user's own files are left out, because running them may be anything, and so are the runtimes, because a cold start has
+    their import in it.
+    """
+    modules, environment = set(sys.modules), dict(os.environ)
+    yield
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    roots = tuple({os.path.realpath(place) + os.sep for place in (*places, site.getusersitepackages())})
+    runtimes = {package for backend in BACKENDS.values() for package in backend.requires}
+    found = []
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if name in modules or origin is None or name.partition(".")[0] in runtimes:
+            continue
+        if os.path.realpath(origin).startswith(roots):
+            found.append(name)
+    changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+    write_json(folder / IMPORTED, {"modules": found, "environment": changed})

@@ -1,0 +1,115 @@
+"""The runoff: recipes that the search could not tell apart are timed against each other.
+
+The search times each against the model as written, at another minute, so that the error of two ratios and whatever the machine
+did meanwhile stand between them. Directly they are compared in one go, which decides what the search left open.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from trimtab._json import from_json, to_json
+from trimtab.errors import TrimtabError
+from trimtab.evaluate import Objective
+from trimtab.measurement import Comparison, Interval
+from trimtab.study.rivals import Rivals
+from trimtab.study.study import KEEP, Study
+from trimtab.trial import Trial
+
+RUNOFF = "runoff"
+WORTH = 0.05
+"""By how much another might be faster than the first for the question to be worth the time."""
+ENOUGH = 0.5
+"""Of what a comparison is expected to take, so much must be left for it to begin."""
+
+
+def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
+    """The first of ``ahead``, the best first, and those behind it that may well be faster, as far as the search can tell."""
+    if objective not in ("latency", "throughput") or not ahead or ahead[0].speedup is None:
+        return list(ahead[:1])
+    first, bar = ahead[0], (1 + WORTH) * ahead[0].speedup.value
+    return [first, *[trial for trial in ahead[1:KEEP] if trial.speedup is not None and trial.speedup.high > bar]]
+
+
+def cost_s(study: Study) -> float:
+    """Seconds that one comparison takes: two processes begin, and take turns."""
+    return study.startup_s + study.options.timing_s
+
+
+def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None) -> list[Trial]:
+    """``ahead`` with the winner of the runoff in front; no comparison goes on after ``until``, of ``time.monotonic``.
+
+    What does not work here costs nothing but the answer: the order of the search then stands.
+    """
+    found = contenders(ahead, study.options.objective)
+    if len(found) < 2:
+        return list(ahead)
+    first, *others = found
+    with Rivals(study.job(), study.folder / RUNOFF, study.workers) as rivals:
+        for other in others:
+            ratio = _known(study, other, first)  # a second run is not to decide otherwise, however little time it has
+            late = until is not None and time.monotonic() + ENOUGH * cost_s(study) > until
+            if ratio is None and not late and not study.interrupted():
+                ratio = _measured(study, other, first, rivals, until)
+            if ratio is None:
+                continue
+            study.notes.append(f"Timed against each other, {other.recipe} runs at {ratio.times()} of {first.recipe}.")
+            if _displaces(other, first, ratio):
+                if rivals.alive(first.recipe.hash):
+                    rivals.stop(first.recipe.hash)
+                first = other
+    return [first, *[trial for trial in ahead if trial is not first]]
+
+
+def _displaces(other: Trial, first: Trial, ratio: Interval) -> bool:
+    """Whether ``other``, at ``ratio`` of the speed of ``first``, is better; who may lose accuracy must surely be faster."""
+    if ratio.vague:
+        return ratio.low > 1
+    if other.recipe.exact == first.recipe.exact:
+        return ratio.value > 1
+    return ratio.high >= 1 if other.recipe.exact else ratio.low > 1
+
+
+def _known(study: Study, other: Trial, first: Trial) -> Interval | None:
+    """What an earlier run of this study found out."""
+    known = study.storage.noted(_key(other, first))
+    return None if known is None else from_json(Comparison, known).ratio
+
+
+def _measured(study: Study, other: Trial, first: Trial, rivals: Rivals, until: float | None) -> Interval | None:
+    """How many times faster ``other`` is than ``first``; ``None``, with a note, if that cannot be found out."""
+    study.progress.stage("timing against each other what the search could not tell apart")
+    name, seconds = first.recipe.hash, study.options.trial_s
+    if not rivals.alive(name):
+        rivals.begin(name, {"recipe": first.recipe.to_json(), "fresh": False, "files": str(study.files(first))})
+    job = study.job() | {
+        "kind": "against",
+        "recipe": other.recipe.to_json(),
+        "files": str(study.files(other)),
+        "address": rivals.addresses[name],
+        "plan": to_json(study.plan(width=0.02)),
+        "seconds": seconds,
+    }
+    try:
+        with study.worker(job, study.folder / RUNOFF / other.recipe.hash, anew=False, warm=True) as worker:
+            left = seconds if until is None else min(seconds, until - time.monotonic())
+            rivals.ready(name, seconds=left, interrupted=study.interrupted)
+            outcome = study.wait_for(worker, deadline=until)
+            reason = outcome.reason
+    except TrimtabError as error:
+        lines = str(error).splitlines()  # a process that died left a traceback, which its log keeps
+        outcome, reason = None, " ".join([lines[0], *lines[1:][-1:]])
+    if outcome is not None and outcome.result is not None:
+        found = from_json(Comparison, outcome.result)
+        if not found.ratio.vague:  # which another run may tell better
+            study.storage.note(_key(other, first), outcome.result)
+        return found.ratio
+    if not study.interrupted():
+        reason = "the time was too short." if outcome is not None and outcome.cut_off else reason
+        study.notes.append(f"{other.recipe} and {first.recipe} could not be timed against each other: {reason}")
+    return None
+
+
+def _key(other: Trial, first: Trial) -> str:
+    return f"ran off {other.recipe.hash} {first.recipe.hash}"

@@ -1,0 +1,197 @@
+"""Artifacts of unusual models, in unusual places, and from strangers."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import trimtab
+from test_artifact import reseal, set_path, write
+from trimtab import _artifact_text
+from trimtab._json import write_text
+from trimtab.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
+from trimtab.backends.aoti import Aoti
+from trimtab.backends.eager import Eager
+from trimtab.backends.onnxruntime import OnnxRuntime
+from trimtab.candidate import Candidate, Settings
+from trimtab.cli.main import app
+from trimtab.contracts import Backend
+from trimtab.environment import Environment
+from trimtab.errors import ArtifactError, IntegrityError, UsageError
+from trimtab.passes.channels_last import ChannelsLast
+from trimtab.recipe import Recipe
+
+
+def shipped(folder: pathlib.Path, subject: Candidate, backend: Backend, *passes: Any) -> Artifact:
+    """The artifact of a model as ``backend`` runs it."""
+    executable = backend.compile(subject)
+    return write_artifact(
+        folder,
+        executable=executable,
+        recipe=Recipe(passes=passes, backend=backend),
+        workload_name="edge",
+        golden=Golden.of(subject, executable.signature),
+        evidence={},
+        environment=Environment.capture(),
+    )
+
+
+def replayed(artifact: Artifact) -> str:
+    """What ``run.py`` says, in a process of its own."""
+    done = subprocess.run([sys.executable, artifact.path / "run.py"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((artifact.path / "run.py").read_text().splitlines()) < 30
+    return done.stdout
+
+
+def test_a_model_in_bfloat16_runs_alone(tmp_path: pathlib.Path) -> None:
+    subject = Candidate.of(nn.Linear(4, 4).bfloat16().eval(), (torch.randn(2, 4).bfloat16(),))
+    assert "allowed" in replayed(shipped(tmp_path / "artifact", subject, Eager()))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_machine_code_in_another_layout_runs_alone(tmp_path: pathlib.Path, rows: int) -> None:
+    plain = Candidate.of(nn.Conv2d(3, 8, 3).eval(), (torch.randn(rows, 3, 16, 16),))
+    artifact = shipped(tmp_path / "artifact", ChannelsLast().apply(plain), Aoti(), ChannelsLast())
+    replayed(artifact)
+    built = json.loads((artifact.path / "model" / "build.json").read_text())
+    assert built["layouts"] == ["channels_last"]
+
+
+def test_machine_code_gets_the_threads_that_it_was_built_for(tmp_path: pathlib.Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        artifact = shipped(tmp_path / "artifact", Candidate.of(nn.Linear(4, 4).eval(), (torch.randn(2, 4),)), Aoti())
+        torch.set_num_threads(1)  # as on a machine with one core
+        assert artifact.load(trust=True)(torch.randn(2, 4)).shape == (2, 4)
+        assert torch.get_num_threads() == 2
+        assert verify(artifact.path, trust=True).ok
+        with pytest.raises(ArtifactError, match="built for 2 threads"):
+            artifact.load(trust=True, threads=1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_allocator_is_left_alone_where_it_is_another() -> None:
+    for line in ("sys.platform = 'darwin'", "ctypes.CDLL = lambda name: object()"):
+        program = f"import ctypes, sys\n{line}\n{_artifact_text._MEMORY}print('fine')"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout == "fine\n"
+
+
+def test_only_artifacts_are_replaced(tmp_path: pathlib.Path) -> None:
+    artifact = write(tmp_path / "one")
+    public = tmp_path / "public"
+    public.mkdir()
+    (public / "manifest.json").write_text('{"name": "an application"}')
+    (public / "index.html").write_text("work")
+    with pytest.raises(ArtifactError, match=r"public exists and is no artifact. Choose another folder or empty it."):
+        artifact.save(public)
+    assert (public / "index.html").read_text() == "work"
+    copy = artifact.save(tmp_path / "two")
+    (copy.path / "__pycache__").mkdir()
+    (copy.path / "__pycache__" / "run.cpython-311.pyc").write_bytes(b"")
+    artifact.save(copy.path)
+    assert not (copy.path / "__pycache__").exists()
+    (copy.path / "notes.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match=r"two holds 'notes.txt' beside an artifact. Move it away"):
+        artifact.save(copy.path)
+    assert (copy.path / "notes.txt").read_text() == "mine"
+
+
+def test_large_test_vectors_are_read_again(tmp_path: pathlib.Path) -> None:
+    subject = Candidate.of(nn.ReLU(), (torch.randn(1, 34_000_000),))
+    artifact = shipped(tmp_path / "artifact", subject, Eager())
+    assert artifact.golden().cases[0].inputs[0].shape == (1, 34_000_000)
+
+
+@pytest.mark.parametrize("threads", [2**70, 100_000])
+def test_a_strangers_threads_are_bounded(tmp_path: pathlib.Path, threads: int) -> None:
+    folder = write(tmp_path / "artifact").path
+    reseal(folder, set_path("settings", "threads", value=threads))
+    with pytest.raises(IntegrityError, match="at most 1024 are started"):
+        load(folder)
+    with pytest.raises(UsageError, match=f"Settings threads is {threads}; at most 1024"):
+        Settings(threads=threads)
+
+
+def test_what_a_runtime_says_of_a_strangers_inputs_is_a_finding(tmp_path: pathlib.Path) -> None:
+    subject = Candidate.of(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
+    folder = shipped(tmp_path / "artifact", subject, OnnxRuntime()).path
+    golden = open_artifact(folder).golden()
+    wide = [type(case)(tuple(t.double() for t in case.inputs), case.outputs) for case in golden.cases]
+    Golden(tuple(wide)).save(folder / "golden.safetensors")
+    reseal(folder, set_path("signature", "inputs", 0, "dtype", value="float64"))
+    found = verify(folder)
+    assert not found.ok
+    assert found.parity is not None
+    assert "The model failed on a test vector" in str(found.parity.reason)
+
+
+@pytest.mark.parametrize("claim", [{"value": None}, 3, {"value": "2", "low": 1.0, "high": 3.0}])
+def test_a_claim_that_is_no_interval_is_refused(tmp_path: pathlib.Path, claim: Any) -> None:
+    folder = write(tmp_path / "artifact").path
+    reseal(folder, set_path("evidence", "speedup", value=claim))
+    with pytest.raises(IntegrityError, match="states a speed-up that is none"):
+        verify(folder)
+
+
+def test_a_stranger_cannot_write_to_the_terminal(tmp_path: pathlib.Path) -> None:
+    folder = write(tmp_path / "artifact", baseline=False).path
+
+    def change(data: Any) -> None:
+        data["baseline_reason"] = "None.\u001b[2J\u001b[Hforged"
+
+    reseal(folder, change)
+    said = CliRunner().invoke(app, ["verify", str(folder)]).output
+    assert "None.forged" in said
+    assert "\u001b[2J" not in said
+
+
+def test_wrong_outputs_are_why_the_speed_is_not_compared(tmp_path: pathlib.Path) -> None:
+    folder = write(tmp_path / "artifact").path
+    reseal(folder, set_path("golden", "tolerance", value=[0.0, 0.0]))
+    golden = open_artifact(folder).golden()
+    moved = [type(case)(case.inputs, tuple(t + 1 for t in case.outputs)) for case in golden.cases]
+    Golden(tuple(moved)).save(folder / "golden.safetensors")
+    reseal(folder)
+    found = verify(folder)
+    assert not found.ok
+    assert found.speed_reason == "The outputs are wrong, and the speed of a wrong answer says nothing."
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path: pathlib.Path) -> None:
+    real, link = tmp_path / "real.html", tmp_path / "link.html"
+    real.write_text("old")
+    link.symlink_to("real.html")
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    write_text("/dev/null", "gone")
+    assert pathlib.Path("/dev/null").is_char_device()
+
+
+def test_model_files_are_measured_at_the_sizes_stated(tmp_path: pathlib.Path) -> None:
+    torch.jit.script(nn.Linear(8, 8)).save(str(tmp_path / "net.pt"))
+    script = tmp_path / "other.py"
+    script.write_text(
+        "import torch, trimtab\n"
+        "def workload(): return trimtab.Workload(model=torch.nn.Linear(8, 8), inputs=torch.randn(3, 8), name='other')\n"
+    )
+    command = ["measure", str(tmp_path / "net.pt"), "--vs", str(script), "--time", "1s"]
+    refused = CliRunner().invoke(app, command)
+    assert "TorchScript keeps no shapes" in str(refused.output) + str(refused.exception)
+    apart = trimtab.compare(trimtab.load_workload(command[1], shapes={"input": "1x8"}), script, seconds=1)
+    assert apart.note is not None
+    assert "inputs of different sizes, 1x8 and 3x8" in str(apart)
+    alike = trimtab.compare(trimtab.load_workload(command[1], shapes={"input": "3x8"}), script, seconds=1)
+    assert alike.note is None

@@ -1,0 +1,204 @@
+"""Data in the shapes that real programs give it: nested batches, rows that are no tensors, bounded batches, other orders."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trimtab._tree import flatten
+from trimtab.backends.eager import Eager
+from trimtab.backends.onnxruntime import OnnxRuntime
+from trimtab.candidate import Candidate
+from trimtab.capture import Call, difference
+from trimtab.errors import InputError, UsageError
+from trimtab.reference import Fitted, predict
+from trimtab.signature import Dim
+from trimtab.splits import Batch, Splits, split
+from trimtab.subject import fresh, prepare
+from trimtab.workload import Evaluation, Workload
+
+Pair = collections.namedtuple("Pair", ["label", "text"])  # noqa: PYI024
+
+
+def top1(output: torch.Tensor, target: Any) -> torch.Tensor:
+    return output.argmax(1) == target
+
+
+class Sum(nn.Module):
+    """Two inputs, the second of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(input_ids if attention_mask is None else input_ids * attention_mask)
+
+
+def workload(data: Any, **more: Any) -> Workload:
+    options = {"inputs": torch.randn(1, 4)} | more
+    return Workload(model=Sum(), evaluation=Evaluation(data=data, score=top1), **options)
+
+
+def parts(splits: Splits) -> list[Batch]:
+    return [*splits.selection, *splits.test]
+
+
+TARGETS = {
+    "texts": lambda label, text: {"label": label, "text": text, "source": "web"},
+    "texts as a loader gives them": lambda label, text: [label, tuple(text)],
+    "named": lambda label, text: Pair(label, text),
+    "several texts each": lambda label, text: {"label": label, "text": [text, text, text]},
+}
+
+
+@pytest.mark.parametrize("form", TARGETS)
+def test_rows_of_targets_stay_with_their_inputs_whatever_they_are(form: str) -> None:
+    x, batches = torch.arange(44.0)[:, None].expand(44, 4).contiguous(), []
+    for some in x.split(10):
+        label, text = some[:, 0].long(), [str(int(row[0])) for row in some]
+        batches.append((some, TARGETS[form](label, text)))
+    found = parts(split(workload(batches)))
+    assert sum(batch.rows for batch in found) == 35
+    for batch in found:
+        want = batch.inputs[:, 0].tolist()
+        by_name = isinstance(batch.target, dict)
+        label, text = (batch.target["label"], batch.target["text"]) if by_name else batch.target
+        assert label.tolist() == want
+        assert type(batch.target) is type(batches[0][1])
+        for column in text if isinstance(text[0], (list, tuple)) else [text]:
+            assert list(map(float, column)) == want
+
+
+@pytest.mark.parametrize("target", [lambda y: {"label": y, "what": object()}, lambda y: {"label": y, "what": [["a"] * 5] * 5}])
+def test_a_batch_with_something_that_may_or_may_not_be_rows_stays_whole(target: Any) -> None:
+    batches = [(torch.randn(5, 4), target(torch.zeros(5, dtype=torch.long))) for _ in range(12)]
+    assert {batch.rows for batch in parts(split(workload(batches)))} == {0}
+    assert {len(batch.inputs) for batch in parts(split(workload(batches)))} == {5}
+
+
+def test_batches_with_other_constants_are_not_joined() -> None:
+    batches = [(torch.randn(4, 4), {"label": torch.zeros(4), "source": source}) for source in "ab" * 10]
+    kinds = {"a": 0, "b": 0}
+    for batch in parts(split(workload(batches))):
+        kinds[batch.target["source"]] += batch.rows
+    assert sum(kinds.values()) == 64
+    assert min(kinds.values()) > 10
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda x: {"input_ids": x, "attention_mask": x},
+        lambda x: (x, x),
+        lambda x: x.numpy(),
+        lambda x: {"input_ids": {"deep": [x.numpy()]}},
+    ],
+)
+def test_max_examples_counts_examples_in_whatever_they_lie(inputs: Any) -> None:
+    read = []
+
+    def endless() -> Any:
+        while True:
+            read.append(1)
+            yield inputs(torch.randn(10, 4)), torch.zeros(10)
+
+    evaluation = Evaluation(data=endless(), score=top1, max_examples=60)
+    splits = split(Workload(model=Sum(), inputs=torch.randn(1, 4), evaluation=evaluation))
+    assert len(read) == 6
+    assert sum(splits.examples().values()) == 60
+
+
+def test_an_item_of_a_run_is_one_example_however_long_it_is() -> None:
+    data = [(torch.randn(100, 4), torch.zeros(1)) for _ in range(12)]
+    evaluation = Evaluation(data=data, score=lambda o, t: t == 0, run=lambda model, x: model(x)[:1], max_examples=50)
+    assert sum(split(Workload(model=Sum(), inputs=torch.randn(1, 4), evaluation=evaluation)).examples().values()) == 12
+
+
+@pytest.mark.parametrize(
+    "item",
+    [lambda: "clip.wav", lambda: (torch.randn(7, 4), 16000), lambda: ("clip.wav", torch.randn(1, 4)), lambda: {"path": "x"}],
+)
+def test_fresh_inputs_are_resampled_where_items_are_no_inputs_of_the_model(item: Any) -> None:
+    def run(model: Any, item: Any) -> torch.Tensor:
+        return model(torch.ones(1, 4), torch.ones(1, 4))
+
+    x = torch.randn(1, 4), torch.randn(1, 4)
+    data = [(item(), torch.zeros(1, dtype=torch.long)) for _ in range(12)]
+    evaluation = Evaluation(data=data, score=top1, run=run)
+    for calibration in (None, [x]):  # with calibration of its own the example's form is known, that of the items is not
+        stated = Workload(model=Sum(), inputs=x, evaluation=evaluation, calibration=calibration, dynamic={})
+        found = fresh(prepare(stated))
+        assert [arg.shape for arg in found.args] == [(1, 4), (1, 4)]
+        assert set(found.args[0].flatten().tolist()) <= set(x[0].flatten().tolist())
+
+
+@pytest.mark.parametrize("form", ["dataset", "tensors", "batches"])
+def test_batches_keep_within_what_the_workload_states(form: str) -> None:
+    x, y = torch.randn(200, 4), torch.zeros(200, dtype=torch.long)
+    batches = list(zip(x.split(50), y.split(50), strict=True))
+    data = {"dataset": TensorDataset(x, y), "tensors": (x, y), "batches": batches}[form]
+    stated = workload(data, dynamic={"input_ids": {0: Dim("batch", max=16)}}, calibration=x[:40])
+    subject = prepare(stated)
+    found = [*subject.splits.calibration, *parts(subject.splits)]
+    assert max(batch.rows for batch in found) == 16
+    assert sum(batch.rows for batch in found) == 240
+    executable = OnnxRuntime().compile(subject.candidate)
+    outputs = predict(Fitted(executable, subject.candidate.signature), subject.splits.test, stated.evaluation)
+    assert [len(output) for output in outputs] == [batch.rows for batch in subject.splits.test]
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 6), (3, 6), (2, None)])
+@pytest.mark.parametrize("backend", [Eager(), Eager(grad_mode="no_grad"), OnnxRuntime()])
+def test_an_executable_is_fitted_to_any_batch(backend: Any, least: int, most: int | None) -> None:
+    model = Sum().eval()
+    dims = {name: {0: Dim("batch", least, most)} for name in ("input_ids", "attention_mask")}
+    candidate = Candidate.of(model, (torch.randn(4, 4), torch.randn(4, 4)), dynamic=dims)
+    fitted = Fitted(backend.compile(candidate), candidate.signature)
+    for rows in (1, 2, 5, 6, 7, 13):
+        a, b = torch.randn(rows, 4), torch.randn(rows, 4)
+        assert torch.allclose(fitted(a, attention_mask=b), model(a, b), atol=1e-5), rows
+    if isinstance(backend, OnnxRuntime):
+        with pytest.raises(InputError, match="'batch' is 9 in one input and 8 in 'attention_mask'|this was built for"):
+            fitted(torch.randn(9, 4), torch.randn(8, 4))
+    else:
+        assert len(fitted(torch.randn(4, 4))) == 4, "eager takes what the module takes"
+
+
+def test_keyword_inputs_of_the_data_may_come_in_any_order() -> None:
+    x = torch.randn(40, 4)
+    batches = [({"attention_mask": x[i : i + 8], "input_ids": x[i : i + 8]}, torch.zeros(8)) for i in range(0, 40, 8)]
+    example = {"input_ids": x[:1], "attention_mask": x[:1]}
+    for inputs in (example, (x[:1], x[:1]), Call((x[:1],), {"attention_mask": x[:1]})):
+        subject = prepare(workload(batches, inputs=inputs))
+        assert [spec.shape for spec in subject.candidate.signature.inputs] == [("batch", 4)] * 2
+        assert [row.shape[1] for row in subject.candidate.flat_calibration()[0]] == [4, 4]
+        assert fresh(subject) is not subject.candidate
+    with pytest.raises(UsageError, match="attention_mask is given in call 1 and missing in call 2"):
+        prepare(workload([({"input_ids": x[:8]}, torch.zeros(8))] * 5, inputs=example))
+
+
+def test_a_difference_always_has_a_place() -> None:
+    one, two = ({"a": torch.ones(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.ones(1)})
+    assert difference(flatten(((), one))[1], flatten(((), two))[1], 1, 2) == (
+        "the call has the order a, b in call 1 and b, a in call 2"
+    )
+    assert difference(flatten(((one,), {}))[1], flatten(((two,), {}))[1], 1, 2) == (
+        "argument 0 has the order a, b in call 1 and b, a in call 2"
+    )
+    assert difference(flatten(((Pair(1, 2),), {}))[1], flatten((((1, 2),), {}))[1], 1, 2) == (
+        "argument 0 is a Pair of 2 in call 1 and a tuple of 2 in call 2"
+    )
+
+
+def test_arrays_are_tensors_wherever_they_lie() -> None:
+    batches = [({"input_ids": np.ones((6, 4), np.float32)}, Pair(np.zeros(6), None)) for _ in range(8)]
+    found = parts(split(workload(batches)))
+    assert all(isinstance(batch.target, Pair) and isinstance(batch.target.label, torch.Tensor) for batch in found)
+    assert sum(batch.rows for batch in found) == 38

@@ -1,0 +1,179 @@
+"""Forked workers: as if each were an interpreter of its own, and gone as surely."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from _workers import that_stay
+from trimtab.study.imported import IMPORTED
+from trimtab.study.process import WorkerProcess, environment
+from trimtab.study.sampler import as_written
+from trimtab.study.workers import Workers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Workers are forked on Linux only.")
+SPY = """
+import os, numpy, torch, trimtab
+class Spy(torch.nn.Module):
+    def forward(self, x): return x
+def workload():
+    {act}
+    print("spy", os.getppid(), os.getpgid(0), numpy.random.randint(1 << 30), os.environ.get("SPY"), flush=True)
+    return trimtab.Workload(name="spy", model=Spy, inputs=(torch.ones(2, 3),))
+"""
+
+
+def job(tmp_path: pathlib.Path, act: str = "pass") -> dict[str, object]:
+    """A dry run of a workload that tells about its process."""
+    file = tmp_path / "spy.py"
+    file.write_text(SPY.format(act=act))
+    (tmp_path / "reference").mkdir(exist_ok=True)
+    return {
+        "kind": "prepare",
+        "workload": {"reference": f"{file}:workload"},
+        "reference": str(tmp_path / "reference"),
+        "recipe": as_written().to_json(),
+    }
+
+
+def told(worker: WorkerProcess) -> list[str]:
+    return next(line.split()[1:] for line in worker.log_tail().splitlines() if line.startswith("spy"))
+
+
+def test_forks_are_each_in_a_group_with_random_numbers_and_an_environment_of_their_own(tmp_path, monkeypatch):
+    with Workers() as workers:
+        first = WorkerProcess(job(tmp_path), tmp_path / "first", workers)
+        assert first.wait(seconds=100, memory_mb=None).reason is None
+        monkeypatch.setenv("SPY", "later")
+        second = WorkerProcess(job(tmp_path), tmp_path / "second", workers)
+        outcome = second.wait(seconds=100, memory_mb=None)
+        assert outcome.reason is None
+        assert outcome.result["name"] == "spy"
+    (parent, group, number, variable), (parent_2, group_2, number_2, variable_2) = told(first), told(second)
+    assert parent == parent_2 != str(os.getpid())  # both are forks of one server
+    assert (int(group), int(group_2)) == (first.pid, second.pid)
+    assert number != number_2
+    assert (variable, variable_2) == ("None", "later")
+
+
+WARM = """
+import os, sys
+os.environ["SPY"] = "set by the workload"
+before = set(sys.modules)
+import sunau, json, numpy, torch, trimtab, {package}
+class Spy(torch.nn.Module):
+    def forward(self, x): return x @ x
+def workload():
+    print("spy", os.getppid(), "sunau" in before, {package}.__name__ in before, flush=True)
+    return trimtab.Workload(name="spy", model=Spy, inputs=(torch.ones(512, 512),))
+"""
+
+
+@pytest.mark.parametrize("package", ["chunk", "threads_at_import", "fails_at_import"])
+def test_what_the_workload_imports_is_imported_once_for_all(tmp_path, monkeypatch, package):
+    """A standard module is; where a package starts a thread, which no fork would have, nothing is, and nothing fails."""
+    job_ = job(tmp_path)
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "threads_at_import.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    (site / "fails_at_import.py").write_text(  # the second time, which is in the server
+        "import pathlib\nseen = pathlib.Path(__file__).with_name('seen')\n"
+        "seen.open('a').write('x')\nif len(seen.read_text()) == 2: raise ImportError('not now')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+    (tmp_path / "spy.py").write_text(WARM.format(package=package))
+    with Workers() as workers:
+        first = WorkerProcess(job_, tmp_path / "first", workers)
+        assert first.wait(seconds=100, memory_mb=None).reason is None
+        noted = json.loads((tmp_path / "first" / IMPORTED).read_text())
+        assert "sunau" in noted["modules"]
+        assert "spy" not in noted["modules"]
+        assert noted["environment"]["SPY"] == "set by the workload"
+        noted["modules"].append(package)  # as if it were installed
+        (tmp_path / "noted.json").write_text(json.dumps(noted))
+        workers.warm(tmp_path / "noted.json")
+        second = WorkerProcess(job_, tmp_path / "second", workers, warm=True)
+        assert second.wait(seconds=100, memory_mb=None).reason is None
+        plain = WorkerProcess(job_, tmp_path / "third", workers, warm=False)
+        assert plain.wait(seconds=100, memory_mb=None).reason is None
+    warm = package != "threads_at_import"
+    assert told(first)[1:] == told(plain)[1:] == ["False", "False"]
+    assert told(second)[1:] == [str(warm), str(package == "chunk")]
+    assert (told(second)[0] != told(first)[0]) == warm
+
+
+def test_without_workers_it_is_an_interpreter_of_its_own(tmp_path):
+    worker = WorkerProcess(job(tmp_path), tmp_path / "one")
+    assert worker.wait(seconds=100, memory_mb=None).reason is None
+    assert told(worker)[0] == str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        ("os._exit(3)", "It exited with code 3 without a result, as if the code called os._exit or sys.exit; see its log."),
+        ("import sys; sys.exit(4)", "It exited with code 4"),
+        ("import ctypes; ctypes.string_at(0)", "It crashed with a segmentation fault (SIGSEGV); its log has the stack."),
+        ("import time; time.sleep(600)", "It still ran after its time limit of 3 s and was killed"),
+    ],
+)
+def test_how_a_fork_ends_is_known(tmp_path, act, reason):
+    with Workers() as workers:
+        WorkerProcess(job(tmp_path), tmp_path / "warm", workers).wait(seconds=100, memory_mb=None)
+        worker = WorkerProcess(job(tmp_path, act), tmp_path / "one", workers)
+        outcome = worker.wait(seconds=3 if "sleep" in act else 100, memory_mb=None)
+    assert outcome.reason is not None
+    assert outcome.reason.startswith(reason)
+    if "ctypes" in act:
+        assert "Segmentation fault" in worker.log_tail(200)
+    assert not psutil.pid_exists(worker.pid)
+
+
+def test_a_server_that_is_killed_takes_its_forks_along_and_is_not_needed(tmp_path):
+    with Workers() as workers:
+        worker = WorkerProcess(job(tmp_path, "import time; time.sleep(600)"), tmp_path / "one", workers)
+        server = psutil.Process(worker.pid).parent()
+        assert server is not None
+        server.kill()
+        outcome = worker.wait(seconds=100, memory_mb=None)
+        assert outcome.reason is not None
+        assert outcome.reason.startswith("It was killed (SIGKILL)")
+        instead = WorkerProcess(job(tmp_path), tmp_path / "two", workers)
+        assert instead.wait(seconds=100, memory_mb=None).reason is None
+        assert told(instead)[0] == str(os.getpid())
+
+
+def test_a_study_that_is_killed_leaves_neither_server_nor_fork(tmp_path):
+    grandchild = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+    script = tmp_path / "study.py"
+    script.write_text(
+        "import json, pathlib, sys, time\n"
+        "from trimtab.study.workers import Workers\nfrom trimtab.study.process import WorkerProcess\n"
+        "with Workers() as workers:\n"
+        "    job = json.loads(sys.argv[1])\n"
+        "    print(WorkerProcess(job, pathlib.Path(sys.argv[2]), workers).pid, flush=True)\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, str(script), json.dumps(job(tmp_path, grandchild)), str(tmp_path / "one")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as study:
+        assert study.stdout is not None
+        worker = psutil.Process(int(study.stdout.readline()))
+        deadline = time.monotonic() + 60
+        while not worker.children() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        family = [worker.parent(), worker, *worker.children()]
+        assert len(family) == 3
+        os.kill(study.pid, signal.SIGKILL)
+    alive = that_stay([one for one in family if one is not None])
+    for one in alive:
+        one.kill()
+    assert not alive

@@ -1,0 +1,144 @@
+"""A disk that is full is nobody's failure: the study ends with a sentence, and goes on once there is space."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from _faulty import write
+from trimtab._disk import out_of_space
+from trimtab.backends.torchscript import TorchScript
+from trimtab.errors import ArtifactError, CompileError, StorageError
+from trimtab.evaluate import ended
+from trimtab.recipe import Recipe
+from trimtab.study.finish import finish
+from trimtab.study.options import Options
+from trimtab.study.sampler import Ask
+from trimtab.study.study import Study
+from trimtab.study.workers import Workers
+from trimtab.trial import State
+
+ROOT_ONLY = pytest.mark.skipif(
+    os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small tmpfs needs root on Linux"
+)
+ROOM = 400
+"""The kB that are left: enough for every log and result, too little for any model."""
+BIG = """
+def made():
+    return trimtab.Workload(model=nn.Linear(1500, 1500), inputs=torch.randn(1, 1500))
+"""
+WORDY = """
+class Wordy(nn.Module):
+    def forward(self, x):
+        return x.repeat(1, 60_000)
+
+def made():
+    return trimtab.Workload(model=Wordy(), inputs=torch.randn(1, 10))
+"""
+
+
+@pytest.fixture
+def disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A disk of 6 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(place)], check=False).returncode:
+        pytest.skip("this system does not let us mount a tmpfs")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def resize(disk: pathlib.Path, kilobytes: int) -> None:
+    """Give ``disk`` another size."""
+    subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(disk)], check=True)
+
+
+def fill(disk: pathlib.Path) -> None:
+    """Leave little room on ``disk``."""
+    resize(disk, shutil.disk_usage(disk).used // 1024 + ROOM)
+
+
+def caused(error: BaseException, cause: BaseException | None, *, handled: bool = False) -> BaseException:
+    """``error`` as it is after ``raise error from cause``, or where it was raised while ``cause`` was handled."""
+    if handled:
+        error.__context__ = cause
+    else:
+        error.__cause__ = cause
+    return error
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+LOOP = ValueError("a circle")
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (FULL, True),
+        (caused(ArtifactError("cannot be written"), FULL), True),
+        (caused(KeyError("model"), caused(CompileError("no form"), FULL), handled=True), True),
+        (shutil.Error([("a", "b", str(FULL))]), True),
+        (Exception("Error while serializing: I/O error: No space left on device (os error 28)"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1344 vs 1286"), True),
+        (RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"), True),
+        (RuntimeError("unable to write to file </torch_12_34>: No space left on device (28)"), False),
+        (OSError(errno.EACCES, "Permission denied"), False),
+        (caused(LOOP, LOOP), False),
+        (None, False),
+    ],
+)
+def test_a_full_disk_is_known_whoever_met_it(error: BaseException | None, *, full: bool) -> None:
+    assert out_of_space(error) is full
+
+
+def test_a_full_disk_is_no_failure_of_the_recipe() -> None:
+    def line(figures: dict[str, object]) -> tuple[State, str | None]:
+        raise FULL
+
+    with pytest.raises(OSError, match="No space left"):
+        ended(Recipe(backend=TorchScript()), line)
+
+
+@ROOT_ONLY
+def test_what_did_not_fit_is_tried_again_once_there_is_space(disk: pathlib.Path) -> None:
+    """The space left is less than a model and more than a result, so that a failure could be kept for good."""
+    reference = write(disk.parent, BIG)
+    with Workers() as workers:
+        study = Study(reference, disk / "run", Options(timing_s=0.2), workers=workers)
+        asked = [study.original, Recipe(backend=TorchScript())]
+        study.sampler.ask = lambda trials, facts: next(  # type: ignore[method-assign]
+            (Ask("lossless", recipe) for recipe in asked if recipe not in [trial.recipe for trial in trials]), None
+        )
+        for recipe in asked:
+            with pytest.raises(StorageError, match=r"could not be written: the disk is full.* the same command goes on"):
+                study.search(most=1)
+            assert recipe not in [trial.recipe for trial in study.trials]
+            resize(disk, 200 * 1024)
+            study.search(most=1)
+            trial = study.trials[-1]
+            assert (trial.recipe, trial.state) == (recipe, State.COMPLETE), trial.reason
+            assert trial.size_mb is not None
+            fill(disk)
+        with pytest.raises(StorageError, match="the disk is full"):
+            finish(study)
+        resize(disk, 200 * 1024)
+        best = finish(study)[2]
+        assert best is not None
+        assert best.artifact is not None
+
+
+@ROOT_ONLY
+def test_a_disk_that_is_full_in_the_dry_run_is_not_held_against_the_workload(disk: pathlib.Path) -> None:
+    reference = write(disk.parent, WORDY)
+    resize(disk, 1024)
+    with pytest.raises(StorageError, match="the disk is full"):
+        Study(reference, disk / "run", Options(timing_s=0.2))

@@ -1,0 +1,153 @@
+"""Metrics of the whole set: what they are given, in whatever structure a model answers, and what a resample of it is."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trimtab._joined import example_counts, joined
+from trimtab._tree import Record, flatten, unflatten
+from trimtab.errors import WorkloadError
+from trimtab.reference import drop, predict, refer, score
+from trimtab.splits import Batch
+from trimtab.workload import Evaluation
+
+Named = collections.namedtuple("Named", ["logits", "hidden"])  # noqa: PYI024
+
+
+@dataclasses.dataclass
+class Answer:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+    scale: float = 2.0
+
+
+@dataclasses.dataclass
+class ModelOutput(collections.OrderedDict):
+    """As in transformers: a dataclass, a mapping and attributes in one."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+
+def recurrent(x: torch.Tensor) -> Any:
+    y, (h, c) = LSTM(x)
+    return y[:, -1], (h, c)
+
+
+torch.manual_seed(0)
+LSTM = nn.LSTM(4, 3, 2, batch_first=True).eval()
+LINEAR = nn.Linear(4, 3)
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    return LINEAR(x[:, 0])
+
+
+ANSWERS: dict[str, tuple[Any, Any]] = {
+    "tensor": (flat, lambda out: out),
+    "dict": (lambda x: {"logits": flat(x), "note": "made", "loss": None}, lambda out: out["logits"]),
+    "model output": (lambda x: ModelOutput(flat(x)), lambda out: out.logits),
+    "dataclass": (lambda x: Answer(flat(x)), lambda out: out.logits * out.scale),
+    "named tuple": (lambda x: Named(flat(x), None), lambda out: out.logits),
+    "list": (lambda x: [x[:, 0], flat(x)], lambda out: out[1]),
+    "lstm": (recurrent, lambda out: out[0]),
+    "scalar beside": (lambda x: (flat(x), x.mean()), lambda out: out[0]),
+}
+
+
+def batches() -> list[Batch]:
+    x, y = torch.randn(23, 5, 4, generator=torch.Generator().manual_seed(1)), torch.arange(23) % 3
+    return [Batch(x[i : i + 8], y[i : i + 8], len(x[i : i + 8])) for i in range(0, 23, 8)]
+
+
+@pytest.mark.parametrize("form", ANSWERS)
+def test_a_metric_is_given_the_structure_of_the_model_in_every_resample(form: str) -> None:
+    model, logits = ANSWERS[form]
+    seen = []
+
+    def accuracy(outputs: Any, targets: torch.Tensor) -> float:
+        seen.append((logits(outputs), targets))
+        return float((seen[-1][0].argmax(1) == targets).float().mean())
+
+    evaluation, data = Evaluation(data=[], metric=accuracy), batches()
+    with torch.no_grad():
+        reference = refer(model, data, evaluation)
+        outputs = predict(model, data, evaluation)
+    whole = torch.cat([logits(unflatten(*reversed(flatten(output)))) for output in outputs])
+    assert reference.scores is not None
+    assert reference.scores.n == 23
+    assert torch.equal(seen[0][0], whole)
+    found = drop(evaluation, reference, score(evaluation, outputs, data), outputs, data, 0.1)
+    assert found.value == 0
+    assert found.n == 23
+    assert "cannot be resampled" not in found.method
+    rows = {tuple(row.tolist()): int(target) for row, target in zip(whole, seen[0][1], strict=True)}
+    assert len(seen) > 100
+    for resampled, targets in seen[-4:]:
+        assert len(resampled) == 23
+        assert [rows[tuple(row.tolist())] for row in resampled] == targets.tolist(), "rows and targets stay together"
+
+
+def test_what_is_not_of_the_examples_is_a_list_of_what_every_batch_has() -> None:
+    values = [{"y": torch.ones(n, 2) * n, "h": torch.ones(2, n, 3), "kind": "a", "n": n} for n in (4, 3)]
+    pick = joined(values, [4, 3])
+    whole, some = pick(None), pick(torch.tensor([6, 0, 0]))
+    assert whole["y"].shape == (7, 2)
+    assert some["y"][:, 0].tolist() == [3, 4, 4]
+    for found in (whole, some):
+        assert [h.shape for h in found["h"]] == [(2, 4, 3), (2, 3, 3)]
+        assert (found["kind"], found["n"]) == ("a", [4, 3])
+
+
+def test_lists_with_an_item_for_every_example_are_strung_together() -> None:
+    texts = [{"text": ["a", "b"], "boxes": [torch.ones(3, 4), torch.ones(0, 4)]}, {"text": ("c",), "boxes": [torch.ones(5, 4)]}]
+    some = joined(texts, [2, 1])(torch.tensor([2, 0]))
+    assert some["text"] == ["c", "a"]
+    assert [len(boxes) for boxes in some["boxes"]] == [5, 3]
+
+
+def test_items_that_stay_whole_are_examples_themselves_unless_their_sizes_agree() -> None:
+    frames, labels = [torch.zeros(5, 3), torch.zeros(2, 3)], [torch.zeros(5), torch.zeros(2)]
+    assert example_counts(frames, labels, [0, 0]) == [5, 2]
+    boxes = [torch.zeros(7, 4), torch.zeros(2, 4)]
+    assert example_counts(frames, boxes, [0, 0]) == [1, 1]
+    assert [len(item) for item in joined(boxes, [1, 1])(torch.tensor([1, 1, 0]))] == [2, 2, 7]
+    assert joined([1, 0, 2], [1, 1, 1])(torch.tensor([2, 2])).tolist() == [2, 2]
+    assert joined(["x", "y"], [1, 1])(torch.tensor([1])) == ["y"]
+    assert joined([torch.tensor(1.0), torch.tensor(2.0)], [1, 1])(None).tolist() == [1, 2]
+
+
+def test_records_answer_like_the_objects_they_stand_for() -> None:
+    found = joined([Answer(torch.ones(2, 3)), Answer(torch.ones(1, 3))], [2, 1])(None)
+    assert isinstance(found, Record)
+    assert found.class_name == "Answer"
+    assert found.logits.shape == found["logits"].shape == (3, 3)
+    assert (found.loss, found.scale) == (None, 2.0)
+    named = joined([Named(torch.ones(2), None)] * 2, [2, 2])(torch.tensor([0]))
+    assert isinstance(named, Named)
+
+
+def test_other_sizes_that_differ_are_named() -> None:
+    with pytest.raises(WorkloadError, match=r"cannot be joined for the metric: .*Pad them to one size, or use score=\.\.\."):
+        joined([torch.ones(2, 5), torch.ones(2, 6)], [2, 2])
+
+
+def test_a_score_that_works_in_place_leaves_the_reference_alone() -> None:
+    def in_place(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.zero_().argmax(1) == target
+
+    evaluation = Evaluation(data=[], score=in_place)
+    with torch.no_grad():
+        reference = refer(flat, batches(), evaluation)
+        want = [flat(batch.inputs) for batch in batches()]
+    assert all(np.array_equal(a, b[0]) for a, b in zip(want, reference.outputs, strict=True))

@@ -1,0 +1,158 @@
+"""What executables give back: right but for near-ties, and the caller's own to change."""
+
+import collections
+import dataclasses
+import pathlib
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab._ties import NEAR_TIES, too_many_differ
+from trimtab._tree import Record
+from trimtab.backends import _inductor
+from trimtab.backends._foreign import wrong_graph
+from trimtab.backends._owned import owned
+from trimtab.backends._program import disagreement
+from trimtab.backends.eager import Eager
+from trimtab.backends.inductor import Inductor
+from trimtab.backends.torchscript import TorchScript
+from trimtab.candidate import Candidate
+from trimtab.contracts import BACKENDS, Backend, Executable
+from trimtab.measure.parity import compare_outputs
+
+needs_compiler = pytest.mark.skipif(_inductor.no_compiler() is not None, reason="needs a C++ compiler")
+
+
+class Detector(nn.Module):
+    """Boxes as corner and size, beside what they were made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+        boxes = self.layer(rows)
+        return {"boxes": boxes, "parts": (boxes.sigmoid(), rows * 2)}
+
+
+class Binned(nn.Module):
+    """Scores and the bins that they fall into, as a quantizer's codes or a class map would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 16, 3)
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.conv(images)
+        return {"logits": logits, "bin": (logits * 1000).floor().long()}
+
+
+def corners(executable: Executable | nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """The post-processing that most detectors come with."""
+    found = executable(rows)
+    boxes: torch.Tensor = found["boxes"]
+    boxes[:, 2:] += boxes[:, :2]
+    found["parts"][0][:] = 0
+    return boxes
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [Eager(), Eager(grad_mode="no_grad"), TorchScript(), pytest.param(Inductor(mode="default"), marks=needs_compiler)],
+    ids=str,
+)
+def test_outputs_can_be_post_processed_in_place(backend: Backend, tmp_path: pathlib.Path) -> None:
+    candidate = Candidate.of(Detector().eval(), (torch.randn(3, 6),))
+    with torch.no_grad():
+        want = corners(candidate.model, *candidate.args)
+    executable = backend.compile(candidate)
+    executable.save(tmp_path)
+    for each in (executable, backend.load(tmp_path, executable.signature, executable.settings)):
+        for _ in range(2):
+            torch.testing.assert_close(corners(each, *candidate.args), want)
+
+
+def test_what_a_model_keeps_is_not_changed_with_its_outputs() -> None:
+    class Running(nn.Module):
+        kept: torch.Tensor | None = None
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.kept = rows * 1 if self.kept is None else self.kept + rows
+            return self.kept
+
+    rows = torch.ones(2, 3)
+    executable = Eager().compile(Candidate.of(Running().eval(), (rows,)))
+    first = executable(rows)
+    before = first.clone()
+    first.zero_()
+    torch.testing.assert_close(executable(rows), before + rows)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: list[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    scores: torch.Tensor
+    name: str = "frozen"
+
+
+def test_containers_keep_their_class_and_only_what_must_be_is_copied() -> None:
+    plain = torch.ones(2)
+    with torch.inference_mode():
+        made = collections.OrderedDict(
+            pair=Pair(torch.ones(2), [torch.ones(2), plain]),
+            frozen=Frozen(torch.ones(2)),
+            record=Record(scores=torch.ones(2)),
+            best=torch.ones(2, 3).max(1),
+            number=3,
+        )
+        assert owned(made) is made
+        assert made["frozen"].scores.is_inference(), "nothing to do within inference mode"
+    found = owned(made)
+    assert [type(value) for value in found.values()] == [Pair, Frozen, Record, torch.return_types.max, int]
+    assert found["pair"].right[1] is plain
+    tensors = [found["pair"].left, *found["pair"].right, found["frozen"].scores, found["record"].scores, found["best"].values]
+    for tensor in tensors:
+        tensor += 1
+        assert tensor.tolist() == [2.0, 2.0]
+
+
+def test_probes_let_near_ties_pass_and_say_the_share_of_what_is_more() -> None:
+    candidate = Candidate.of(Binned().eval(), (torch.randn(1, 3, 12, 12),))  # 1600 integers
+
+    def turning(count: int, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            found = candidate.model(*leaves)
+        found["bin"].view(-1)[:count] += 1
+        return list(found.values())
+
+    allowed = int(NEAR_TIES * 1600)
+    assert wrong_graph(lambda leaves: turning(allowed, list(leaves)), candidate, candidate.signature) is None
+    assert disagreement(candidate, lambda leaves: turning(allowed, list(leaves)), candidate.leaves) is None
+    for said in (
+        wrong_graph(lambda leaves: turning(16, list(leaves)), candidate, candidate.signature),
+        disagreement(candidate, lambda leaves: turning(16, list(leaves)), candidate.leaves),
+    ):
+        assert "is wrong: 1.00% of its values differ, where 0.50% may" in str(said)
+    assert too_many_differ(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)) is None
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_bins_of_another_runtime_pass_beside_their_scores(name: str) -> None:
+    pytest.importorskip(name)
+    if name == "onnxruntime":
+        pytest.importorskip("onnx")
+    candidate = Candidate.of(Binned().eval(), (torch.randn(2, 3, 96, 96),))
+    executable = BACKENDS[name]().compile(candidate)
+    with torch.no_grad():
+        want = candidate.model(*candidate.args)
+    found = compare_outputs([want], [executable(*candidate.args)], exact=True)
+    assert found.ok, found.reason
+    executable.close()

@@ -1,0 +1,225 @@
+"""What a loss may do with its batch and may return, and what a module may keep beside its tensors."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from _peaks import write_peaks
+from trimtab import Settings, Trainer
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.study.train_jobs import _fingerprint
+from trimtab.train.objective import Objective, fresh
+from trimtab.train.peak import flops_share
+from trimtab.train.stopping import EarlyStopping
+from trimtab.train.trying import prepared
+from trimtab.workload import Training, Workload
+
+CLASSES = 4
+SGD = functools.partial(torch.optim.SGD, lr=0.01)
+Batches = list[dict[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def peaks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, and a peak of it that the share of a run is told of; torch's threads as they were afterwards."""
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    write_peaks(tmp_path / "cache", 10.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def batches(count: int = 4) -> Batches:
+    random = torch.Generator().manual_seed(1)
+    return [
+        {"x": torch.randn(8, 6, generator=random), "labels": torch.randint(0, CLASSES, (8,), generator=random)}
+        for _ in range(count)
+    ]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def popping(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    labels = batch.pop("labels")
+    return functional.cross_entropy(model(batch["x"]), labels)
+
+
+def trainer(loss: Any = popping, model: nn.Module | None = None, **options: Any) -> Trainer:
+    return Trainer(model or network(), **{"loss": loss, "optimizer": SGD, **options})
+
+
+# A loss that takes its batch apart.
+
+
+class Pair(NamedTuple):
+    first: list[int]
+    second: Any
+
+
+def test_a_batch_is_handed_out_in_containers_of_its_own() -> None:
+    tensor = torch.zeros(2)
+    batch = {
+        "pair": Pair([1], (tensor, {"a": [tensor]})),
+        "user": collections.UserDict({"b": [tensor]}),
+        "count": collections.Counter("aab"),
+        "default": collections.defaultdict(list, c=[tensor]),
+        "size": tensor.shape,
+    }
+    before, given = repr(batch), fresh(batch)
+    assert repr(given) == before
+    assert [type(value) for value in given.values()] == [type(value) for value in batch.values()]
+    assert given["pair"].second[0] is tensor
+    given["pair"].first.clear()
+    given["pair"].second[1]["a"].append(3)
+    given["user"]["b"].clear()
+    del given["user"]["b"], given["default"]["c"], given["count"]["a"], given["size"]
+    assert repr(batch) == before
+
+
+def test_a_loss_may_take_its_batch_apart_wherever_batches_are_used_again() -> None:
+    summary = trainer(settings=Settings(optimizer="auto", threads=1)).fit(batches(), batches(2), epochs=2)
+    assert summary.updates == 8
+    assert summary.flops_share is not None
+    assert not any("cannot be measured" in note or "it fails" in note for note in summary.notes)
+    workload = Workload(name="dicts", mode="train", model=network, training=Training(data=batches, optimizer=SGD, loss=popping))
+    assert len(prepared(workload, 3).written(seed=0).losses) == 3
+
+
+def test_what_a_loss_raises_when_the_run_is_over_spoils_nothing() -> None:
+    calls: list[None] = []
+
+    def tired(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) > 4:
+            raise LookupError("the cache is empty")
+        return popping(model, batch)
+
+    summary = trainer(tired).fit(batches(), epochs=1)
+    assert summary.updates == 4
+    assert summary.flops_share is None
+    (note,) = [note for note in summary.notes if note.startswith("The share of the peak is not known")]
+    assert "The model or its loss raised: LookupError: the cache is empty (" in note
+
+
+def test_a_loss_that_misses_a_key_is_named_though_settings_decide_themselves() -> None:
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional.cross_entropy(model(batch["x"]), batch["label"])
+
+    made = trainer(loss, settings=Settings(optimizer="auto"))
+    with pytest.raises(WorkloadError, match="The model or its loss raised: KeyError: 'label'"):
+        made.fit(batches(), epochs=1)
+    assert flops_share(made, batches(1), 1.0) is None
+
+
+def test_compilation_that_a_loss_goes_around_is_told_of() -> None:
+    class Stepping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return functional.cross_entropy(self.network(batch["x"]), batch["labels"])
+
+    made = trainer(lambda model, batch: model.training_step(batch), Stepping(), settings=Settings(compile=True))
+    said = "compile is off: the model cannot be compiled. The loss calls methods of the model, of which only model(...) itself"
+    assert any(note.startswith(said) for note in made.fit(batches(), epochs=1).notes)
+
+
+# What a loss returns beside the mean.
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        (({"accuracy": 0.5},), "The loss returned a dict beside the mean."),
+        ((torch.zeros(8, CLASSES),), "The loss returned a tensor of shape (8, 4) beside the mean."),
+        ((None,), "The loss returned a NoneType beside the mean."),
+        ((3, {}), "The loss returned 3 values."),
+        ((-1,), "The loss returned -1.0 beside the mean, which no mean is over."),
+        ((float("nan"),), "The loss returned nan beside the mean, which no mean is over."),
+    ],
+)
+def test_only_a_weight_may_stand_beside_the_mean(beside: tuple[Any, ...], said: str) -> None:
+    made = trainer(lambda model, batch: (popping(model, batch), *beside))
+    with pytest.raises(WorkloadError) as error:
+        made.fit(batches(), epochs=1)
+    assert str(error.value).startswith(f"{said} Give the mean alone, or (mean, weight)")
+    assert made.position.update == 0
+
+
+@pytest.mark.parametrize("weight", [3, 2.5, 0, np.float32(2.5), np.int64(3), torch.tensor(3)])
+def test_a_weight_is_any_number_that_a_mean_can_be_over(weight: Any) -> None:
+    objective = Objective(lambda model, batch: (popping(model, batch), weight))
+    assert float(objective(network(), batches(1)[0])[1]) == float(weight)
+    assert objective(network(), batches(1)[0], weighed=False)[1] == 1.0
+
+
+# State that is no tensor.
+
+
+class Remembering(nn.Module):
+    """A network with extra state, as layers of low precision have."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        self.network, self.extra = network(), extra if extra is not None else {"scale": 2.0, "seen": [0]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and isinstance(self.extra, dict):
+            self.extra["seen"][0] += 1
+        found: torch.Tensor = self.network(x)
+        return found
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_extra_state_is_kept_restored_and_put_back(tmp_path: pathlib.Path) -> None:
+    stopping = EarlyStopping(min_delta=1e9)  # the first validation is the best
+    options = {"checkpoint": tmp_path / "run", "early_stopping": stopping}
+    first = trainer(model=Remembering(), **options)
+    first.fit(batches(), batches(2), epochs=1)
+    assert first.model.extra == {"scale": 2.0, "seen": [4]}
+    model = Remembering({"scale": 0.0, "seen": [0]})
+    resumed = trainer(model=model, **options).resume()
+    assert model.extra == {"scale": 2.0, "seen": [4]}
+    resumed.fit(batches(), batches(2), epochs=2)
+    assert resumed.position.best is not None
+    assert model.extra == {"scale": 2.0, "seen": [4]}
+
+
+def test_extra_state_that_no_checkpoint_can_hold_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match="A builtins.bytes cannot be kept in a checkpoint. Use tensors, numbers"):
+        trainer(model=Remembering(b"pickled"), checkpoint=tmp_path / "run").fit(batches(), epochs=1)
+
+
+def test_a_study_of_a_model_with_extra_state_knows_its_tensors() -> None:
+    def of(scale: float) -> str:
+        def model() -> nn.Module:
+            made = Remembering()
+            made.network[0].weight.data.mul_(scale)
+            return made
+
+        training = Training(data=batches, optimizer=SGD, loss=popping)
+        subject = prepared(Workload(name="extra", mode="train", model=model, training=training), 1)
+        return _fingerprint(subject, subject.written(seed=0))
+
+    assert of(1.0) == of(1.0) != of(2.0)

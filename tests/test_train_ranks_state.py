@@ -1,0 +1,205 @@
+"""Two real processes: losses that call methods of the model, averages of models, buffers, and the best parameters of shards."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from _ranks import on_ranks
+from trimtab.candidate import Settings
+from trimtab.train.stopping import EarlyStopping
+from trimtab.train.trainer import Trainer
+
+CLASSES = 4
+LEAST = torch.finfo(torch.float32).min
+LARGE = 40000.0
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def batches(count: int = 8) -> Batches:
+    random = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 8, generator=random), torch.randint(0, CLASSES, (6,), generator=random)) for _ in range(count)]
+
+
+class Coder(nn.Module):
+    """A model whose parts are called by name, with a part that no loss needs and state that is no tensor."""
+
+    def __init__(self, *, idle: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder = nn.Sequential(nn.Linear(8, 32), nn.Tanh()), nn.Linear(32, CLASSES)
+        if idle:
+            self.idle = nn.Linear(8, 8)
+
+    def encode(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.encoder(inputs)
+        return found
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return functional.cross_entropy(self.decoder(self.encode(batch[0])), batch[1])
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 1}
+
+
+class Normed(nn.Module):
+    """A network with statistics, unless it has no norm, and with buffers that never change."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 32), norm(32), nn.Tanh(), nn.Linear(32, CLASSES))
+        self.register_buffer("least", torch.full((2,), LEAST))
+        self.register_buffer("large", torch.full((2,), LARGE, dtype=torch.float16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(inputs)
+        return found
+
+
+def flat(model: nn.Module) -> list[float]:
+    values = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    found: list[float] = torch.cat([value.detach().flatten() for value in values]).tolist()
+    return found
+
+
+def trainer(model: nn.Module, loss: Any = None, *, checkpoint: Any = None, **options: Any) -> Trainer:
+    settings = Settings(**{name: options.pop(name) for name in ("sharding", "accumulate") if name in options})
+    return Trainer(
+        model,
+        loss=loss or nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.5),
+        settings=settings,
+        checkpoint=checkpoint,
+        **options,
+    )
+
+
+def stepping(model: Any, batch: Any) -> torch.Tensor:
+    found: torch.Tensor = model.training_step(batch)
+    return found
+
+
+def twice(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two passes through one part of the model, by a method, and one through another."""
+    hidden = model.encode(batch[0]) + 0.1 * model.encode(-batch[0]).detach()
+    return functional.cross_entropy(model.decoder(hidden), batch[1]), torch.tensor(len(batch[1]))
+
+
+METHODS: Mapping[str, tuple[Any, bool]] = {"step": (stepping, False), "twice": (twice, False), "idle": (twice, True)}
+
+
+def method(name: str, accumulate: int) -> list[float]:
+    loss, idle = METHODS[name]
+    model = Coder(idle=idle)
+    trainer(model, loss, accumulate=accumulate).fit(batches(), epochs=3)
+    model.idle = nn.Identity()
+    return flat(model)
+
+
+def averaged(accumulate: int, **options: Any) -> dict[str, Any]:
+    """Validated twice with the average in the model, and trained on without it."""
+    made = trainer(Normed(nn.Identity), ema=0.5, accumulate=accumulate, **options)
+    summary = made.fit(batches(), batches(2), epochs=2)
+    return {"updates": summary.updates, "parameters": flat(made.model), "validation": made.results["loss"]}
+
+
+# What the two processes do, in a row; the tests below look at what they found.
+
+
+def averaged_shards(folder: pathlib.Path) -> dict[str, Any]:
+    return averaged(2, sharding="shard")
+
+
+def averaged_replicas(folder: pathlib.Path) -> dict[str, Any]:
+    model = Normed()
+    made = trainer(model, ema=0.5)
+    made.fit(batches(), batches(2), epochs=2)
+    return {"buffers": {name: buffer.tolist() for name, buffer in model.named_buffers()}, "loss": made.results["loss"]}
+
+
+def best_shards(folder: pathlib.Path) -> dict[str, Any]:
+    """A run of shards that is gone on with, and gets no better."""
+    options = {"sharding": "shard", "checkpoint": folder / "best", "early_stopping": EarlyStopping(min_delta=1e9)}
+    first = Normed()
+    trainer(first, **options).fit(batches(), batches(2), epochs=1)
+    best = flat(first)
+    made = trainer(Normed(), **options).resume()
+    made.fit(batches(), batches(2), epochs=2)
+    return {"best": best, "parameters": flat(made.model), "update": made.position.update}
+
+
+def settled(folder: pathlib.Path) -> dict[str, Any]:
+    """What becomes of buffers that are alike, and of one that is not."""
+    world = trainer(nn.Linear(2, 2)).world
+    rank = dist.get_rank()
+    given = [
+        torch.tensor([LEAST, 0.1]),
+        torch.tensor(LARGE, dtype=torch.float16),
+        torch.zeros(1).expand(3),
+        torch.tensor([LARGE, LARGE + 64 * rank], dtype=torch.float16),
+        torch.tensor([rank, 7]),
+        torch.zeros(0),
+    ]
+    world.settle(given)
+    return {"found": [tensor.tolist() for tensor in given]}
+
+
+CHECKS = [averaged_shards, averaged_replicas, best_shards, settled]
+
+
+def all_checks(folder: pathlib.Path) -> dict[str, Any]:
+    made = trainer(Normed())  # which meets the other process
+    assert made.world.size == 2
+    methods = {name: method(name, 1) for name in METHODS}
+    return {"methods": methods, **{check.__name__: check(folder) for check in CHECKS}}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(all_checks, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_loss_that_calls_methods_learns_what_one_process_learns(found: list[dict[str, Any]], name: str) -> None:
+    alone = torch.tensor(method(name, 2))
+    for each in found:
+        torch.testing.assert_close(torch.tensor(each["methods"][name]), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_shards_are_averaged_beside_buffers_that_are_whole(found: list[dict[str, Any]]) -> None:
+    alone = averaged(4)
+    for each in (rank["averaged_shards"] for rank in found):
+        assert each["updates"] == alone["updates"] == 4
+        assert each["validation"] == pytest.approx(alone["validation"], rel=1e-5)
+        torch.testing.assert_close(torch.tensor(each["parameters"]), torch.tensor(alone["parameters"]), rtol=1e-5, atol=1e-5)
+
+
+def test_all_processes_end_with_one_average(found: list[dict[str, Any]]) -> None:
+    first, second = (each["averaged_replicas"] for each in found)
+    assert first == second
+    assert first["buffers"]["least"] == [LEAST] * 2
+    assert first["buffers"]["large"] == [LARGE] * 2
+    assert any(value != 0 for value in first["buffers"]["layers.1.running_mean"])
+
+
+def test_the_best_parameters_of_shards_come_back_after_a_resumption(found: list[dict[str, Any]]) -> None:
+    for each in (rank["best_shards"] for rank in found):
+        assert each["update"] == 8
+        torch.testing.assert_close(torch.tensor(each["parameters"]), torch.tensor(each["best"]))
+
+
+def test_only_buffers_that_differ_are_settled(found: list[dict[str, Any]]) -> None:
+    tenth = float(torch.tensor(0.1))
+    wanted = [[LEAST, tenth], LARGE, [0.0] * 3, [LARGE, LARGE + 32], [0, 7], []]
+    assert [each["settled"]["found"] for each in found] == [wanted] * 2
