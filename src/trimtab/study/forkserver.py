@@ -32,8 +32,8 @@ from trimtab.study.lifeline import die_with
 from trimtab.study.workers import WORD
 
 LONGEST_REQUEST = 1 << 16
-OURS = 2
-"""Threads of Python's in a server: its own and the lifeline's."""
+OURS = 1 if sys.platform == "linux" else 2
+"""Threads of Python's in a server: its own and, where the kernel does not do its work, the lifeline's."""
 COMPUTE_S = 30.0
 """Longest time that a fork may take for a sum and a product; it takes milliseconds, or it hangs."""
 

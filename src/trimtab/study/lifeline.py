@@ -5,8 +5,10 @@ standard library, so that it holds before torch is imported, which takes seconds
 """
 
 import ctypes
+import fcntl
 import os
 import runpy
+import select
 import signal
 import sys
 import threading
@@ -15,12 +17,21 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """End this process, and all that it started, when process ``parent`` ends or closes our standard input."""
+    """End this process, and all that it started, when process ``parent`` ends or closes our standard input, a pipe."""
     if sys.platform == "linux":
+        # The kernel kills the group itself, whatever its processes do, the moment that the pipe closes. A thread may be kept
+        # from it by native code, and the other signal ends this process alone: it is for a parent that did not hold the pipe.
+        own = os.open("/proc/self/fd/0", os.O_RDONLY)  # what follows would else hold for all that share the pipe
+        os.dup2(own, 0)
+        os.close(own)
+        fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgid(0))
+        fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    else:
+        threading.Thread(target=_watch, daemon=True).start()
+    if os.getppid() != parent or select.select([0], [], [], 0)[0]:
         os._exit(1)
-    threading.Thread(target=_watch, daemon=True).start()
 
 
 def _watch() -> None:
