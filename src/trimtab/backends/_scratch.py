@@ -43,6 +43,14 @@ def fingerprint(candidate: Candidate, *more: object) -> str:
     return digest.hexdigest()
 
 
+def data_fingerprint(rows: Iterable[Iterable[torch.Tensor]], *more: object) -> str:
+    """Sixteen hexadecimal digits that name what was made with the tensors ``rows``, and with options and versions ``more``."""
+    digest = hashlib.blake2b(repr(more).encode(), digest_size=8)
+    for i, row in enumerate(rows):
+        _absorb(digest, str(i), list(row))
+    return digest.hexdigest()
+
+
 _MODULE_STATE = frozenset(vars(nn.Module()))
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

@@ -13,9 +13,9 @@ import torch
 
 from trimtab._weights import weights
 from trimtab.backends import _onnx_int8 as int8
-from trimtab.backends._foreign import CONVERSION_ERRORS, Run, calibration_rows, io_names, no_numpy_form, static_signature
+from trimtab.backends._foreign import CONVERSION_ERRORS, Row, Run, calibration_rows, io_names, no_numpy_form, static_signature
 from trimtab.backends._onnx import MODEL, export_onnx, model_files, read_facts, refuse_unsafe, stamp
-from trimtab.backends._scratch import copy_files, fingerprint, first_line, own_folder, shared_folder
+from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, first_line, own_folder, shared_folder
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable, require
 from trimtab.errors import CompileError, IntegrityError
@@ -155,7 +155,12 @@ class OnnxRuntime(Backend):
             if self.precision == "f32":
                 copy_files(base, model_files(base), folder, link=True)
             else:
-                self._quantize(candidate, signature, base, folder)
+                rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
+                made = data_fingerprint(rows, self.precision, self.operators)
+                with shared_folder(
+                    candidate, f"{name}-{made}", lambda t: self._quantize(rows, signature, base, t)
+                ) as quantized:
+                    copy_files(quantized, model_files(quantized), folder, link=True)
         executable = OnnxExecutable(self._session(folder, candidate.settings), signature, candidate.settings, folder, owned)
         executable.notes += _notes(candidate, signature, facts.exporter, facts.notes)
         if self.precision != "f32":
@@ -187,7 +192,7 @@ def load(folder, threads):
     return call
 """
 
-    def _quantize(self, candidate: Candidate, signature: Signature, base: pathlib.Path, folder: pathlib.Path) -> None:
+    def _quantize(self, rows: Sequence[Row], signature: Signature, base: pathlib.Path, folder: pathlib.Path) -> None:
         onnx = require("onnx")
         names = io_names(signature)[0]
         prepared, target = folder / "prepared.onnx", folder / MODEL
@@ -197,8 +202,7 @@ def load(folder, threads):
                 int8.quantize_dynamic(prepared, target, self.operators)
             else:
                 known = {item.name for item in onnx.load(prepared, load_external_data=False).graph.input}
-                rows = int8.Calibration(calibration_rows(candidate, signature), names, known)
-                int8.quantize_static(prepared, target, self.operators, rows)
+                int8.quantize_static(prepared, target, self.operators, int8.Calibration(rows, names, known))
             stamp(target, names)
         except (*CONVERSION_ERRORS, *_runtime_errors()) as error:
             raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}") from error

@@ -13,9 +13,9 @@ from torch import nn
 
 from trimtab._weights import weights
 from trimtab.backends import _openvino as ir
-from trimtab.backends._foreign import CONVERSION_ERRORS, Run, calibration_rows, no_numpy_form, static_signature
+from trimtab.backends._foreign import CONVERSION_ERRORS, Row, Run, calibration_rows, no_numpy_form, static_signature
 from trimtab.backends._openvino_request import Request, run_queue
-from trimtab.backends._scratch import copy_files, fingerprint, first_line, own_folder, shared_folder
+from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, first_line, own_folder, shared_folder
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Choice, Executable, install_hint, missing_package
 from trimtab.errors import CompileError, IntegrityError, UsageError
@@ -193,7 +193,10 @@ class OpenVino(Backend):
             facts = ir.read_facts(base)
             signature = candidate.signature if facts.dynamic else static_signature(candidate)
             if self.precision.startswith("int8"):
-                self._quantize(candidate, signature, base, folder)
+                rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
+                made = data_fingerprint(rows, self.precision, self.operators)
+                with shared_folder(candidate, f"{name}-{made}", lambda target: self._quantize(rows, base, target)) as quantized:
+                    copy_files(quantized, ir.FILES, folder, link=True)
             else:
                 copy_files(base, ir.FILES, folder, link=True)
         executable = OpenVinoExecutable(folder, self._config(candidate.settings), signature, candidate.settings, owned)
@@ -233,13 +236,13 @@ def load(folder, threads):
     return call
 """
 
-    def _quantize(self, candidate: Candidate, signature: Signature, base: pathlib.Path, folder: pathlib.Path) -> None:
+    def _quantize(self, rows: Sequence[Row], base: pathlib.Path, folder: pathlib.Path) -> None:
         try:
             model = _read(base)
             if self.precision == "int8_weights":
                 model = ir.compress(model)
             else:
-                model = ir.quantize(model, calibration_rows(candidate, signature), recurrent=self.operators == "all")
+                model = ir.quantize(model, rows, recurrent=self.operators == "all")
             ir.write_model(model, folder)
         except CONVERSION_ERRORS as error:
             raise CompileError(f"NNCF cannot quantize this model ({self.precision}): {first_line(error)}") from error

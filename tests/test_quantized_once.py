@@ -1,0 +1,57 @@
+"""Quantizing takes most of an int8 trial: settings that leave the graph alone use the int8 graph of an earlier trial."""
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.candidate import Candidate, Settings
+from trimtab.contracts import BACKENDS
+
+ABOUT = {
+    ("onnxruntime", "int8_static"): {"spinning": False},
+    ("onnxruntime", "int8_dynamic"): {"spinning": False},
+    ("openvino", "int8_static"): {"streams": 1},
+    ("openvino", "int8_weights"): {"streams": 1},
+}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+
+
+def candidate(scratch, *, scale=1.0, threads=None):
+    torch.manual_seed(1)
+    rows = [((scale * torch.randn(4, 32),), {}) for _ in range(6)]
+    made = Candidate.of(model(), (torch.randn(4, 32),), calibration=rows, scratch=scratch)
+    return made.with_settings(**vars(Settings(threads=threads)))
+
+
+def output(backend, one):
+    executable = backend.compile(one)
+    try:
+        return executable(*one.args)
+    finally:
+        executable.close()
+
+
+@pytest.mark.parametrize(("name", "precision"), ABOUT)
+def test_a_trial_uses_the_int8_graph_of_an_earlier_one(tmp_path, monkeypatch, name, precision):
+    pytest.importorskip("nncf" if name == "openvino" else name)
+    backend = BACKENDS[name]
+    first = output(backend(precision=precision), candidate(tmp_path))
+    monkeypatch.setattr(backend, "_quantize", None)  # not callable: nothing is quantized again
+    again = output(backend(precision=precision, **ABOUT[name, precision]), candidate(tmp_path, threads=1))
+    torch.testing.assert_close(again, first, rtol=1e-4, atol=1e-4)
+    with pytest.raises(TypeError, match="not callable"):
+        output(backend(precision="int8_static", operators="all"), candidate(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_other_calibration_data_makes_another_graph(tmp_path, name):
+    pytest.importorskip("nncf" if name == "openvino" else name)
+    backend = BACKENDS[name](precision="int8_static")
+    narrow = output(backend, candidate(tmp_path, scale=0.01))
+    wide = output(backend, candidate(tmp_path))
+    truth = model()(candidate(tmp_path).args[0]).detach()
+    assert (wide - truth).abs().max() < 0.1 * truth.abs().max() < (narrow - truth).abs().max()
