@@ -18,7 +18,7 @@ from trimtab import confirm as module
 from trimtab._json import to_json
 from trimtab.confirm import Confirmation, confirm
 from trimtab.contracts import BACKENDS
-from trimtab.evaluate import Plan
+from trimtab.evaluate import Plan, save, start
 from trimtab.measure.timer import LocalRunner
 from trimtab.measurement import Comparison, Interval, Measurement
 from trimtab.recipe import Recipe
@@ -36,6 +36,7 @@ def confirmed(
     monkeypatch: pytest.MonkeyPatch, ratio: Interval, folder: pathlib.Path, *, written: Interval | None = None, **asked: Any
 ) -> Confirmation:
     """A real confirmation, but for the machine: comparisons give ``ratio``, or ``written`` with the model as written."""
+    recipe = Recipe(backend=BACKENDS["eager"]())
     figure = Measurement(unit="ms", n=10, median=1.0, interval=Interval(1.0, 0.9, 1.1))
     subject = prepare(trimtab.Workload(name="small", model=torch.nn.Linear(4, 2), inputs=torch.randn(3, 4)))
     rivals = {"as_written": LocalRunner(lambda: None), "tuned": LocalRunner(lambda: None)}
@@ -46,7 +47,8 @@ def confirmed(
 
     monkeypatch.setattr(module, "compare", compare)
     asked = {"plan": Plan()} | asked
-    return confirm(Recipe(backend=BACKENDS["eager"]()), folder, subject, rivals, must_win=True, **asked)[0]
+    save(start(recipe, subject.candidate)[0], folder)
+    return confirm(recipe, folder, subject, rivals, must_win=True, **asked)[0]
 
 
 def test_a_ratio_that_is_sure_is_believed(monkeypatch, tmp_path) -> None:

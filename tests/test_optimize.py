@@ -129,7 +129,7 @@ def test_verify_and_measure(study) -> None:
     assert "files:       as written, every hash checked" in out
     assert "outputs:     within tolerance on" in out
     assert "environment: The same as where the artifact was proven." in out
-    assert "the original here" in out
+    assert "x the original that travels with it (" in out
     assert out.rstrip().endswith("verified")
     timed = json.loads(command("measure", result["artifact"], "--vs", "tiny.py", "--time", "1s", "--json", folder=folder))
     assert timed["comparison"]["ratio"]["low"] <= timed["comparison"]["ratio"]["value"] <= timed["comparison"]["ratio"]["high"]

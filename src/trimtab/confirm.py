@@ -53,6 +53,8 @@ class Confirmation:
     """Peak memory of the tuned original, which that of the winner was held against; where memory is the objective."""
     loaded: bool = True
     """Whether the files that ship were measured, and not a build in memory because no such files exist."""
+    again: bool = True
+    """Whether anything was measured again. Where the settings of a training stay nothing is: the figures are the search's."""
 
     undecided: bool = False
     """Whether it was refused only because neighbours disturbed the measurement, so that another try is fair."""
@@ -74,12 +76,9 @@ def confirm(
     memory is the objective, if it needs less than ``original_mb``, the peak memory of the tuned original.
     """
     executable, candidate, cold_s, peak_mb = started(recipe, files, subject)
-    figures: dict[str, Any] = {
-        "cold_s": cold_s,
-        "peak_mb": peak_mb,
-        "original_mb": original_mb,
-        "loaded": (files / BUILT).exists(),
-    }
+    figures: dict[str, Any] = {"original_mb": original_mb, "loaded": (files / BUILT).exists()}
+    if figures["loaded"]:  # else its weights were at hand, and what it took to build it is none of a start's cost
+        figures |= {"cold_s": cold_s, "peak_mb": peak_mb}
     reason = _faithful(recipe, executable, subject, plan, figures) or _fast(
         executable, candidate, subject, rivals, plan, must_win, figures
     )
@@ -159,15 +158,17 @@ def _fast(
     limits, latency = plan.limits, figures["latency_ms"].median
     if limits.latency_ms is not None and latency > limits.latency_ms:
         return f"Measured again, its latency is {latency:.4g} ms; the limit is {limits.latency_ms:g} ms."
-    if limits.memory_mb is not None and figures["peak_mb"] > limits.memory_mb:
-        return f"Measured again, its peak memory is {figures['peak_mb']:.4g} MB; the limit is {limits.memory_mb:g} MB."
+    peak = figures.get("peak_mb")
+    if limits.memory_mb is not None and peak is not None and peak > limits.memory_mb:
+        return f"Measured again, its peak memory is {peak:.4g} MB; the limit is {limits.memory_mb:g} MB."
     return _unproven(found.ratio, plan, figures) if must_win else None
 
 
 def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | None:
     """What speaks against a gain: over the tuned original, and at ``written`` times the speed of the model as written."""
-    original, peak = figures["original_mb"], figures["peak_mb"]
-    if plan.objective == "memory" and original is not None and peak >= (1 - LEAST_GAIN) * original:
+    original, peak = figures["original_mb"], figures.get("peak_mb")
+    memory = plan.objective == "memory" and original is not None and peak is not None
+    if memory and peak >= (1 - LEAST_GAIN) * original:
         return f"Measured again, its peak memory is {peak:.4g} MB and that of the tuned original {original:.4g} MB, no gain."
     if plan.objective not in ("latency", "throughput"):
         return None

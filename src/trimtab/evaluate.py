@@ -9,7 +9,7 @@ import os
 import pathlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -39,7 +39,8 @@ REQUESTS = 8
 UNSAVED = "unsaved.json"
 """In a trial's folder: the trial as it was before its files were written, should the writing crash the process."""
 SINGLES = 20
-"""Unpaired single calls that give the latency where throughput is the objective."""
+SINGLES_S = 5.0
+"""Unpaired single calls that give the latency where throughput is the objective; slow ones are fewer, to take so long."""
 MODEL, BUILT = "model", "built.json"
 """In a trial's folder: the runtime's files, and the signature and settings that they were built for."""
 
@@ -121,8 +122,10 @@ def _line(
         return State.MISMATCH, figures["parity"].reason
 
     runner = runner_for(executable, candidate, subject, plan.objective)
+    begun = time.perf_counter()
     with stage("first timing"):
         first = compare(runner, rival, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(rival))
+    slow = first.few and time.perf_counter() - begun >= plan.seconds  # the longer timing would end with as few pairs
     figures |= timing(first, executable, candidate, subject, plan.objective)
     if first.ratio.high < plan.floor:
         return State.STOPPED, (
@@ -143,9 +146,11 @@ def _line(
                 f"{lost.show(limit)}."
             )
 
-    with stage("timing"):
-        final = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
-    figures |= timing(final, executable, candidate, subject, plan.objective)
+    final = first
+    if not slow:
+        with stage("timing"):
+            final = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
+        figures |= timing(final, executable, candidate, subject, plan.objective)
     figures["notes"] += () if final.doubt is None else (final.doubt,)
     folder.mkdir(parents=True, exist_ok=True)
     so_far = {name: value for name, value in figures.items() if name != "traceback"}
@@ -188,10 +193,11 @@ def _prepare_process(settings: Settings) -> None:
 
 def start(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
     """Compile and call once; gives the executable and the seconds of both."""
+    args, kwargs = candidate.own_inputs()
     begun = time.perf_counter()
     with stage(f"backend {recipe.backend}, with its first call"):
         executable = recipe.backend.compile(candidate)
-        executable(*candidate.args, **candidate.kwargs)
+        executable(*args, **kwargs)
         executable.synchronize()
     return executable, time.perf_counter() - begun
 
@@ -199,11 +205,16 @@ def start(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
 def runner_for(executable: Executable, candidate: Candidate, subject: Subject, objective: Objective) -> Runner:
     """What is timed: one call on the example, or several requests at once where throughput counts, per example batch."""
     if objective != "throughput":
-        args, kwargs = candidate.args, dict(candidate.kwargs)
+        args, kwargs = candidate.own_inputs()
         return LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize)
-    requests = [candidate.leaves] * REQUESTS
+    return together(executable, candidate.own_leaves(), rows(subject.candidate.leaves))
+
+
+def together(executable: Executable, leaves: Sequence[torch.Tensor], examples: int) -> Runner:
+    """Several requests with ``leaves`` at once, whose time is that of ``examples`` examples."""
+    requests = [leaves] * REQUESTS
     runner = LocalRunner(lambda: executable.run_many(requests), executable.synchronize)
-    return Scaled(runner, rows(subject.candidate) / (rows(candidate) * REQUESTS))
+    return Scaled(runner, examples / (rows(leaves) * REQUESTS))
 
 
 def ours(rival: Runner) -> set[int]:
@@ -223,9 +234,9 @@ class Scaled:
         return [round(ns * self._factor) for ns in self._runner.block(calls)]
 
 
-def rows(candidate: Candidate) -> int:
+def rows(leaves: Sequence[torch.Tensor]) -> int:
     """Examples per call: the size of the leading axis of the first input, or 1."""
-    return candidate.leaves[0].shape[0] if candidate.leaves and candidate.leaves[0].dim() else 1
+    return leaves[0].shape[0] if leaves and leaves[0].dim() else 1
 
 
 def timing(
@@ -234,11 +245,15 @@ def timing(
     """The figures of a trial that a comparison gives."""
     figures: dict[str, Any] = {"comparison": found, "speedup": found.ratio, "latency_ms": found.candidate}
     if objective == "throughput":
-        figures["throughput"] = per_second(found.candidate, rows(subject.candidate))
-        args, kwargs = candidate.args, dict(candidate.kwargs)
-        alone = LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize).block(SINGLES)
-        figures["latency_ms"] = summarize(alone, unit="ms", conditions={"examples": rows(candidate), "unpaired": True})
+        figures["throughput"] = per_second(found.candidate, rows(subject.candidate.leaves))
+        alone = _singles(runner_for(executable, candidate, subject, "latency"))
+        figures["latency_ms"] = summarize(alone, unit="ms", conditions={"examples": rows(candidate.leaves), "unpaired": True})
     return figures
+
+
+def _singles(runner: Runner) -> list[int]:
+    first = runner.block(1)
+    return first + runner.block(max(2, min(SINGLES, int(SINGLES_S * 1e9 / max(first[0], 1)))) - 1)
 
 
 def per_second(latency: Measurement, examples: float) -> Measurement:

@@ -21,7 +21,8 @@ from trimtab.measurement import OperatorTime
 from trimtab.recipe import Recipe
 from trimtab.subject import Subject
 
-REPEATS = 10
+REPEATS, PROFILED_S = 10, 10.0
+"""Calls that are profiled; slow ones are fewer, to take about so many seconds."""
 TORCH = "torch's profiler"
 
 
@@ -72,7 +73,8 @@ def explain(
         candidate = apply_passes(recipe, candidate)
         executable = start(recipe, candidate)[0]
         weights = weight_bytes(candidate.model)
-    source, operators, notes = _profiled(recipe, executable, subject.candidate)
+    repeats = REPEATS if not seconds else max(1, min(REPEATS, int(PROFILED_S / seconds)))
+    source, operators, notes = _profiled(recipe, executable, subject.candidate, repeats)
     counted = count_flops(subject.model, subject.candidate.args, subject.candidate.kwargs)
     moved = weights + _bytes(subject.candidate.leaves) + _bytes(executable.run(subject.candidate.leaves))
     dtype = _dtype(recipe, executable)
@@ -95,12 +97,14 @@ def explain(
     )
 
 
-def _profiled(recipe: Recipe, executable: Executable, candidate: Candidate) -> tuple[str, list[OperatorTime], tuple[str, ...]]:
+def _profiled(
+    recipe: Recipe, executable: Executable, candidate: Candidate, repeats: int
+) -> tuple[str, list[OperatorTime], tuple[str, ...]]:
     with contextlib.suppress(NotImplementedError):
-        native = executable.operator_times(candidate.leaves, REPEATS)
+        native = executable.operator_times(candidate.leaves, repeats)
         if native is not None:
             return f"{recipe.backend.name}'s own profiler", native, ()
-    found = operator_times(lambda: executable.run(candidate.leaves), repeats=REPEATS)
+    found = operator_times(lambda: executable.run(candidate.leaves), repeats=repeats)
     return TORCH, found, () if found else ("torch's profiler saw no operator: the runtime keeps them to itself.",)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from trimtab import _units
+from trimtab._fixes import with_fix
 from trimtab.candidate import Settings
 from trimtab.capture import Call, record
 from trimtab.dims import describe_dims
@@ -108,6 +110,9 @@ class Limits:
             raise UsageError(f"max_drop is {self.max_drop!r}; use a number like 0.005 or one of {', '.join(PRESETS)}.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                way_out = "Give a large one, such as 1e9" if field.name.startswith("max_") else "Leave it out for none"
+                raise UsageError(f"{field.name} is {value}; a limit is a finite number. {way_out}.")
             if isinstance(value, (int, float)) and not (value >= 0 if field.name == "max_drop" else value > 0):
                 raise UsageError(f"{field.name} is {value}; a limit is a positive number.")
 
@@ -221,7 +226,7 @@ class Workload:
             UsageError: the module was never called, was in training mode, or its calls cannot be used; says why.
             WorkloadError: ``run`` raised; its exception is the cause.
         """
-        with user_code("The program to capture raised"):
+        with user_code("The program to capture raised", "Let it run to its end by itself first."):
             found = record(module, run, keep=keep, most_calls=most_calls, most_mb=most_mb)
         kept = f", of which {len(found.calls)} are kept" if len(found.calls) < found.seen else ""
         notes = [f"The inputs are recorded from {found.seen} call{'s' if found.seen > 1 else ''} of the program{kept}."]
@@ -246,7 +251,9 @@ class Workload:
         """
         model = self.model if isinstance(self.model, nn.Module) else self.model()
         if not isinstance(model, nn.Module):
-            raise WorkloadError(f"The workload's model function returned a {type(model).__name__}, not an nn.Module.")
+            raise WorkloadError(
+                f"The workload's model function returned a {type(model).__name__}, not an nn.Module. Let it return the model."
+            )
         return model
 
     @property
@@ -273,18 +280,24 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-class user_code:
-    """Turns whatever the user's code raises into a :class:`WorkloadError` that carries it as its cause and says where."""
+BY_HAND = "Call the model with these inputs yourself."
+"""What to do where the user's model fails."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+
+class user_code:
+    """Turns whatever the user's code raises into a :class:`WorkloadError` that carries it as its cause, and says where and what
+    to do (``fix``)."""
+
+    def __init__(self, what: str, fix: str | None = None) -> None:
+        self.what, self.fix = what, fix
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, (UsageError, WorkloadError)):
-            raise WorkloadError(f"{self.what}: {type(error).__name__}: {error}{_place(error)}") from error
+            told = f"{self.what}: {type(error).__name__}: {error}{_place(error)}"
+            raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
 
 
 def _place(error: Exception) -> str:

@@ -43,7 +43,7 @@ def measure_command(
       trimtab measure runs/net/artifact --vs net.onnx --shape images=1x3x224x224
       trimtab measure runs/old/artifact --vs runs/new/artifact --width 1%
     """
-    most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width")
+    most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width", "2%")
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
         sides = [one if one is None or _is_folder(one) else brought(one, inputs, shape, task) for one in (subject, vs)]
         assert sides[0] is not None
@@ -89,8 +89,8 @@ def _lines(found: Verification) -> Iterator[str]:
         yield f"speed:       not compared. {found.speed_reason}"
     else:
         ratio = found.speed.ratio
-        promised = f"; {found.promised['value']:.2f}x was measured when it was written" if found.promised else ""
-        yield f"speed:       {ratio.value:.2f}x the original here ({ratio.low:.2f} to {ratio.high:.2f}){promised}"
+        promised = f"; when it was written, {found.promised['value']:.2f}x the model as written" if found.promised else ""
+        yield f"speed:       {ratio.value:.2f}x the original that travels with it ({ratio.low:.2f} to {ratio.high:.2f}){promised}"
         if found.speed.doubt is not None:
             yield f"             {found.speed.doubt}"
     yield "verified" if found.ok else "NOT verified"

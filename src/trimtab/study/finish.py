@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab._json import dumps, from_json, to_json
@@ -31,7 +31,9 @@ def ahead(study: Study) -> list[Trial]:
     options, eager = study.options, study.to_beat
     found = verdict.ahead(study.trials, options.limits, options.objective, eager)
     others = [trial for trial in found if trial.recipe != study.original]
-    return [trial for trial in others if eager is not None and pays(trial, eager, options.objective)]
+    if eager is None or not verdict.feasible(eager, options.limits):  # an original that misses a limit is no alternative
+        return others if eager is not None else []
+    return [trial for trial in others if pays(trial, eager, options.objective)]
 
 
 def finish(study: Study, *, until: float | None = None) -> tuple[verdict.Status, str, Best | None]:
@@ -43,7 +45,7 @@ def finish(study: Study, *, until: float | None = None) -> tuple[verdict.Status,
         raise UsageError("No trial was finished, not even of the model as written. Run it again with a longer --budget.")
     if eager is None:
         raise WorkloadError(no_baseline(study))
-    must_win = verdict.feasible(eager, limits)  # an original that misses a limit is no alternative
+    must_win = verdict.feasible(eager, limits)
     if not must_win and not verdict.ranked(study.trials, limits, study.options.objective):
         return "limits_not_met", verdict.unmet(study.trials, limits), None
     before = run_off(study, ahead(study), until=until)
@@ -51,18 +53,23 @@ def finish(study: Study, *, until: float | None = None) -> tuple[verdict.Status,
     # three that may lose accuracy can all fail on the test data, and the best lossless one deserves its turn
     tried = [*before[:KEEP], *[trial for trial in before[KEEP:] if trial.recipe.exact][:1]]
     lost: list[str] = []
+    again: dict[str, Trial] = {}
     with Rivals(study.job(), study.folder / RIVALS) as rivals:
         for trial in tried:
             found = confirm(study, trial, eager, rivals, must_win=must_win)
             if found.confirmation.ok:
                 return "improved", _improved(study, found, lost), found
             lost.append(f"{trial.recipe}: {found.confirmation.reason}")
+            again[trial.recipe.hash] = verdict.seen_again(trial, found.confirmation)
         surely = [verdict.surely_ahead(trial, eager, study.options.objective) for trial in tried]
         said = ("It seemed faster in the search", "It won the search")
         study.notes += [f"{said[won]} but was not confirmed: {line}" for won, line in zip(surely, lost, strict=True)]
         if not must_win:
-            return "limits_not_met", verdict.unmet([t for t in study.trials if t not in tried], limits), None
+            return "limits_not_met", _unmet(study, again), None
         kept = confirm(study, eager, eager, rivals, must_win=False)
+    again[eager.recipe.hash] = verdict.seen_again(eager, kept.confirmation)
+    if not kept.confirmation.ok and verdict.misses(again[eager.recipe.hash], limits):
+        return "limits_not_met", _unmet(study, again), None
     if not kept.confirmation.ok:
         return "kept_original", f"Nothing better was confirmed, and the original cannot ship: {kept.confirmation.reason}", kept
     why = " ".join(lost).rstrip(".") or _nothing_won(study.trials, study.options.objective)
@@ -79,6 +86,13 @@ def finish(study: Study, *, until: float | None = None) -> tuple[verdict.Status,
             "as written, and computes the same: so far do two processes of one program differ here. No tuning is behind it."
         )
     return "kept_original", f"The original ships: {why}.{alone}", kept
+
+
+def _unmet(study: Study, again: Mapping[str, Trial]) -> str:
+    """Why nothing keeps the limits: what was measured ``again`` is known better, or failed for another reason than a limit."""
+    limits = study.options.limits
+    refused = {name for name, trial in again.items() if not verdict.misses(trial, limits)}
+    return verdict.unmet([again.get(t.recipe.hash, t) for t in study.trials if t.recipe.hash not in refused], limits)
 
 
 def _nothing_won(trials: Sequence[Trial], objective: Objective) -> str:
@@ -135,6 +149,8 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
         for name in absent:
             rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)
         outcome = study.wait_for(worker, final=True)
+    if outcome.result is None and trial is eager and outcome.error == WorkloadError.__name__:
+        raise WorkloadError(str(outcome.reason))
     if outcome.result is None:
         reason = f"The confirmation failed: {outcome.reason}"
         return Best(trial=trial, confirmation=Confirmation(recipe=trial.recipe, ok=False, reason=reason), artifact=None)

@@ -14,11 +14,13 @@ from typing import Any
 import cloudpickle
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from trimtab._json import dumps, from_json, to_json, write_json
 from trimtab._tree import unflatten
 from trimtab._weights import weights
 from trimtab.artifact import Golden, open_artifact, write_artifact
+from trimtab.candidate import resized
 from trimtab.confirm import Confirmation, confirm, load, started
 from trimtab.contracts import BACKENDS, CHECKS, Executable, technique_from_json
 from trimtab.environment import Environment, measured_peaks
@@ -26,35 +28,38 @@ from trimtab.errors import TrimtabError
 from trimtab.evaluate import (
     BUILT,
     MODEL,
-    REQUESTS,
     Plan,
     apply_passes,
     evaluate,
     load_saved,
     ours,
+    rows,
     runner_for,
     save,
     stage,
     start,
+    together,
 )
 from trimtab.explain import explain
 from trimtab.finding import Finding
 from trimtab.intake.load import load_workload
+from trimtab.measure.flops import weight_bytes
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
-from trimtab.measure.timer import LocalRunner
+from trimtab.measure.timer import LocalRunner, Runner
 from trimtab.recipe import Recipe
 from trimtab.reference import Reference, refer
 from trimtab.study import space
 from trimtab.study.imported import imports_noted
 from trimtab.subject import Subject, fresh, prepare
 from trimtab.trial import Trial
-from trimtab.workload import Workload, user_code
+from trimtab.workload import BY_HAND, Workload, as_call, user_code
 
 AUTHKEY = "TRIMTAB_AUTHKEY"
 """Environment variable that carries the key of the study's sockets to its workers, and to nobody else."""
 READY, EXAMPLE = "ready.json", "example.safetensors"
+"""Files: that a server is there, and what it serves; the example inputs, in the folder of the reference."""
 
 Job = Mapping[str, Any]
 
@@ -75,9 +80,12 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     with imports_noted(folder):
         subject = prepare(read_workload(job["workload"]))
         call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
-        reference = refer(call, subject.splits.selection, subject.workload.evaluation)
+        evaluation = subject.workload.evaluation
+        reference = refer(call, subject.splits.selection, evaluation)
+        if evaluation is not None and evaluation.test is not None:  # which else nobody would see before the search is over
+            refer(call, subject.splits.test, evaluation)
         for args, kwargs in subject.candidate.calibration[:1]:
-            with user_code("The model failed on the calibration data"):
+            with user_code("The model failed on the calibration data", BY_HAND):
                 call(*args, **kwargs)
     reference.save(pathlib.Path(job["reference"]))
     example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
@@ -106,16 +114,11 @@ def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Build a recipe, or load it from its ``files``, and let other processes time it, until killed."""
     if "artifact" in job:
         return serve_artifact(job, folder)
-    with PeakMemory() as peak:
-        subject = prepare(read_workload(job["workload"]))
-        candidate = fresh(subject) if job["fresh"] else subject.candidate
-        recipe = Recipe.from_json(job["recipe"])
-        begun = time.perf_counter()
-        executable, candidate = load(recipe, pathlib.Path(job.get("files", folder)), candidate)
-        cold = time.perf_counter() - begun
+    subject = prepare(read_workload(job["workload"]))
+    candidate = fresh(subject) if job["fresh"] else subject.candidate
+    executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job.get("files", folder)), candidate)
     runner = runner_for(executable, candidate, subject, job["objective"])
-    sizes = [list(leaf.shape) for leaf in candidate.leaves]
-    write_json(folder / READY, {"cold_s": cold, "peak_mb": peak.result.host_mb, "sizes": sizes})
+    write_json(folder / READY, {"sizes": [list(leaf.shape) for leaf in candidate.leaves]})
     serve(runner, job["address"], authkey())
     return {}
 
@@ -125,16 +128,26 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     artifact = open_artifact(job["artifact"])
     original = artifact.load_baseline() if job["baseline"] else None
     executable = artifact.load(trust=job["trust"]) if original is None else original
+    runner: Runner
     leaves = artifact.golden().cases[0].inputs
-    args, kwargs = unflatten(executable.signature.input_structure, leaves)
-    requests = [leaves] * REQUESTS
-    together = job["objective"] == "throughput"
-    call = (lambda: executable.run_many(requests)) if together else (lambda: executable(*args, **kwargs))
-    runner = LocalRunner(call, executable.synchronize)
+    sizes = [list(leaf.shape) for leaf in leaves]
+    if job["objective"] == "throughput":
+        runner = together(executable, _at_its_batch(leaves, executable), rows(leaves))
+    else:
+        args, kwargs = unflatten(executable.signature.input_structure, leaves)
+        runner = LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize)
     runner.block(1)
-    write_json(folder / READY, {"sizes": [list(leaf.shape) for leaf in leaves]})
+    write_json(folder / READY, {"sizes": sizes})
     serve(runner, job["address"], authkey())
     return {}
+
+
+def _at_its_batch(leaves: Sequence[torch.Tensor], executable: Executable) -> list[torch.Tensor]:
+    """``leaves`` repeated, or cut, to the batch size that the executable was made for, if that is not the example's."""
+    size, name = executable.settings.batch, executable.signature.batch
+    if not isinstance(size, int) or name is None:
+        return list(leaves)
+    return [resized(leaf, spec.shape, name, size) for leaf, spec in zip(leaves, executable.signature.inputs, strict=True)]
 
 
 def trial_job(job: Job, folder: pathlib.Path) -> Any:
@@ -147,6 +160,23 @@ def trial_job(job: Job, folder: pathlib.Path) -> Any:
     return to_json(evaluate(Recipe.from_json(job["recipe"]), subject, reference, rival, plan=plan, folder=folder))
 
 
+def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
+    """Build the original as its user does, and call it: seconds to the first answer, where it is the workload that builds it,
+    and peak memory."""
+    workload = read_workload(job["workload"])
+    args, kwargs = as_call(workload.inputs)
+    at_hand = isinstance(workload.model, nn.Module)
+    begun = time.perf_counter()
+    with PeakMemory() as peak, user_code("The model failed on the example inputs"), torch.no_grad():
+        model = workload.build_model().eval()
+        model(*args, **kwargs)
+        cold = time.perf_counter() - begun
+        for _ in range(2):
+            model(*args, **kwargs)
+    weighs = weight_bytes(model) / 1e6 if at_hand else 0.0
+    return {"cold_s": None if at_hand else cold, "peak_mb": peak.result.host_mb + weighs}
+
+
 def probe_job(job: Job, folder: pathlib.Path) -> dict[str, float]:
     """Load saved files as a deployment would: seconds to the first answer, and peak memory above the idle interpreter."""
     recipe = Recipe.from_json(job["recipe"])
@@ -155,10 +185,13 @@ def probe_job(job: Job, folder: pathlib.Path) -> dict[str, float]:
     begun = time.perf_counter()
     with PeakMemory() as peak:
         executable = load_saved(recipe, pathlib.Path(job["files"]))
-        for _ in range(3):
+        executable.run(inputs)
+        executable.synchronize()
+        cold = time.perf_counter() - begun
+        for _ in range(2):
             executable.run(inputs)
             executable.synchronize()
-    return {"cold_s": time.perf_counter() - begun, "peak_mb": peak.result.host_mb}
+    return {"cold_s": cold, "peak_mb": peak.result.host_mb}
 
 
 def against_job(job: Job, folder: pathlib.Path) -> Any:
@@ -287,6 +320,7 @@ JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
     "prepare": prepare_job,
     "serve": serve_job,
     "trial": trial_job,
+    "original": original_job,
     "probe": probe_job,
     "against": against_job,
     "confirm": confirm_job,

@@ -61,7 +61,7 @@ class Rivals:
         self._processes[name] = WorkerProcess(job, folder, self._workers)
 
     def ready(self, name: str, *, seconds: float, interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """Wait until the rival answers; gives what it measured about itself (``cold_s``, ``peak_mb``).
+        """Wait until the rival answers; gives what it tells about itself.
 
         Raises:
             MeasurementError: it ended, was interrupted, or took longer than ``seconds``.

@@ -18,6 +18,8 @@ from trimtab.trial import State, Trial
 
 MOST_DECLINED = 10
 """Suggestions of optuna's that do not fit into the budget any more, after which no other is asked for."""
+QUICK_MS = 5.0
+"""Calls that take longer are seldom faster with fewer threads."""
 PROMISING = 0.5
 """A backend whose lossless form reaches this share of the best lossless speed is worth the price of trying less precision."""
 
@@ -88,8 +90,9 @@ class Ladder(Sampler):
         # runtimes with a graph of their own owe nothing to the tuning of eager, and bring most of what there is to gain
         yield from _lossless(runtimes, plain)
         yield from _precision(runtimes, plain, done, facts)
-        # small models gain much from fewer threads
-        yield from _with_each(_best(done, facts, exact_only=False), [knob for knob in space.knobs() if "threads" in knob.sets])
+        threads = [knob for knob in space.knobs() if "threads" in knob.sets]
+        if _is_quick(_best(done, facts, exact_only=False)):
+            yield from _with_each(_best(done, facts, exact_only=False), threads)
         yield from _fields(_best(done, facts, exact_only=False), facts)
         yield from _tuned(plain, done)
         tuned = _best_eager(done)
@@ -203,6 +206,11 @@ def _knobs(done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:
         yield from _fields(_best(done, facts, exact_only=exact_only), facts)
         best = _best(done, facts, exact_only=exact_only)
         yield from _with_each(best, [knob for knob in space.knobs() if facts.throughput or "batch" not in knob.sets])
+
+
+def _is_quick(best: Trial | None) -> bool:
+    """Whether calls are so short that fewer threads, which wait for each other less, may well be faster."""
+    return best is not None and best.latency_ms is not None and best.latency_ms.median < QUICK_MS
 
 
 def _fields(best: Trial | None, facts: Facts) -> Iterator[Ask]:

@@ -18,12 +18,12 @@ from trimtab._machine import free_mb
 from trimtab.environment import Environment
 from trimtab.errors import MeasurementError, WorkloadError
 from trimtab.evaluate import BUILT, MODEL, UNSAVED, Plan
-from trimtab.measurement import Interval
 from trimtab.recipe import Recipe
 from trimtab.study import verdict
 from trimtab.study.handing import handed
 from trimtab.study.imported import IMPORTED
 from trimtab.study.options import Options
+from trimtab.study.probing import probed
 from trimtab.study.process import LOG, Outcome, WorkerProcess
 from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record, claim
@@ -280,41 +280,20 @@ class Study:
         if outcome.result is None and unsaved.exists():
             trial = from_json(Trial, json.loads(unsaved.read_text(encoding="utf-8")))
             trial = dataclasses.replace(trial, reason=f"It cannot ship, because writing it failed. {outcome.reason}")
-            trial = self._probed(trial, folder, rivals) or trial
+            trial = probed(self, trial, folder, rivals) or trial
         elif outcome.result is None:
             trial = Trial(recipe=ask.recipe, state=State.FAILED, reason=outcome.reason, traceback=outcome.traceback)
         else:
-            probed = self._probed(from_json(Trial, outcome.result), folder, rivals)
-            if probed is None:
+            known = probed(self, from_json(Trial, outcome.result), folder, rivals)
+            if known is None:
                 return None
-            trial = probed
+            trial = known
         return dataclasses.replace(trial, stage=ask.stage, log=log, seconds=outcome.seconds)
 
-    def _probed(self, trial: Trial, folder: pathlib.Path, rivals: Rivals) -> Trial | None:
-        """``trial`` with cold start and peak memory as a deployment sees them: loaded from its files by a fresh process.
-
-        ``None`` if the study had to end meanwhile.
-        """
-        if trial.recipe == self.original:
-            one = Interval(1.0, 1.0, 1.0)  # by definition; what it measured of itself is noise, and stays in the comparison
-            facts = rivals.ready("as_written", seconds=60)
-            trial = dataclasses.replace(trial, speedup=one, cold_s=facts["cold_s"], peak_mb=facts["peak_mb"])
-        if trial.state is not State.COMPLETE or trial.size_mb is None:
-            return trial
-        job = {
-            "kind": "probe",
-            "recipe": trial.recipe.to_json(),
-            "files": str(folder),
-            "inputs": str(self.folder / REFERENCE / "example.safetensors"),
-        }
-        outcome = self.run_job(job, folder / "probe", warm=False)
-        if outcome.cut_off:
-            return None
-        if outcome.result is None:
-            reason = f"What it saved cannot be used in a fresh process: {outcome.reason}"
-            return dataclasses.replace(trial, state=State.FAILED, reason=reason, traceback=outcome.traceback)
-        cold = trial.cold_s if trial.recipe == self.original else outcome.result["cold_s"]
-        return dataclasses.replace(trial, cold_s=cold, peak_mb=outcome.result["peak_mb"])
+    def costs_as_written(self, rivals: Rivals) -> dict[str, float | None] | None:
+        """``cold_s`` and ``peak_mb`` of the original as its user starts it; ``None`` if the study had to end meanwhile."""
+        outcome = self.run_job(self.job() | {"kind": "original"}, self.folder / PREPARE / "original", warm=False)
+        return None if outcome.cut_off else outcome.result or {}
 
     def plan(self, *, floor: float = 0.0, seconds: float | None = None, width: float = 0.03) -> Plan:
         """How trials are judged and measured."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from trimtab._json import from_json
@@ -12,6 +13,7 @@ from trimtab.recipe import Recipe
 from trimtab.study import verdict
 from trimtab.study.climb import Climb, trained_as_written
 from trimtab.study.finish import confirm, no_baseline
+from trimtab.study.record import Record
 from trimtab.study.result import Best
 from trimtab.study.rivals import Rivals
 from trimtab.study.sampler import Sampler
@@ -50,9 +52,17 @@ class TrainingStudy(Study):
         """The training as written: there is no other original."""
         return next((trial for trial in self.trials if trial.recipe == self.original), None)
 
+    def costs_as_written(self, rivals: Rivals) -> dict[str, float | None]:
+        """What the process that trains as written found out about itself."""
+        return rivals.ready("as_written", seconds=60)
+
     def make_sampler(self) -> Sampler:
         """The one for trainings."""
         return Climb()
+
+    def record(self) -> Record:
+        """What is known so far."""
+        return dataclasses.replace(super().record(), mode="train")
 
     def job(self) -> dict[str, Any]:
         """What every job of this study has in common."""
@@ -104,7 +114,8 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
     why = " ".join(lost) or f"none of {len(study.trials)} trials was surely faster within the limits"
     # what the search found out about it stands: there is nothing that it was picked from by luck
     shared = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb")
-    kept = Confirmation(recipe=original.recipe, ok=True, loaded=False, **{name: getattr(original, name) for name in shared})
+    figures = {name: getattr(original, name) for name in shared} | {"baseline_score": original.score}
+    kept = Confirmation(recipe=original.recipe, ok=True, loaded=False, again=False, **figures)
     return "kept_original", f"The settings as written stay: {why}.", Best(trial=original, confirmation=kept, artifact=None)
 
 

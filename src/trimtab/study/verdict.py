@@ -90,10 +90,21 @@ def _accuracy(trial: Trial) -> Miss | None:
     )
 
 
+def ships(trial: Trial) -> bool:
+    """Whether ``trial`` has a form that ships; the original may stay where it is."""
+    return trial.size_mb is not None or trial.recipe.backend.name == "eager"
+
+
 def feasible(trial: Trial, limits: Limits) -> bool:
     """Whether ``trial`` was measured to the end, has a form that ships, and keeps every limit."""
-    ships = trial.size_mb is not None or trial.recipe.backend.name == "eager"  # the original may stay where it is
-    return trial.state is State.COMPLETE and ships and not misses(trial, limits)
+    return trial.state is State.COMPLETE and ships(trial) and not misses(trial, limits)
+
+
+def seen_again(trial: Trial, found: Confirmation) -> Trial:
+    """``trial`` with the figures of its confirmation, as far as it got."""
+    figures = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb", "cold_s")
+    again = {name: getattr(found, name) for name in figures}
+    return dataclasses.replace(trial, **{name: figure for name, figure in again.items() if figure is not None})
 
 
 def value(trial: Trial, objective: Objective) -> float | None:
@@ -154,9 +165,13 @@ def best_eager(trials: Iterable[Trial], limits: Limits | None = None, objective:
 
 
 def unmet(trials: Sequence[Trial], limits: Limits) -> str:
-    """The answer to an impossible wish: the nearest recipe, and which limit binds."""
-    measured = [t for t in trials if t.state in (State.COMPLETE, State.STOPPED) and t.latency_ms is not None]
-    accurate = [t for t in measured if t.state is State.COMPLETE and not any(m.limit == "accuracy" for m in misses(t, limits))]
+    """The answer to an impossible wish: the nearest recipe, which limit binds, and what keeps the limits but cannot ship."""
+    complete = [t for t in trials if t.state is State.COMPLETE and t.latency_ms is not None]
+    stopped = [t for t in trials if t.state is State.STOPPED and t.latency_ms is not None]
+    shipping = [t for t in complete if ships(t)]
+    accurate = [t for t in shipping if not any(m.limit == "accuracy" for m in misses(t, limits))]
+    held = next((t for t in complete if not ships(t) and not misses(t, limits)), None)
+    but = "" if held is None else f" {held.recipe} would keep them. {held.reason}"
     wishes = ", ".join(
         f"{name} {limit:g} {unit}"
         for name, limit, unit in (
@@ -167,13 +182,14 @@ def unmet(trials: Sequence[Trial], limits: Limits) -> str:
         if limit is not None
     )
     if not accurate:
-        return f"Nothing meets the limits ({wishes or 'accuracy'}), and no recipe kept the accuracy limit."
+        return f"Nothing meets the limits ({wishes or 'accuracy'}), and no recipe kept the accuracy limit.{but}"
     nearest = min(accurate, key=lambda trial: max((miss.excess for miss in misses(trial, limits)), default=0.0))
     worst = max(misses(nearest, limits), key=lambda miss: miss.excess, default=None)
     if worst is None:
-        return f"Nothing was confirmed within the limits; {nearest.recipe} kept them in the search only."
-    binding = _binding(measured, limits)
-    return f"Nothing meets {wishes}. The nearest is {nearest.recipe}: {worst.words[0].lower()}{worst.words[1:]} {binding}"
+        return f"Nothing was confirmed within the limits; {nearest.recipe} kept them in the search only.{but}"
+    binding = _binding([*shipping, *stopped], limits)
+    said = f"{worst.words[0].lower()}{worst.words[1:]} {binding}"
+    return f"Nothing meets {wishes}. The nearest is {nearest.recipe}: {said}{but}"
 
 
 def _binding(trials: Sequence[Trial], limits: Limits) -> str:
@@ -207,8 +223,8 @@ def entry(trial: Trial, limits: Limits, *, rung: Rung | None = None, confirmed: 
         "score": {"value": source.score},
         "drop": _drop(source.drop),
         "size_mb": trial.size_mb,
-        "peak_mb": source.peak_mb,
-        "cold_s": source.cold_s,
+        "peak_mb": trial.peak_mb if source.peak_mb is None else source.peak_mb,
+        "cold_s": trial.cold_s if source.cold_s is None else source.cold_s,
     }
 
 

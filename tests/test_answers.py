@@ -1,0 +1,211 @@
+"""What a study answers where things are not as its search saw them: limits, shipping, slow calls, throughput, memory."""
+
+from __future__ import annotations
+
+import pathlib
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from _faulty import run, write
+from trimtab import evaluate, measurement
+from trimtab.backends.eager import Eager
+from trimtab.candidate import Candidate
+from trimtab.confirm import Confirmation
+from trimtab.contracts import BACKENDS
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.measurement import Interval, Measurement
+from trimtab.passes.batch import Batch
+from trimtab.recipe import Recipe
+from trimtab.study import finish as finishing
+from trimtab.study import verdict
+from trimtab.study.compare import compare
+from trimtab.study.jobs import _at_its_batch
+from trimtab.study.options import Options
+from trimtab.study.result import Best
+from trimtab.study.sampler import as_written
+from trimtab.study.study import Study
+from trimtab.study.workers import Workers
+from trimtab.trial import State, Trial
+from trimtab.workload import Limits
+
+EAGER, OPENVINO, ORT = (Recipe(backend=BACKENDS[name]()) for name in ("eager", "openvino", "onnxruntime"))
+INDUCTOR = Recipe(backend=BACKENDS["inductor"]())
+
+
+def latency(ms: float) -> Measurement:
+    return Measurement(unit="ms", n=100, median=ms, interval=Interval(ms, ms, ms))
+
+
+def trial(recipe: Recipe, ms: float, **more) -> Trial:
+    speed = Interval(10 / ms, 9.9 / ms, 10.1 / ms)
+    figures = {"size_mb": 1.0, "peak_mb": 50.0} | more
+    return Trial(recipe=recipe, state=State.COMPLETE, speedup=speed, latency_ms=latency(ms), **figures)
+
+
+class Confirmed:
+    """A study whose confirmations find the latencies that are given, or fail with the reason that is given."""
+
+    def __init__(self, trials: list[Trial], limits: Limits, found: dict[Recipe, float | str], monkeypatch) -> None:
+        self.trials, self.options, self.found = trials, Options(limits=limits), found
+        self.to_beat = next(trial for trial in trials if trial.recipe == EAGER)
+        self.original, self.notes, self.folder, self.ships = as_written(), [], pathlib.Path("nowhere"), True
+        self.progress = types.SimpleNamespace(stage=lambda words: None)
+        self.interrupted = lambda: False
+        self.job = dict
+        monkeypatch.setattr(finishing, "confirm", self.confirm)
+        monkeypatch.setattr(finishing, "run_off", lambda study, ahead, until: ahead)
+
+    def confirm(self, study, trial: Trial, eager: Trial, rivals, *, must_win: bool) -> Best:
+        found = self.found[trial.recipe]
+        if isinstance(found, str):
+            confirmation = Confirmation(recipe=trial.recipe, ok=False, reason=found)
+        else:
+            limit = self.options.limits.latency_ms or 0.0
+            reason = f"Measured again, its latency is {found:.4g} ms; the limit is {limit:g} ms." if found > limit else None
+            confirmation = Confirmation(recipe=trial.recipe, ok=reason is None, reason=reason, latency_ms=latency(found))
+        return Best(trial=trial, confirmation=confirmation, artifact=None)
+
+
+def test_an_original_that_misses_a_limit_is_none_that_others_must_be_smaller_than() -> None:
+    original, faster = trial(EAGER, 6.0, peak_mb=50.0), trial(OPENVINO, 3.0, peak_mb=80.0)
+    study = types.SimpleNamespace(trials=[original, faster], original=as_written(), to_beat=original)
+    for objective in ("memory", "size"):
+        study.options = Options(objective=objective, limits=Limits(latency_ms=4.0))
+        assert finishing.ahead(study) == [faster]
+        study.options = Options(objective=objective)
+        assert finishing.ahead(study) == [], "without the limit it is an alternative, and as small"
+
+
+def test_the_nearest_is_known_by_its_latest_figures(monkeypatch) -> None:
+    trials = [trial(EAGER, 9.0), trial(OPENVINO, 3.95), trial(ORT, 6.2)]
+    study = Confirmed(trials, Limits(latency_ms=4.0), {OPENVINO: 4.05}, monkeypatch)
+    status, words, best = finishing.finish(study)
+    assert (status, best) == ("limits_not_met", None)
+    assert words.startswith("Nothing meets latency 4 ms. The nearest is openvino: its latency of 4.05 ms is above")
+    study = Confirmed(trials, Limits(latency_ms=4.0), {OPENVINO: "On the test data: NaN."}, monkeypatch)
+    assert "The nearest is onnxruntime: its latency of 6.2 ms" in finishing.finish(study)[1]
+
+
+def test_an_original_that_misses_its_limit_when_measured_again_ships_nothing(monkeypatch) -> None:
+    study = Confirmed([trial(EAGER, 4.9), trial(OPENVINO, 9.0)], Limits(latency_ms=5.0), {EAGER: 5.1}, monkeypatch)
+    status, words, best = finishing.finish(study)
+    assert (status, best) == ("limits_not_met", None)
+    assert "The nearest is eager: its latency of 5.1 ms is above the limit of 5 ms." in words
+
+
+def test_what_cannot_ship_is_never_what_would_do() -> None:
+    held = trial(INDUCTOR, 3.0, size_mb=None, reason="It cannot ship: it has no form that stands alone.")
+    words = verdict.unmet([trial(EAGER, 9.0), held], Limits(latency_ms=4.0))
+    assert words == (
+        "Nothing meets latency 4 ms. The nearest is eager: its latency of 9 ms is above the limit of 4 ms. The latency limit "
+        f"is what binds: without it, eager would do. {held.recipe} would keep them. It cannot ship: it has no form that stands "
+        "alone."
+    )
+
+
+def test_test_data_that_cannot_be_scored_ends_the_study_at_its_begin(tmp_path) -> None:
+    body = """
+    def made():
+        x, y = data()
+        evaluation = trimtab.Evaluation(data=(x, y), test=(x, y + 7), score=picky)
+        return trimtab.Workload(name="faulty", model=Model, inputs=torch.randn(2, 8), evaluation=evaluation)
+
+    def picky(output, target):
+        if target.max() > 1:
+            raise ValueError("a target that is no class")
+        return output.argmax(1) == target
+    """
+    with pytest.raises(WorkloadError, match="a target that is no class"):
+        run(tmp_path, body)
+    assert not list((tmp_path / "run").glob("trials/*"))
+
+
+@pytest.mark.parametrize("name", ["max_drop", "max_error", "latency_ms", "memory_mb", "size_mb"])
+def test_a_limit_is_a_finite_number(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"{name} is inf; a limit is a finite number. (Give a large one|Leave it out)"):
+        Limits(**{name: float("inf")})
+
+
+def test_slow_calls_are_not_timed_over_and_over(monkeypatch, tmp_path) -> None:
+    asked: list[int] = []
+
+    def block(calls: int) -> list[int]:
+        asked.append(calls)
+        return [3_000_000_000] * calls
+
+    assert len(evaluate._singles(types.SimpleNamespace(block=block))) == sum(asked) == 2
+    monkeypatch.setattr(measurement, "QUIET", 100.0)  # a busy machine would be given another try
+    times: list[float] = []
+    real = evaluate.compare
+    monkeypatch.setattr(evaluate, "compare", lambda *args, **more: times.append(more["seconds"]) or real(*args, **more))
+    assert len(run_slow(tmp_path)) == 1, "and no second, longer timing"
+    assert times == [0.005]
+
+
+def run_slow(folder: pathlib.Path) -> list[Trial]:
+    """A recipe whose calls are longer than the time for them, evaluated in this process."""
+    from trimtab.reference import refer
+    from trimtab.subject import prepare
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            torch.ones(3).tolist()
+            __import__("time").sleep(0.01)
+            return 2 * x
+
+    workload = trimtab.Workload(name="slow", model=Slow(), inputs=torch.randn(2, 4))
+    subject = prepare(workload)
+    executable = Eager().compile(subject.candidate)
+    reference = refer(executable, subject.splits.selection, None)
+    rival = evaluate.runner_for(executable, subject.candidate, subject, "latency")
+    plan = evaluate.Plan(objective="latency", limits=Limits(), floor=0.0, quick_s=0.005, seconds=0.02, width=0.03)
+    found = evaluate.evaluate(EAGER, subject, reference, rival, plan=plan, folder=folder)
+    assert found.state is State.COMPLETE, found.reason
+    return [found]
+
+
+def test_what_is_made_for_a_batch_is_measured_at_it() -> None:
+    leaves = [torch.randn(1, 4)]
+    made = Candidate.of(nn.Linear(4, 2).eval(), tuple(leaves), dynamic={"input": {0: trimtab.Dim("batch", max=64)}})
+    executable = Eager().compile(Batch(size=16).apply(made))
+    assert [leaf.shape for leaf in _at_its_batch(leaves, executable)] == [(16, 4)]
+    assert [leaf.shape for leaf in _at_its_batch(leaves, Eager().compile(made))] == [(1, 4)]
+
+
+def test_an_artifact_and_its_workload_are_counted_in_the_same_unit(tmp_path) -> None:
+    body = "def made(): return workload(model=lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(40)], nn.Linear(8, 4)))"
+    found = run(tmp_path, body, objective="throughput", trials=2)
+    assert found.best is not None
+    assert found.best.artifact is not None
+    timing = compare(found.best.artifact.path, write(tmp_path, body), objective="throughput", seconds=2.0)
+    assert timing.comparison.ratio.value > 0.3, "eight requests are not one"
+
+
+def test_the_memory_of_an_original_without_files_is_not_that_of_its_data(tmp_path) -> None:
+    body = """
+    class Odd(nn.Module):  # neither exported nor scripted
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+        def forward(self, x):
+            return self.layer(x) * {True: 1.0, False: 2.0}[bool(x.sum() > 0) if x.numel() else __import__("math").inf > 0]
+
+    BIG = torch.zeros(100_000_000)
+
+    def made():
+        return workload(model=Odd)
+    """
+    with Workers() as workers:
+        study = Study(write(tmp_path, body), tmp_path / "run", Options(timing_s=0.2), workers=workers)
+        study.search(most=1)
+    (found,) = study.trials
+    assert found.state is State.COMPLETE, found.reason
+    assert found.size_mb is None, "it has a form that stands alone after all"
+    assert found.peak_mb is not None
+    assert found.peak_mb < 200
+    assert found.cold_s is not None
+    assert found.cold_s > 0
