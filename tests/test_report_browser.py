@@ -144,6 +144,18 @@ def test_the_table_filters(report: pathlib.Path, open_page: Open) -> None:
     assert shown(page) == []
 
 
+@pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_a_desktop_shows_why_the_others_lost_without_scrolling(
+    labels: bool, width: int, tmp_path: pathlib.Path, open_page: Open
+) -> None:
+    page = open_page(made(record(24, failed=2, labels=labels), tmp_path), width=width)
+    right = "each => each.getBoundingClientRect().right"
+    reason = page.locator("#trials-table thead th", has_text="reason")
+    assert reason.evaluate(right) <= page.locator(".scroll", has=page.locator("#trials-table")).evaluate(right)
+    assert all(float(key) > 0 for key in column(page, "took"))  # what is minor stands behind it, below its headings
+
+
 def test_a_trial_opens_by_keyboard_shows_its_log_and_gives_the_focus_back(report: pathlib.Path, open_page: Open) -> None:
     page = open_page(report)
     button = page.locator("#trials-table tbody tr[data-state=FAILED] button").last

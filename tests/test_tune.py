@@ -309,6 +309,9 @@ def test_a_study_ends_with_settings_a_ladder_and_a_report_and_goes_on(tmp_path: 
     assert all(trial["reason"] for trial in found["trials"] if trial["state"] == "SKIPPED")
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "joined" in page
+    assert Record.read(tmp_path / "run").mode == "train"
+    assert "test data" not in page
+    assert ("nothing was measured again" in page) is not won
     settings = trimtab.Settings(**json.loads((tmp_path / "run" / "settings.json").read_text()))
     model = network()()
     summary = trimtab.Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings).fit(data(), steps=2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
+import sys
 import webbrowser
 from typing import Annotated
 
@@ -29,7 +31,7 @@ def report_command(
     """
     if as_text or json:
         record = late("study.record").Record.read(run)
-        found = dumps(record) if json else late("report").text(record)
+        found = dumps(record) if json else late("report").text(record, _columns() if output is None else None)
         typer.echo(found if output is None else late("report").keep(f"{found}\n", output))
         return 0
     path = late("report").write(run, output)
@@ -54,5 +56,10 @@ def compare_command(
         )
     read = late("study.record").Record.read
     found = late("report").side_by_side(read(left), read(right))
-    typer.echo(dumps(found) if json else str(found))
+    typer.echo(dumps(found) if json else found.shown(_columns()))
     return 0
+
+
+def _columns() -> int | None:
+    """Of the terminal, if one is written to."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

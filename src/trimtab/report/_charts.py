@@ -19,6 +19,10 @@ SERIES = 8
 """Colours that the theme has for backends; further ones begin again."""
 AREA = 34
 """Diameter, in pixels, of the largest point."""
+SMALL = 1e-9
+"""A size, in MB, for what has none: plotly draws no point at all for 0, and the smallest for this."""
+REACH = 3.0
+"""How many times as high as the fastest trial the chart may become to show a limit that nothing meets."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +182,7 @@ def _point(index: int, row: Row, record: Record) -> Point | None:
 def _hover(row: Row, record: Record) -> str:
     trial = row.trial
     loss = (
-        f"drop {words.drop(trial.drop, record)}"
+        f"{words.terms(record).drop} {words.drop(trial.drop, record)}"
         if labelled(record)
         else f"error {words.error(trial.parity.centred_error if trial.parity else None)}"
     )
@@ -203,9 +207,10 @@ def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:
         own = [point for point in found if point.backend == backend]
         colour = f"@series-{index % SERIES}"
         data += [_trace(backend, colour, own, best, place, largest), _key(backend, colour)]
+    against = words.terms(record).lost if labelled(record) else "error of the outputs"
     about = (
-        f"Speed-up against {'drop of the score' if labelled(record) else 'error of the outputs'} of {len(found)} trials; "
-        f"{len(best)} of them are not beaten in both. The table of trials holds the same figures."
+        f"Speed-up against {against} of {len(found)} trials; {len(best)} of them are not beaten in both. The table of trials "
+        "holds the same figures."
     )
     return Chart("pareto", about, data, _pareto_layout(record, rows, found, place), 460)
 
@@ -255,7 +260,7 @@ def _trace(
         "hovertemplate": "%{hovertext}<extra></extra>",
         "marker": {
             "color": colour,
-            "size": [point.size or 0.0 for point in own],
+            "size": [point.size or SMALL for point in own],
             "sizemode": "area",
             "sizeref": 2 * largest / AREA**2,
             "sizemin": 5,
@@ -282,7 +287,11 @@ def _key(name: str, colour: str) -> dict[str, Any]:
 def _pareto_layout(
     record: Record, rows: Sequence[Row], found: Sequence[Point], place: Callable[[float], float]
 ) -> dict[str, Any]:
-    shapes, notes = _limit_lines(record, rows)
+    top = max(min(point.speed.high, 1.3 * point.speed.value) for point in found)
+    asked = _asked(record)
+    if asked is not None and asked <= REACH * top:
+        top = max(top, asked)
+    shapes, notes = _limit_lines(record, top)
     notes += [
         {
             **{"x": point.x if labelled(record) else math.log10(place(point.x)), "y": point.speed.value, "ay": -34, "ax": 0},
@@ -291,7 +300,7 @@ def _pareto_layout(
         for point in found
         if rows[point.row].ships
     ]
-    across = {"title": {"text": "drop of the score"}, "zeroline": True}
+    across: dict[str, Any] = {"title": {"text": words.terms(record).lost}, "zeroline": True}
     if not labelled(record):
         across = {
             "title": {"text": "error of the outputs"},
@@ -301,7 +310,6 @@ def _pareto_layout(
         }
     elif words.in_percent(record):
         across["ticksuffix"] = "%"
-    top = max(min(point.speed.high, 1.3 * point.speed.value) for point in found)
     return {
         "xaxis": across,
         "yaxis": {"title": {"text": "speed-up over as written"}, "range": [0, 1.15 * top], "ticksuffix": "x"},
@@ -312,8 +320,15 @@ def _pareto_layout(
     }
 
 
-def _limit_lines(record: Record, rows: Sequence[Row]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The limits that have a place in this plane. That of the latency stands where the model as written would meet it."""
+def _asked(record: Record) -> float | None:
+    """The speed-up with which the model as written would meet the limit of the latency, if there is one."""
+    medians = (rung["latency_ms"]["median"] for rung in record.ladder if rung.get("rung") == "as_written")
+    written, limit = words.known(next(medians, None)), record.limits.latency_ms
+    return written / limit if record.objective == "latency" and limit and written else None
+
+
+def _limit_lines(record: Record, top: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The limits that have a place in this plane, up to ``top``; that of the latency is told in words where it has none."""
     shapes, notes = [], []
     scale = 100.0 if words.in_percent(record) else 1.0
     base = words.known(record.prepared.score)
@@ -324,16 +339,20 @@ def _limit_lines(record: Record, rows: Sequence[Row]) -> tuple[list[dict[str, An
     elif not labelled(record):
         shapes.append(_line(x=record.limits.max_error))
         notes.append(_limit_note(f"limit {words.error(record.limits.max_error)}", x=math.log10(record.limits.max_error)))
-    written = next((rung["latency_ms"]["median"] for rung in record.ladder if rung.get("rung") == "as_written"), None)
-    if record.objective == "latency" and record.limits.latency_ms and written:
-        height = written / record.limits.latency_ms
-        shapes.append(_line(y=height))
-        notes.append(_limit_note(f"limit {words.milliseconds(record.limits.latency_ms)}", y=height))
+    if (asked := _asked(record)) is not None:
+        limit_ms = f"limit {words.milliseconds(record.limits.latency_ms)}"
+        if asked <= top:
+            shapes.append(_line(y=asked))
+            notes.append(_limit_note(limit_ms, y=asked))
+        else:
+            notes.append(_limit_note(f"{limit_ms}: above, at {words.times(asked)}"))
     return shapes, notes
 
 
 def _limit_note(text: str, *, x: float | None = None, y: float | None = None) -> dict[str, Any]:
+    """A word beside the line of a limit, or at the upper edge where there is no line."""
     note = {"text": text, "showarrow": False, "font": {"color": "@bad", "size": 12}}
     if x is not None:
         return note | {"x": x, "yref": "paper", "y": 1, "yanchor": "bottom"}
-    return note | {"y": y, "xref": "paper", "x": 1, "xanchor": "right", "yanchor": "bottom"}
+    right = note | {"xref": "paper", "x": 1, "xanchor": "right"}
+    return right | ({"y": y, "yanchor": "bottom"} if y is not None else {"yref": "paper", "y": 1, "yanchor": "top"})

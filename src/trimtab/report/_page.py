@@ -45,6 +45,7 @@ def html(record: Record, folder: pathlib.Path) -> str:
     page = pages.get_template("report.jinja").render(
         record=record,
         words=words,
+        terms=words.terms(record),
         verdict=_verdict,
         why=_why,
         trust=_trust,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimtab._plain import plain
-from trimtab.measurement import Comparison
+from trimtab.measurement import Comparison, Drop
 from trimtab.report import _words as words
 from trimtab.report._logs import LEAST, MOST, ROW, allowances, fitted, tail
 from trimtab.study import verdict
@@ -60,7 +60,6 @@ class Column:
 
 SPEED = Column("speed-up", "Against the model as written, in turns, with its 95% interval; above 1 is faster.")
 LATENCY = Column("latency", "Median time of one call.")
-DROP = Column("drop (≤ bound)", "How much of the score is lost on the selection data, and the upper bound of that.")
 ERROR = Column("error", "Root mean square error of the outputs, relative to what the reference varies by.", minor=True)
 REST = (
     Column("size", "Of the files that ship.", minor=True),
@@ -77,8 +76,9 @@ def labelled(record: Record) -> bool:
 
 def columns(record: Record) -> tuple[Column, ...]:
     """The headings over :attr:`Row.cells`."""
-    error = dataclasses.replace(ERROR, minor=labelled(record))
-    return (SPEED, LATENCY, *([DROP] if labelled(record) else []), error, *REST)
+    terms, error = words.terms(record), dataclasses.replace(ERROR, minor=labelled(record))
+    drop = Column(f"{terms.drop} (≤ bound)", f"The {terms.lost} {terms.searched}, and the upper bound of that.")
+    return (SPEED, LATENCY, *([drop] if labelled(record) else []), error, *REST)
 
 
 def rows(record: Record) -> list[Row]:
@@ -149,14 +149,15 @@ def _details(row: Row, folder: pathlib.Path, record: Record, most: int) -> dict[
 
 
 def _facts(trial: Trial, record: Record) -> Iterator[tuple[str, str]]:
+    terms = words.terms(record)
     if trial.stage:
         yield "stage of the search", words.clipped(trial.stage, 60).replace("_", " ")
     if trial.latency_ms is not None and trial.latency_ms.p90 is not None:
         yield "90% of calls within", words.milliseconds(trial.latency_ms.p90)
     if trial.drop is not None and trial.drop.limit is not None:
-        yield "limit of the drop", f"{words.lost(trial.drop.limit, record)}, {_decided(trial)}"
+        yield f"limit of the {terms.drop}", f"{words.lost(trial.drop.limit, record)}, {_decided(trial.drop, terms.sample)}"
     if trial.parity is not None:
-        yield "outputs", words.clipped(words.parity(trial.parity), 300)
+        yield terms.outputs, words.clipped(words.parity(trial.parity, record), 300)
     if trial.comparison is not None:
         yield "timed", _timed(trial.comparison)
     if trial.dims:
@@ -164,12 +165,11 @@ def _facts(trial: Trial, record: Record) -> Iterator[tuple[str, str]]:
     yield "name", trial.recipe.hash
 
 
-def _decided(trial: Trial) -> str:
-    assert trial.drop is not None
-    if trial.drop.decided is None:
-        more = f"; about {trial.drop.n_needed:,} would decide" if trial.drop.n_needed else ""
-        return f"undecidable with {words.count(trial.drop.n, 'example')}{more}"
-    return "kept" if trial.drop.decided else "not kept"
+def _decided(drop: Drop, sample: str) -> str:
+    if drop.decided is None:
+        more = f"; about {drop.n_needed:,} would decide" if drop.n_needed else ""
+        return f"undecidable with {words.count(drop.n, sample)}{more}"
+    return "kept" if drop.decided else "not kept"
 
 
 def _timed(found: Comparison) -> str:

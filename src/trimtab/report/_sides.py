@@ -16,8 +16,8 @@ from trimtab.study.record import Record
 from trimtab.study.verdict import RUNGS
 from trimtab.trial import Trial
 
-NAME, COLUMN = 22, 37
-"""Columns of the terminal for names and for each study."""
+NAME = 22
+"""Columns of the terminal for names; the two studies share the rest."""
 MOST = 6
 """Recipes that are named for one kind of difference."""
 
@@ -38,7 +38,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """Two studies, fact by fact, and what differs in sentences; ``str()`` of it is for a terminal of 100 columns."""
+    """Two studies, fact by fact, and what differs in sentences; ``str()`` of it has 100 columns."""
 
     schema: ClassVar[int] = 1
 
@@ -50,11 +50,17 @@ class SideBySide:
         lines = [to_json(dataclasses.asdict(line)) | {"differs": line.differs} for line in self.lines]
         return {"schema": self.schema, "lines": lines, "differences": list(self.differences)}
 
-    def __str__(self) -> str:
-        head = f"  {'':<{NAME}} {'LEFT':<{COLUMN}} {'RIGHT':<{COLUMN}}".rstrip()
-        said = [line for sentence in self.differences for line in textwrap.wrap(f"- {sentence}", 100, subsequent_indent="  ")]
-        body = [row for line in self.lines for row in _table_rows(line)]
+    def shown(self, columns: int | None = None) -> str:
+        """For a terminal of ``columns``, of which at most 100 are used."""
+        width = words.columns(columns)
+        side = (width - NAME - 4) // 2
+        head = f"  {'':<{NAME}} {'LEFT':<{side}} {'RIGHT':<{side}}".rstrip()
+        said = [line for sentence in self.differences for line in textwrap.wrap(f"- {sentence}", width, subsequent_indent="  ")]
+        body = [row for line in self.lines for row in _table_rows(line, side)]
         return "\n".join([head, *body, "", *(said or ["Nothing that matters differs."])])
+
+    def __str__(self) -> str:
+        return self.shown()
 
 
 def side_by_side(left: Record, right: Record) -> SideBySide:
@@ -62,25 +68,25 @@ def side_by_side(left: Record, right: Record) -> SideBySide:
     return SideBySide(lines=tuple(_lines(left, right)), differences=tuple(_differences(left, right)))
 
 
-def _table_rows(line: Line) -> Iterator[str]:
+def _table_rows(line: Line, width: int) -> Iterator[str]:
     """A fact over as many rows as its longer side needs; a tilde marks what differs."""
-    sides = [textwrap.wrap(side, COLUMN) or [""] for side in (line.left, line.right)]
+    sides = [textwrap.wrap(side, width) or [""] for side in (line.left, line.right)]
     names = textwrap.wrap(line.name, NAME)
     for index in range(max(len(names), *map(len, sides))):
         cells = [lines[index] if index < len(lines) else "" for lines in (names, *sides)]
         mark = "~" if line.differs and index == 0 else " "
-        yield f"{mark} {cells[0]:<{NAME}} {cells[1]:<{COLUMN}} {cells[2]}".rstrip()
+        yield f"{mark} {cells[0]:<{NAME}} {cells[1]:<{width}} {cells[2]}".rstrip()
 
 
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
-    best = _verdict.leader(record)
+    best, terms = _verdict.leader(record), words.terms(record)
     yield "workload", record.workload
     yield "answer", _verdict.headline(record)
-    yield "what ships" if record.status else "best so far", str(best.recipe) if best is not None else "nothing"
+    yield terms.answer.lower() if record.status else "best so far", str(best.recipe) if best is not None else "nothing"
     for rung in RUNGS:
         yield from _rung(rung, _verdict.rung(record, rung))
     for tile in _verdict.tiles(record):
-        if tile.name in ("speed-up over tuned", "drop of the score", "error of the outputs", "throughput"):
+        if tile.name in ("speed-up over tuned", terms.lost, "error of the outputs", "throughput"):
             yield tile.name, f"{tile.value}" + (f" ({tile.below})" if tile.below else "")
     yield "trials", _verdict.tally(record)
     yield from _trust.study(record)[2:]

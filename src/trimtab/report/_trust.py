@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Iterator
 
 from trimtab._plain import plain
+from trimtab.confirm import Confirmation
+from trimtab.contracts import Mode
 from trimtab.measurement import Comparison
 from trimtab.report import _words as words
 from trimtab.study.record import Record
@@ -20,27 +22,32 @@ def confirmation(record: Record) -> list[Fact]:
 
 
 def _confirmation(record: Record) -> Iterator[Fact]:
-    found, searched = record.confirmation, record.winner
+    found, searched, terms = record.confirmation, record.winner, words.terms(record)
     if found is None:
-        yield "confirmation", "none: nothing was measured again in fresh processes and on the test data"
+        yield "confirmation", f"none: nothing was measured again in fresh processes and {terms.again}"
+        return
+    if not found.again:
+        yield "confirmation", "none: nothing was measured again, the figures are those of the search"
         return
     yield "confirmed", "yes" if found.ok else f"no: {plain(found.reason or 'the log of the confirmation says why')}"
-    yield (
-        "measured from",
-        "the files that ship" if found.loaded else "a build in memory, because no files that stand alone exist",
-    )
+    yield "measured from", _source(record.mode, found)
     before = f"; {words.speed(searched.speedup)} in the search" if searched is not None and searched.speedup else ""
-    yield "speed-up over the model as written", words.speed(found.speedup) + before
+    yield f"speed-up over {terms.subject}", words.speed(found.speedup) + before
     if found.against_tuned is not None:
         yield "speed-up over the tuned original", words.speed(found.against_tuned)
     if found.drop is not None:
         scores = f"{words.score(found.baseline_score, record)} before, {words.score(found.score, record)} after"
-        yield "score on the test data", f"{scores}, on {words.count(found.drop.n, 'example')}"
-        before = (
-            f"; {words.drop(searched.drop, record)} on the selection data" if searched is not None and searched.drop else ""
-        )
-        yield "drop on the test data", words.drop(found.drop, record) + before
-    yield "outputs on the test data", words.parity(found.parity)
+        yield f"{terms.score} {terms.again}", f"{scores}, {terms.samples(found.drop.n)}"
+        before = f"; {words.drop(searched.drop, record)} {terms.searched}" if searched is not None and searched.drop else ""
+        yield f"{terms.lost} {terms.again}", words.drop(found.drop, record) + before
+    yield f"{terms.outputs} {terms.again}", words.parity(found.parity, record)
+
+
+def _source(mode: Mode, found: Confirmation) -> str:
+    if mode == "train":
+        n = "" if found.parity is None else f", over {words.count(found.parity.n, 'update')}"
+        return f"other parameters, with the data in another order{n}"
+    return "the files that ship" if found.loaded else "a build in memory, because no files that stand alone exist"
 
 
 def noise(record: Record) -> list[Fact]:
@@ -86,16 +93,18 @@ def data(record: Record) -> list[Fact]:
         (name, f"{words.count(size, 'example')}: {purpose.get(name, 'kept apart')}") for name, size in prepared.splits.items()
     ]
     if words.known(prepared.score) is not None:
-        n = "" if prepared.n is None else f" on {words.count(prepared.n, 'example')} of the selection data"
-        facts.append(("score of the model as written", words.score(prepared.score, record) + n))
+        terms = words.terms(record)
+        where = "" if prepared.n is None else " " + terms.scored.format(words.count(prepared.n, terms.sample))
+        facts.append((f"{terms.score} of {terms.subject}", words.score(prepared.score, record) + where))
     return facts
 
 
 def undecided(record: Record) -> list[str]:
     """Trials of which the data could not tell whether they keep the limit of the drop, a sentence for each."""
+    terms = words.terms(record)
     return [
-        f"{words.clipped(str(t.recipe), 200)}: a drop of {words.drop(t.drop, record)} against a limit of "
-        f"{words.lost(t.drop.limit, record)} cannot be decided with {words.count(t.drop.n, 'example')}"
+        f"{words.clipped(str(t.recipe), 200)}: a {terms.drop} of {words.drop(t.drop, record)} against a limit of "
+        f"{words.lost(t.drop.limit, record)} cannot be decided with {words.count(t.drop.n, terms.sample)}"
         + (f"; about {t.drop.n_needed:,} would tell." if t.drop.n_needed else "; more would hardly help.")
         for t in record.trials
         if t.drop is not None and t.drop.limit is not None and t.drop.decided is None and not t.recipe.exact

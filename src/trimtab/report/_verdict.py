@@ -37,10 +37,8 @@ class Step:
 
 def headline(record: Record) -> str:
     """The answer in as few words as there are."""
-    if record.status is None:
-        return "no verdict yet"
     if record.status != "improved":
-        return words.STATUS_WORDS[record.status]
+        return words.status(record)
     found, first = record.confirmation, rung(record, "as_written")
     if record.objective in ("size", "memory") and first is not None:
         key, what = ("size_mb", "size") if record.objective == "size" else ("peak_mb", "memory")
@@ -49,10 +47,10 @@ def headline(record: Record) -> str:
             before = found.original_mb  # measured beside the winner
         return f"{words.megabytes(after)} of {what} instead of {words.megabytes(before)}"
     if found is None or found.speedup is None:
-        return words.STATUS_WORDS[record.status]
+        return words.status(record)
     if found.speedup.vague:
         return "faster than as written, by how much is unclear"
-    ratio = words.quoted(found.speedup)
+    ratio = f"{words.span(found.speedup)} times" if doubt(record) else words.quoted(found.speedup)
     return f"{ratio} the throughput of as written" if record.objective == "throughput" else f"{ratio} as fast as written"
 
 
@@ -133,10 +131,11 @@ def _speed(record: Record) -> Iterator[Tile]:
 
 def _cost(record: Record) -> Iterator[Tile]:
     found, first, best = record.confirmation, rung(record, "as_written"), rung(record, "best")
+    terms = words.terms(record)
     if found is not None and found.drop is not None:
-        scores = f"score {words.score(found.baseline_score, record)} to {words.score(found.score, record)}"
+        scores = f"{terms.score} {words.score(found.baseline_score, record)} to {words.score(found.score, record)}"
         below = f"at most {words.lost(found.drop.upper, record)}; {scores}"
-        yield Tile("drop of the score", words.lost(found.drop.value, record), below)
+        yield Tile(terms.lost, words.lost(found.drop.value, record), below)
     elif found is not None and found.parity is not None and not labelled(record):
         yield Tile("error of the outputs", words.error(found.parity.centred_error), "of what they vary by")
     if best is not None:
@@ -157,26 +156,32 @@ def _from(first: Mapping[str, Any] | None, key: str) -> str:
 
 
 def doubt(record: Record) -> str:
-    """A warning where the figures of the answer rest on a machine that was too busy; else empty."""
+    """A warning where the figures of the answer rest on a machine that was too busy, or on too few calls; else empty."""
     found = record.confirmation.comparison if record.confirmation is not None else None
     if found is None or found.doubt is None:
         return ""
-    return (
-        f"The machine was too busy while this was measured: the interval of the speed-up goes from {words.span(found.ratio)}. "
-        "Quote no number from it; run the study again with --fresh when the machine is quiet."
-    )
+    fresh, longer = record.options
+    if found.few:
+        cause = f"The calls are so slow that only {words.count(found.pairs, 'pair')} were measured"
+        way_out = f"Give it more time: {longer}."
+    else:
+        cause = "The machine was too busy while this was measured"
+        way_out = f"Run the study again with {fresh} when the machine is quiet."
+    quote = "Quote no number from it." if found.ratio.vague else "Quote the interval, not the number."
+    return f"{cause}: the interval of the speed-up goes from {words.span(found.ratio)}. {quote} {way_out}"
 
 
 def rungs(record: Record) -> list[dict[str, str]]:
     """The ladder as a table."""
+    terms = words.terms(record)
     return [
         {
             "rung": words.RUNG_WORDS.get(each["rung"], str(each["rung"])),
             "recipe": plain(str(each["recipe"])),
             "speed-up": words.speed(words.rung_interval(each)),
             "latency": words.milliseconds(each["latency_ms"]["median"]),
-            "score": words.score(each["score"]["value"], record),
-            "drop": words.lost(each["drop"]["value"], record),
+            terms.score: words.score(each["score"]["value"], record),
+            terms.drop: words.lost(each["drop"]["value"], record),
             "at most": words.lost(each["drop"]["upper"], record),
             "size": words.megabytes(each["size_mb"]),
             "peak memory": words.megabytes(each["peak_mb"]),

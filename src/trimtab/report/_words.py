@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trimtab._plain import plain
+from trimtab.contracts import Mode
 from trimtab.measurement import Drop, Interval, Parity
 from trimtab.recipe import Recipe
 from trimtab.study.record import Record
 
 UNKNOWN = "not measured"
-"""A speed-up of which the upper bound is more than so many times the lower one is not quoted and not drawn: on a machine that
-is starved, not even its bounds hold."""
 MANY = 1e3
 """A bound of a speed-up beyond this says only that next to nothing is known, as on a machine that is never quiet."""
 RUNG_WORDS = {"as_written": "as written", "tuned": "tuned", "lossless": "lossless", "best": "best"}
 STATUS_WORDS = {
     "improved": "improved",
-    "kept_original": "the original ships",
     "limits_not_met": "limits not met",
     None: "no verdict yet",
 }
@@ -28,6 +27,91 @@ STOP_WORDS = {
     "time": "the time for it was up",
     "pairs": "the pairs asked for were done",
 }
+WIDTH, NARROWEST = 100, 40
+"""Columns of what is made for a terminal of which nothing is known, and the fewest that anything is made for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a study is about, and what its figures are called."""
+
+    subject: str
+    """What was to become faster."""
+    answer: str
+    """What the study ends with."""
+    stays: str
+    """The verdict where that is the original."""
+    quality: str
+    """What a faster recipe may cost."""
+    score: str
+    drop: str
+    outputs: str
+    """What is compared with the original."""
+    basis: str
+    """The samples that a drop rests on: a preposition, to be followed by their number."""
+    sample: str
+    scored: str
+    """Of how many samples the score as written is."""
+    searched: str
+    """Where the search measured a drop."""
+    again: str
+    """Where the confirmation did."""
+
+    @property
+    def lost(self) -> str:
+        """The figure that a limit binds."""
+        return f"{self.drop} of the {self.score}"
+
+    def samples(self, number: int) -> str:
+        """``on 500 examples``."""
+        return f"{self.basis} {count(number, self.sample)}"
+
+
+TERMS: Mapping[Mode, Terms] = {
+    "infer": Terms(
+        subject="the model as written",
+        answer="What ships",
+        stays="the original ships",
+        quality="accuracy",
+        score="score",
+        drop="drop",
+        outputs="outputs",
+        basis="on",
+        sample="example",
+        scored="on {} of the selection data",
+        searched="on the selection data",
+        again="on the test data",
+    ),
+    "train": Terms(
+        subject="the training as written",
+        answer="The settings",
+        stays="the settings as written stay",
+        quality="loss",
+        score="loss",
+        drop="rise",
+        outputs="losses",
+        basis="over the last",
+        sample="update",
+        scored="at the end of {}",
+        searched="in the search",
+        again="from other parameters",
+    ),
+}
+
+
+def terms(record: Record) -> Terms:
+    """The words for this study."""
+    return TERMS[record.mode]
+
+
+def columns(asked: int | None) -> int:
+    """Columns to fill of a terminal that has as many as ``asked``, if that is known."""
+    return WIDTH if asked is None else max(NARROWEST, min(asked, WIDTH))
+
+
+def status(record: Record) -> str:
+    """The verdict in a word or two."""
+    return terms(record).stays if record.status == "kept_original" else STATUS_WORDS[record.status]
 
 
 def known(value: float | None) -> float | None:
@@ -173,11 +257,15 @@ def drop(found: Drop | None, record: Record) -> str:
     return f"{lost(found.value, record)} (≤ {lost(found.upper, record)})"
 
 
-def parity(found: Parity | None) -> str:
-    """The error of the outputs and what it is relative to."""
+def parity(found: Parity | None, record: Record) -> str:
+    """The error of the outputs, or of the losses of a training."""
     if found is None:
         return UNKNOWN
-    figures = f"centred error {error(found.centred_error)}, largest {error(found.tail_error)}, on {count(found.n, 'example')}"
+    if record.mode == "train":
+        figures = f"apart by {error(found.max_relative)} at most, over {count(found.n, 'update')}"
+    else:
+        largest = f"largest {error(found.tail_error)}, on {count(found.n, 'example')}"
+        figures = f"centred error {error(found.centred_error)}, {largest}"
     return figures if found.ok else f"{found.reason} ({figures})"
 
 
@@ -210,7 +298,7 @@ def limits(record: Record) -> list[tuple[str, str]]:
         stated = (
             f" ({wished.max_drop})" if isinstance(wished.max_drop, str) else " (by default)" if wished.max_drop is None else ""
         )
-        found.insert(0, ("drop of the score", lost(wished.drop_limit(base), record) + stated))
+        found.insert(0, (terms(record).lost, lost(wished.drop_limit(base), record) + stated))
     else:
         found.insert(0, ("error of the outputs of lossy recipes", error(wished.max_error)))
     return [(name, value) for name, value in found if value is not None]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from trimtab._json import dumps, from_json, write_json
 from trimtab.confirm import Confirmation
-from trimtab.contracts import Technique
+from trimtab.contracts import Mode, Technique
 from trimtab.environment import Environment, Peaks
 from trimtab.errors import StorageError, UsageError
 from trimtab.explain import Explanation
@@ -75,6 +75,8 @@ class Record:
     prepared: Prepared
     environment: Environment
     trials: tuple[Trial, ...]
+    mode: Mode = "infer"
+    """Whether a model was optimized or a training tuned."""
     status: Status | None = None
     """``None`` while the study runs, and where it was cut off."""
     sentence: str = ""
@@ -97,6 +99,13 @@ class Record:
     def winner(self) -> Trial | None:
         """The trial whose recipe ships."""
         return next((trial for trial in self.trials if trial.recipe.hash == self.best), None)
+
+    @property
+    def options(self) -> tuple[str, str]:
+        """What asks for the study from its beginning, and for that with more time to each timing; a training has no command."""
+        if self.mode == "train":
+            return "fresh=True", "timing_seconds=60, fresh=True"
+        return "--fresh", "--timing 60s --fresh"
 
     def write(self, folder: pathlib.Path) -> None:
         """Keep it in run folder ``folder``."""

@@ -81,7 +81,7 @@ class Result:
 
     def all_notes(self) -> list[str]:
         """What was assumed, what went on, and whether the machine was quiet, in sentences."""
-        return [*self.study.prepared.notes, *self.study.notes, *busy(self.study.trials)]
+        return [*self.study.prepared.notes, *self.study.notes, *busy(self.study.record())]
 
     def to_json(self) -> dict[str, Any]:
         """The answer as ``trimtab optimize --json`` prints it."""
@@ -103,16 +103,16 @@ class Result:
 
     def record(self) -> Record:
         """All that a report shows."""
-        best = self.best
+        best, known = self.best, self.study.record()
         found = dataclasses.replace(
-            self.study.record(),
+            known,
             status=self.status,
             sentence=self.sentence,
             seconds=self.seconds,
             ladder=self.ladder().rungs,
             peaks=self.peaks,
             explanations=self.explanations,
-            notes=(*self.study.notes, *busy(self.study.trials)),
+            notes=(*known.notes, *busy(known)),
         )
         if best is None:
             return found
@@ -143,15 +143,22 @@ class Result:
         }
 
 
-def busy(trials: list[Trial]) -> list[str]:
-    """A sentence where the machine was too busy for many of the trials."""
-    timed = [trial for trial in trials if trial.comparison is not None and trial.state is State.COMPLETE]
-    poor = [trial for trial in timed if trial.comparison is not None and trial.comparison.doubt]
+def busy(record: Record) -> list[str]:
+    """Sentences where the machine was too busy, or the calls too slow, for many of the trials."""
+    timed = [t.comparison for t in record.trials if t.comparison is not None and t.state is State.COMPLETE]
+    poor = [found for found in timed if found.doubt]
     if len(poor) <= len(timed) / 4:
         return []
+    slow = sum(found.few for found in poor)
+    fresh, longer = record.options
+    causes = (
+        (len(poor) - slow, "The machine was too busy to measure well", f"Run it again with {fresh} when it is quiet."),
+        (slow, "The calls are so slow that few pairs were measured in the time for it", f"Give it more time: {longer}."),
+    )
     return [
-        f"The machine was too busy to measure well: {len(poor)} of {len(timed)} ratios are known to no better than "
-        f"{UNRELIABLE:.0%}. Run it again with --fresh when it is quiet."
+        f"{why}: {count} of {len(timed)} ratios are known to no better than {UNRELIABLE:.0%}. {way_out}"
+        for count, why, way_out in causes
+        if count
     ]
 
 

@@ -141,9 +141,9 @@ class Storage:
             ) from error
         except (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError) as error:
             reason = str(error.__cause__ or error).splitlines()[0]
-            kept = " If the disk is full, free space." if verb == "written" else ""
+            fix = "If the disk is full, free space." if verb == "written" else "Mend that, or choose another with --storage."
             raise StorageError(
-                f"The study's storage {self.url} cannot be {verb}: {reason}.{kept} Finished trials are kept, and the same "
+                f"The study's storage {self.url} cannot be {verb}: {reason}. {fix} Finished trials are kept, and the same "
                 "command goes on from them."
             ) from error
 

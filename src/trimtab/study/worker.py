@@ -11,10 +11,11 @@ import traceback
 from typing import Any
 
 from trimtab._disk import out_of_space
+from trimtab._fixes import with_fix
 from trimtab._json import write_json
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, WorkloadError
 from trimtab.study.jobs import JOBS
-from trimtab.study.process import DISK_FULL, JOB, RESULT
+from trimtab.study.process import DISK_FULL, JOB, LOG, RESULT
 from trimtab.study.train_jobs import TRAINING
 
 
@@ -40,7 +41,10 @@ def _result(job: dict[str, Any], folder: pathlib.Path) -> Any:
         if out_of_space(error):
             raise
         traceback.print_exc()
-        return {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        message = str(error)
+        if job["kind"] == "prepare" and isinstance(error, WorkloadError) and error.__cause__ is not None:
+            message = with_fix(message, f"The traceback is in {folder / LOG}.")  # that of the user's own code
+        return {"error": type(error).__name__, "message": message, "traceback": traceback.format_exc()}
 
 
 if __name__ == "__main__":

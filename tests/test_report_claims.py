@@ -1,0 +1,242 @@
+"""What a report claims, and whether it can be read: limits that nothing meets, slow calls, trainings, narrow terminals."""
+
+from __future__ import annotations
+
+import dataclasses
+import html as escapes
+import pathlib
+import re
+import types
+from typing import Any
+
+import pytest
+
+from _studies import comparison, record, with_logs
+from trimtab.cli.report import compare_command, report_command
+from trimtab.measurement import Drop, Interval, Parity
+from trimtab.report import _charts, _rows, _trust, _verdict, html, side_by_side, text
+from trimtab.study.options import Options
+from trimtab.study.progress import Progress
+from trimtab.study.record import Record
+from trimtab.study.result import busy
+from trimtab.study.training import finish
+from trimtab.workload import Limits
+
+
+def said(found: Record, folder: pathlib.Path) -> str:
+    """What a person reads on the page."""
+    page = re.sub(r"<(script|style)\b.*?</\1>", "", html(found, folder), flags=re.DOTALL)
+    return " ".join(escapes.unescape(re.sub(r"<[^>]+>", " ", page)).split())
+
+
+# ---- a limit that nothing meets
+
+
+def front(latency_ms: float) -> dict[str, Any]:
+    """The layout of the front of a study with that limit; a call takes 0.42 ms as written, and about a quarter at best."""
+    found = record(12, failed=0, limits=Limits(max_drop=0.02, latency_ms=latency_ms))
+    chart = _charts.pareto(found, _rows.rows(found))
+    assert chart is not None
+    return chart.layout
+
+
+@pytest.mark.parametrize("latency_ms", [0.3, 0.05])
+def test_the_line_of_a_latency_limit_stands_in_the_picture_also_where_nothing_meets_it(latency_ms: float) -> None:
+    layout = front(latency_ms)
+    (line,) = (shape for shape in layout["shapes"] if "y0" in shape and shape.get("yref") != "paper")
+    assert line["y0"] == pytest.approx(0.42 / latency_ms)
+    assert layout["yaxis"]["range"][1] > 1.1 * line["y0"]
+    (note,) = (note for note in layout["annotations"] if "ms" in note["text"] or "µs" in note["text"])
+    assert note["y"] == line["y0"]
+
+
+def test_a_limit_far_above_all_trials_is_a_note_at_the_upper_edge() -> None:
+    layout = front(0.002)
+    assert layout["yaxis"]["range"] == front(1.0)["yaxis"]["range"]  # the trials keep their room
+    assert not [shape for shape in layout["shapes"] if shape.get("yref") != "paper"]
+    (note,) = (note for note in layout["annotations"] if "above" in note["text"])
+    assert note["text"] == "limit 2.00 µs: above, at 210x"
+    assert (note["yref"], note["y"], note["yanchor"]) == ("paper", 1, "top")
+
+
+# ---- figures that are hardly known
+
+
+def measured(found: Record, ratio: Interval, **facts: Any) -> Record:
+    """``found`` with a confirmation that came out like this."""
+    assert found.confirmation is not None
+    times = dataclasses.replace(comparison(ratio.value), ratio=ratio, **facts)
+    return dataclasses.replace(
+        found, confirmation=dataclasses.replace(found.confirmation, speedup=ratio, against_tuned=None, comparison=times)
+    )
+
+
+def test_slow_calls_are_not_taken_for_a_busy_machine(tmp_path: pathlib.Path) -> None:
+    found = measured(record(8), Interval(2.0, 1.72, 2.35), pairs=6, foreign=0.0)
+    page = said(found, tmp_path)
+    assert (
+        "The calls are so slow that only 6 pairs were measured: the interval of the speed-up goes from 1.72 to 2.35. "
+        "Quote the interval, not the number. Give it more time: --timing 60s --fresh."
+    ) in page
+    assert "too busy" not in page
+    trained = dataclasses.replace(found, mode="train")
+    assert _verdict.doubt(trained).endswith("Give it more time: timing_seconds=60, fresh=True.")
+
+
+def test_the_heading_does_not_quote_what_the_warning_says_not_to_quote(tmp_path: pathlib.Path) -> None:
+    found = measured(record(8), Interval(2.0, 1.72, 2.35))
+    page = said(found, tmp_path)
+    assert "digits: 1.72 to 2.35 times as fast as written" in page
+    assert "digits: 2.00x" not in page
+    assert "The machine was too busy while this was measured" in page
+    assert "Quote the interval, not the number. Run the study again with --fresh when the machine is quiet." in page
+    vague = measured(record(8), Interval(9.0, 3.0, 27.0))
+    assert "Quote no number from it. Run" in _verdict.doubt(vague)
+    assert _verdict.headline(measured(record(8), Interval(2.0, 1.9, 2.1))) == "2.00x as fast as written"
+
+
+def test_slow_calls_and_busy_neighbours_are_counted_apart() -> None:
+    found, wide = record(9, failed=1), Interval(2.0, 1.5, 2.5)
+    slow = dataclasses.replace(comparison(2.0), ratio=wide, pairs=5)
+    loud = dataclasses.replace(comparison(2.0), ratio=wide, foreign=0.4)
+
+    def notes(*poor: Any) -> list[str]:
+        trials = [dataclasses.replace(t, comparison=c) for t, c in zip(found.trials, poor, strict=False)]
+        return busy(dataclasses.replace(found, trials=(*trials, *found.trials[len(trials) :])))
+
+    few = "The calls are so slow that few pairs were measured in the time for it"
+    much = "The machine was too busy to measure well"
+    poor = "3 of 8 ratios are known to no better than 30%."
+    assert notes(slow, slow) == []
+    assert notes(slow, slow, slow) == [f"{few}: {poor} Give it more time: --timing 60s --fresh."]
+    assert notes(loud, loud, loud) == [f"{much}: {poor} Run it again with --fresh when it is quiet."]
+    assert [note.split(":")[0] for note in notes(slow, loud, slow)] == [much, few]
+
+
+# ---- trainings
+
+
+def trained(status: Any = "improved", **confirmed: Any) -> Record:
+    """A study of a training."""
+    found = record(6, failed=0, status=status, limits=Limits(max_drop=0.01), explained=False)
+    assert found.confirmation is not None
+    rise = Drop(value=0.001, low=-0.002, upper=0.004, n=6, limit=0.01, decided=True)
+    figures: dict[str, Any] = {"drop": rise, "parity": Parity(ok=True, reason=None, n=24, max_relative=2e-3), "score": 0.521}
+    trials = [dataclasses.replace(t, **figures, size_mb=None) for t in found.trials]
+    confirmation = dataclasses.replace(found.confirmation, **figures, baseline_score=0.52, loaded=False, **confirmed)
+    prepared = dataclasses.replace(found.prepared, score=0.52, n=24, share=False, splits={}, inputs="64 per update", notes=())
+    changes: dict[str, Any] = {"artifact": None, "files": {}, "command": "trimtab.tune('train.py', out='run', ...)"}
+    return dataclasses.replace(
+        found, mode="train", prepared=prepared, trials=tuple(trials), confirmation=confirmation, **changes
+    )
+
+
+OF_INFERENCE = ("test data", "selection data", "drop", "score", "What ships", "a build in memory")
+
+
+def test_a_training_is_said_to_be_measured_over_updates_and_from_other_parameters(tmp_path: pathlib.Path) -> None:
+    found = trained()
+    facts = dict(_trust.confirmation(found))
+    assert facts["measured from"] == "other parameters, with the data in another order, over 24 updates"
+    assert facts["loss from other parameters"] == "0.5200 before, 0.5210 after, over the last 6 updates"
+    assert facts["rise of the loss from other parameters"].startswith("0.00100 (≤ 0.00400); ")
+    assert facts["rise of the loss from other parameters"].endswith(" in the search")
+    assert facts["losses from other parameters"] == "apart by 0.20% at most, over 24 updates"
+    assert dict(_trust.data(found)) == {"loss of the training as written": "0.5200 at the end of 24 updates"}
+    page = said(found, tmp_path)
+    assert "The last rung was measured again in fresh processes." in page
+    assert "Speed against loss" in page
+    assert "rise of the loss 0.00100" in page
+    for words in OF_INFERENCE:
+        assert words not in page, words
+        assert words not in text(found), words
+    assert "losses compared: 24 updates" in text(found)
+    assert "rise at most" in text(found)
+    assert side_by_side(found, found).differences == ()
+    chart = _charts.pareto(found, _rows.rows(found))
+    assert chart is not None
+    sizes = [size for trace in chart.data if "customdata" in trace for size in trace["marker"]["size"]]
+    assert len(sizes) == 6
+    assert min(sizes) > 0  # settings have no size, and are drawn all the same
+
+
+def test_where_the_settings_as_written_stay_no_confirmation_is_claimed(tmp_path: pathlib.Path) -> None:
+    found = trained("kept_original", again=False, comparison=None)
+    assert _trust.confirmation(found) == [
+        ("confirmation", "none: nothing was measured again, the figures are those of the search")
+    ]
+    page = said(found, tmp_path)
+    assert "nothing was measured again" in page
+    assert "digits: the settings as written stay" in page
+    assert "The last rung was measured again" not in page
+    assert "confirmed yes" not in page
+    assert "The last rung was measured again" not in said(record(6, status="limits_not_met"), tmp_path)
+
+
+def test_settings_that_stay_are_kept_without_a_claim_that_they_were_measured_again(tmp_path: pathlib.Path) -> None:
+    original = record(2, failed=0).trials[1]
+    study: Any = types.SimpleNamespace(
+        options=Options(objective="throughput"),
+        to_beat=original,
+        trials=[original],
+        interrupted=lambda: False,
+        progress=Progress(),
+        notes=[],
+        folder=tmp_path,
+        job=dict,
+    )
+    status, _, best = finish(study)
+    assert status == "kept_original"
+    assert best is not None
+    assert not best.confirmation.again
+    assert best.confirmation.baseline_score == original.score
+
+
+# ---- narrow terminals
+
+
+def worst(found: Record) -> Record:
+    long = "A sentence that goes on and on without any end in sight, " * 20
+    return dataclasses.replace(
+        found, workload="w" * 150, sentence=long, notes=(long, long, long), command="trimtab optimize " + "x/" * 300
+    )
+
+
+@pytest.mark.parametrize("columns", [40, 80, 99, 100, 200])
+def test_the_text_fits_a_terminal_of_any_width_and_keeps_its_end(columns: int) -> None:
+    for each in (record(24), record(200, failed=40), record(24, labels=False), worst(record(24)), trained()):
+        lines = text(each, columns).splitlines()
+        assert len(lines) <= 40
+        assert max(map(len, lines)) <= min(columns, 100)
+        assert any(line.startswith("Example CPU 9000, 2 of 4") for line in lines)
+
+
+def test_a_narrow_terminal_has_the_recipes_on_lines_of_their_own() -> None:
+    found = record(24)
+    lines = text(found, 80).splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("LADDER"))
+    for number, rung in enumerate(found.ladder):
+        figures, recipe = lines[begin + 1 + 2 * number : begin + 3 + 2 * number]
+        assert len(figures) == 74
+        assert recipe == f"{'':<12}{rung['recipe']}"
+    assert any(line.startswith("LADDER") and line.endswith("  recipe") for line in text(found).splitlines())
+
+
+def test_commands_on_a_terminal_take_its_width_and_files_do_not(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = with_logs(record(12, failed=0), tmp_path / "left")
+    right = with_logs(dataclasses.replace(record(12), workload="another one with a long name"), tmp_path / "right")
+    monkeypatch.setenv("COLUMNS", "80")
+    report_command(left, as_text=True)
+    assert capsys.readouterr().out == text(Record.read(left)) + "\n"  # no terminal
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    report_command(left, as_text=True)
+    assert capsys.readouterr().out == text(Record.read(left), 80) + "\n"
+    report_command(left, as_text=True, output=tmp_path / "report.txt")
+    assert (tmp_path / "report.txt").read_text(encoding="utf-8") == text(Record.read(left)) + "\n"
+    capsys.readouterr()
+    compare_command(left, right)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == f"  {'':<22} {'LEFT':<27} RIGHT"
