@@ -199,9 +199,9 @@ def test_the_average_is_what_is_validated_and_kept() -> None:
 def test_a_second_fit_goes_on_from_the_parameters_and_not_from_their_average() -> None:
     def trained(*parts: int) -> nn.Module:
         torch.manual_seed(3)
-        made = trainer(nn.Sequential(nn.Linear(8, 3)), ema=0.8)
+        made, batches = trainer(nn.Sequential(nn.Linear(8, 3)), ema=0.8), loader(shuffle=False)
         for steps in parts:
-            made.fit(loader(shuffle=False), steps=steps)
+            made.fit(batches, steps=steps)
         return made.model
 
     torch.testing.assert_close(trained(4, 9).state_dict(), trained(9).state_dict(), rtol=0, atol=0)

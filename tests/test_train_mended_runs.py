@@ -21,6 +21,7 @@ from trimtab import Trainer
 from trimtab.errors import StorageError, UsageError, WorkloadError
 from trimtab.train.checkpoint import TENSORS, Checkpoints
 from trimtab.train.events import Event, Progressed, Validated
+from trimtab.train.loader import Loader
 from trimtab.train.schedule import cosine, linear, one_cycle
 from trimtab.train.stopping import EarlyStopping
 
@@ -103,11 +104,11 @@ def test_every_schedule_goes_on_where_it_stood(name: str, tmp_path: pathlib.Path
             made.stop("enough")
 
     got = rates(cut := trainer(schedule=SCHEDULES[name], checkpoint=tmp_path, callbacks=[stop]))
-    cut.fit(loader(), epochs=2)
+    cut.fit(batches := loader(), epochs=2)
     rest = rates(resumed := trainer(schedule=SCHEDULES[name], checkpoint=tmp_path).resume())
     resumed.fit(loader(), epochs=2)
     again = rates(cut)  # and so does a second run of the same trainer
-    cut.fit(loader(), epochs=2)
+    cut.fit(batches, epochs=2)
     assert len(want) == 16
     assert got[:6] + rest == want
     assert got[:6] + again == want
@@ -251,9 +252,19 @@ class Ended(Dataset[Any]):
 
 
 @pytest.mark.own_process
-def test_a_signal_that_ends_the_workers_too_ends_the_run_with_a_checkpoint(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Ended(), batch_size=4, num_workers=1, timeout=1),
+        lambda: Loader(Ended(), batch=4, workers=1, shuffle=False),
+    ],
+    ids=["torch", "trimtab"],
+)
+def test_a_signal_that_ends_the_workers_too_ends_the_run_with_a_checkpoint(
+    make: Callable[[], Any], tmp_path: pathlib.Path
+) -> None:
     made = trainer(loss=lambda model, batch: model(batch).square().mean(), checkpoint=tmp_path)
-    summary = made.fit(DataLoader(Ended(), batch_size=4, num_workers=1, timeout=1), epochs=2)
+    summary = made.fit(make(), epochs=2)
     assert summary.ended == "It was interrupted by SIGTERM."
     assert Checkpoints(tmp_path).load()["position"]["update"] == summary.updates > 0
 
@@ -300,7 +311,7 @@ def broken() -> Iterator[Any]:
         ),
         (
             lambda: trainer(metrics={"mine": failing}).fit(loader(), loader(), epochs=1),
-            "The metric 'mine', or the model for it, raised: KeyError",
+            "The metric 'mine' raised: KeyError",
         ),
     ],
 )

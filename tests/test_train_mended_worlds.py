@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
+import signal
 from typing import Any
 
 import pytest
@@ -80,6 +82,27 @@ def refused() -> str:
     return ""
 
 
+def cut_off(folder: pathlib.Path, **settings: Any) -> dict[str, Any]:
+    """A run whose second process gets a SIGTERM in its validation, the run that goes on, and one without all that."""
+    made, validated = trainer(folder, **settings), list[int]()
+
+    def end(*_: Any) -> None:
+        if not made.model.training:
+            validated.append(1)
+            if made.world.rank == 1 and len(validated) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    made.model.register_forward_pre_hook(end)
+    ended = made.fit(batches(4), batches(), epochs=1).ended
+    due, whole, again = made.position.due, trainer(**settings), trainer(folder, **settings).resume()
+    whole.fit(batches(4), batches(), epochs=1)
+    updates = again.fit(batches(4), batches(), epochs=1).updates
+    return {
+        **{"ended": ended, "due": due, "validated": len(validated), "updates": updates},
+        **{"again": again.results, "whole": whole.results},
+    }
+
+
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
     found = {
         "from one": gone_on(folder / "even"),
@@ -87,6 +110,7 @@ def all_checks(folder: pathlib.Path) -> dict[str, Any]:
         "one batch": validated(batches(1)),
         "three batches": validated(batches(3)),
         "refused": refused(),
+        "cut off": {sharding: cut_off(folder / sharding, sharding=sharding) for sharding in ("replicate", "shard")},
     }
     made = trainer(folder / "two")
     made.fit(batches(), batches(), steps=2)
@@ -133,3 +157,15 @@ def test_a_sharded_model_needs_a_batch_in_each_process(found: dict[str, Any]) ->
             "UsageError: validate has no batch for the process of rank 1, and all processes must call a sharded model "
             "together. Give it at least 2 batches, smaller ones for instance."
         )
+
+
+@pytest.mark.parametrize(("sharding", "validated"), [("replicate", [4, 2]), ("shard", [2, 2])])
+def test_a_signal_to_one_process_cuts_off_the_validation_of_all(
+    found: dict[str, Any], sharding: str, validated: list[int]
+) -> None:
+    ranks = [rank["cut off"][sharding] for rank in found["ranks"]]
+    assert [rank["validated"] for rank in ranks] == validated
+    assert [rank["ended"] for rank in ranks] == ["Another process was asked to stop.", "It was interrupted by SIGTERM."]
+    for rank in ranks:
+        assert (rank["due"], rank["updates"]) == (True, 0)
+        assert rank["again"] == pytest.approx(rank["whole"])

@@ -381,7 +381,7 @@ def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], 
         if largest and count >= largest:
             break
     if not drawn:
-        raise WorkloadError("The loader gave no batch, so no batch size can be found.")
+        raise WorkloadError("The loader gave no batch, so no batch size can be found. Give one with examples in it.")
     return drawn, time.perf_counter() - begun
 
 

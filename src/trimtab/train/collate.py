@@ -168,7 +168,8 @@ def _numbers(items: Sequence[Any], path: tuple[str | int, ...]) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         kinds = ", ".join(sorted({type(item).__name__ for item in items}))
         raise WorkloadError(
-            f"Examples{_at(path)} are of different types ({kinds}) and cannot be joined to a tensor."
+            f"Examples{_at(path)} are of different types ({kinds}) and cannot be joined to a tensor. Make them alike in the "
+            "dataset."
         ) from error
 
 

@@ -17,6 +17,8 @@ from trimtab.train.prefetch import Transfer
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
+WORKER_ENDED = "DataLoader worker (pid"
+"""How torch begins every sentence about a process of a loader that is gone."""
 
 
 @runtime_checkable

@@ -122,7 +122,7 @@ def _write(path: pathlib.Path, name: str, array: Any) -> _Entry:
     with path.open("wb") as file:
         for part in map(_as_tensor, (array,) if isinstance(array, (torch.Tensor, np.ndarray)) else _parts(name, array)):
             if part is None or not part.dim():
-                raise UsageError(f"{name} has a part that is no array of numbers with at least one axis.")
+                raise UsageError(f"{name} has a part that is no array of numbers with at least one axis. Give such parts.")
             if shape is not None and (part.dtype, part.shape[1:]) != (dtype, shape):
                 raise UsageError(
                     f"Parts of {name} differ: rows of shape {tuple(shape)}, {dtype}, and of {tuple(part.shape[1:])}, "
@@ -133,7 +133,7 @@ def _write(path: pathlib.Path, name: str, array: Any) -> _Entry:
         file.flush()
         os.fsync(file.fileno())
     if dtype is None or shape is None:
-        raise UsageError(f"{name} has no parts, so that neither its type nor its shape is known.")
+        raise UsageError(f"{name} has no parts, so that neither its type nor its shape is known. Give one at least.")
     return _Entry(file=path.name, dtype=str(dtype).removeprefix("torch."), shape=(rows, *shape))
 
 

@@ -84,7 +84,12 @@ class Objective:
             WorkloadError: the loss is no scalar, carries no gradient, what stands beside it is no weight, or the batch has not
                 the form that the loss asks for.
         """
+        return self.answered(model, batch, weighed=weighed)[:2]
+
+    def answered(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight, Any]:
+        """The same, and the outputs that were compared with the targets: ``None`` where it is not here that this is done."""
         given = fresh(batch)
+        outputs: Any = None
         if self.loss is None:
             loss, weight = self._own(model, given)
         elif self._with_model:
@@ -106,8 +111,8 @@ class Objective:
                 "model and the loss, and for a model that is frozen."
             )
         if self.summed or not weighed:
-            return loss, 1.0
-        return loss, examples(batch) if weight is None else weight
+            return loss, 1.0, outputs
+        return loss, examples(batch) if weight is None else weight, outputs
 
     def _refuse_broadcast(self, outputs: Any, targets: Any) -> None:
         """Stop where torch would only warn, and then compare outputs with the targets of other examples."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,11 +22,10 @@ from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.clock import Clock, clock_for
 from trimtab.train.compiling import CompiledStep, CompileWatch
-from trimtab.train.feed import Feed, has_workers, mover, set_workers
+from trimtab.train.epoch import random_of
+from trimtab.train.feed import Feed, mover
 from trimtab.train.kernels import use_kernels
-from trimtab.train.peek import generators_of
 from trimtab.train.prefetch import transfer_for
-from trimtab.train.runtime import random_state, set_random_state
 from trimtab.train.step import Step
 from trimtab.train.validation import Move
 from trimtab.train.world import World
@@ -82,6 +82,8 @@ def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move
     """Give ``model`` the memory format of ``settings``; returns what puts batches on ``device`` in the same."""
     nhwc = settings.memory_format == "channels_last"
     if nhwc:
+        if any(map(is_lazy, model.parameters())):
+            raise UsageError("Lazy modules have no memory_format before a forward pass: call the model once before fit().")
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return mover(device, channels_last=nhwc)
 
@@ -101,7 +103,8 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimiz
     if not trainable:
         count = sum(1 for _ in model.parameters())
         reason = f"all its {count} parameters have requires_grad=False" if count else "it has no parameters"
-        raise UsageError(f"There is nothing to train in {type(model).__name__}: {reason}.")
+        fix = "Set it to True on those to be trained" if count else "Give one that has some"
+        raise UsageError(f"There is nothing to train in {type(model).__name__}: {reason}. {fix}.")
     if not isinstance(optimizer, Optimizer):
         if not callable(optimizer):
             raise UsageError(
@@ -109,7 +112,9 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimiz
             )
         optimizer = optimizer(trainable)
         if not isinstance(optimizer, Optimizer):
-            raise UsageError(f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+            raise UsageError(
+                f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Let it return one."
+            )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("LBFGS calls the model several times per update, which this loop does not do. Use another optimizer.")
     own = {id(p) for p in model.parameters()}
@@ -136,6 +141,20 @@ def check_device(name: str) -> None:
         raise UsageError(
             f"Settings device is {name!r}, which cannot be used here: {reason}. Use 'cpu', or mend that."
         ) from error
+
+
+def check_place(model: nn.Module, device: torch.device) -> None:
+    """Refuse to train on ``device`` what its owner has put on a faster one.
+
+    Raises:
+        UsageError: the model would have to leave an accelerator.
+    """
+    for parameter in model.parameters():
+        if (there := parameter.device.type) not in ("cpu", "meta", device.type):
+            raise UsageError(
+                f"The model is on {there}, and Settings device is {device.type!r}, where it would be trained. Give "
+                f"Settings(device={there!r}), or move the model first: model.to({device.type!r})."
+            )
 
 
 def check_lengths(epochs: int | None, steps: int | None) -> None:
@@ -181,6 +200,17 @@ def check_folder(trainer: Trainer) -> None:
         )
 
 
+def begin_other(trainer: Trainer, before: Any, given: Any) -> None:
+    """Have data begin at its beginning if it is not that of the run before, which may have ended in mid-epoch."""
+    dataset, batch = getattr(given, "dataset", None), trainer.position.batch
+    anew = dataset is not None and dataset is getattr(before, "dataset", None)
+    if before is given or (anew and updates_of(before, 1, 1) == updates_of(given, 1, 1)):
+        return
+    if batch and trainer.resuming is None:
+        trainer.note(f"The run before ended after batch {batch} of an epoch of other data; this data begins at its beginning.")
+        trainer.position.batch = 0
+
+
 def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
     """Everything that the next update depends on; of several processes, all must ask for it."""
     world = trainer.world
@@ -207,25 +237,6 @@ def settle(trainer: Trainer) -> None:
     """Give all processes the same buffers, in the model and in the average of it; all must ask for it."""
     average = [] if trainer.ema is None else trainer.ema.buffers(trainer.model)
     trainer.world.settle([*trainer.model.buffers(), *average])
-
-
-def random_of(batches: Iterable[Any]) -> dict[str, Any]:
-    """Every generator that the rest of the run may draw from, those that the loader ``batches`` has for itself too."""
-    own = [generator.get_state() for generator in generators_of(batches)]
-    return {**random_state(), "loader": own, "workers": has_workers(batches)}
-
-
-def set_random_of(batches: Iterable[Any], state: Mapping[str, Any]) -> None:
-    """Put back what :func:`random_of` gave."""
-    set_random_state(state)
-    for generator, kept in zip(generators_of(batches), state.get("loader", ()), strict=False):
-        generator.set_state(kept)
-
-
-def begin_as(batches: Iterable[Any], state: Mapping[str, Any]) -> None:
-    """Have the epoch that begins draw what the one drew that began with ``state``."""
-    set_workers(batches, running=state["workers"])  # first, because to start them draws too
-    set_random_of(batches, state)
 
 
 def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -260,6 +271,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.model.load_state_dict({name: world.part(value, now[name]) for name, value in state["model"].items()})
     world.seed = state["seed"]
     if trainer.ema is not None:
+        trainer.ema.follow(trainer.model)  # a lazy one has its shapes only now
         for name, value in trainer.ema.shadow.items():
             if name in state["ema"] and state["ema"][name].shape == value.shape:  # some buffers are made by a forward pass
                 value.copy_(world.part(state["ema"][name], value))
@@ -286,8 +298,8 @@ def _share_anew(trainer: Trainer, before: int) -> None:
 
 
 def _reshaped(now: Any, kept: Any) -> bool:
-    """Whether two tensors differ in shape; what a module keeps as its extra state need not be a tensor."""
-    return isinstance(now, torch.Tensor) and isinstance(kept, torch.Tensor) and now.shape != kept.shape
+    """Whether two tensors differ in shape, if there is one yet; what a module keeps as its extra state need not be a tensor."""
+    return isinstance(now, torch.Tensor) and isinstance(kept, torch.Tensor) and not is_lazy(now) and now.shape != kept.shape
 
 
 def _groups(state: Mapping[str, Any], optimizer: Optimizer) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -310,7 +322,7 @@ def _redecide(trainer: Trainer, decided: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def interruptible(trainer: Trainer) -> Iterator[None]:
-    """A block in which Ctrl-C and SIGTERM end the run after its update; a second one ends it at once."""
+    """A block in which Ctrl-C and SIGTERM end the run after its update, or in a validation; a second one ends it at once."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
         yield
         return
@@ -321,6 +333,7 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
         if child is not None and callable(telling := signal.getsignal(child)):
             before[child] = telling  # torch's, which raises wherever we are if the signal has ended the loader's workers too
             signal.signal(child, lambda *_: None)
+        trainer.interrupted = True
         trainer.stop(f"It was interrupted by {signal.Signals(number).name}.")
 
     child: signal.Signals | None = getattr(signal, "SIGCHLD", None)

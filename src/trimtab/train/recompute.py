@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.errors import UsageError
@@ -143,7 +144,7 @@ class _SecondRun(AbstractContextManager[None]):
     """
 
     def __init__(self, buffers: Iterable[Place]) -> None:
-        self._buffers = [(module, name, _value(module, name).clone()) for module, name in buffers]
+        self._buffers = [(module, name, _copied(_value(module, name))) for module, name in buffers]
         self._random = (random.getstate(), np.random.get_state())
         self._present: list[torch.Tensor] = []
         self._present_random: Any = None
@@ -165,6 +166,11 @@ class _SecondRun(AbstractContextManager[None]):
     def _set_random(state: Any) -> None:
         random.setstate(state[0])
         np.random.set_state(state[1])
+
+
+def _copied(buffer: torch.Tensor) -> torch.Tensor:
+    """What a buffer is; one that the first run is yet to make has nothing that it was, and stands for itself."""
+    return buffer if is_lazy(buffer) else buffer.clone()
 
 
 def _value(module: nn.Module, name: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trimtab.train.runtime import random_state, set_random_state
@@ -18,11 +19,11 @@ class Kept:
     """Copies of tensors that change, to put back later.
 
     Args:
-        tensors: looked at now, and held by this object.
+        tensors: looked at now, and held by this object; those that a forward pass is yet to make are left alone.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
+        self._tensors = [tensor for tensor in tensors if not is_lazy(tensor)]
         self._copies = [tensor.detach().clone() for tensor in self._tensors]
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from trimtab.errors import UsageError
+from trimtab.train.stopping import EarlyStopping
 
 Schedule = Callable[[Optimizer, int], LRScheduler]
 """``schedule(optimizer, updates)`` -> a scheduler that the Trainer steps once per update of ``updates`` in all."""
@@ -68,8 +69,8 @@ def load(scheduler: LRScheduler | None, state: Mapping[str, Any] | None) -> None
         _reshape(scheduler, state)
 
 
-def check(scheduler: LRScheduler | None, to_come: int | None, *, validated: bool) -> None:
-    """Refuse a schedule that cannot last for the updates ``to_come``, or has nothing to go by.
+def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStopping | None) -> None:
+    """Refuse a schedule that cannot last for the updates ``to_come``, or has nothing to go by: no validation is ``watched``.
 
     Raises:
         UsageError: it would fail, or do nothing.
@@ -79,8 +80,16 @@ def check(scheduler: LRScheduler | None, to_come: int | None, *, validated: bool
             f"The OneCycleLR has {scheduler.total_steps} steps, of which {scheduler.last_epoch} are made, and the run has "
             f"{to_come} updates to come. Give schedule=one_cycle(...), which fits itself to the run, or fewer epochs."
         )
-    if isinstance(scheduler, ReduceLROnPlateau) and not validated:
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return
+    if watched is None:
         raise UsageError("ReduceLROnPlateau goes by the validation, and there is none. Give fit(train, validate, ...).")
+    if scheduler.mode != watched.mode:
+        raise UsageError(
+            f"ReduceLROnPlateau has mode={scheduler.mode!r}, but goes by the validation's {watched.metric}, which is watched "
+            f"with mode={watched.mode!r}. Give both one mode: EarlyStopping(metric=..., mode={scheduler.mode!r}) names the "
+            "figure; with a large patience it ends nothing."
+        )
 
 
 def _inside(scheduler: LRScheduler) -> list[LRScheduler]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trimtab.errors import UsageError
 
@@ -57,7 +58,7 @@ class Ema:
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Take the parameters as they are now into the average; buffers that are no floating point are copied."""
-        values = self._followed(model)
+        values = self.follow(model)
         kinds: dict[Any, list[str]] = {}  # what is sharded over other processes, or not at all, cannot be in one operation
         for name, value in values.items():
             if value.is_floating_point():
@@ -70,17 +71,17 @@ class Ema:
     @torch.no_grad()
     def exchange(self, model: nn.Module) -> None:
         """Put the average into the model and the model's own values into the average; twice is as it was."""
-        for name, value in self._followed(model).items():
+        for name, value in self.follow(model).items():
             kept = value.detach().clone()
             value.copy_(self.shadow[name])
             self.shadow[name].copy_(kept)
 
     def buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """What the average has for the buffers of ``model``."""
-        self._followed(model)
-        return [self.shadow[name] for name, _ in model.named_buffers()]
+        followed = self.follow(model)
+        return [self.shadow[name] for name, _ in model.named_buffers() if name in followed]
 
-    def _followed(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def follow(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The values of ``model``; the average begins anew for what its forward pass has made, enlarged or taken away since."""
         values = self._values(model)
         self.shadow = {name: self._kept(name, value) for name, value in values.items()}
@@ -93,7 +94,8 @@ class Ema:
 
     @staticmethod
     def _values(model: nn.Module) -> dict[str, torch.Tensor]:
-        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: value for name, value in values.items() if not is_lazy(value)}  # until a forward pass has made it
 
 
 def copied_state(model: nn.Module) -> dict[str, Any]:

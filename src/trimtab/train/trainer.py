@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
-from trimtab.errors import StorageError, TrimtabError, UsageError, WorkloadError
-from trimtab.train import auto, prepare, progress, validation
+from trimtab.errors import StorageError, UsageError, WorkloadError
+from trimtab.train import auto, epoch, prepare, progress, validation
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed.processes import join
 from trimtab.train.events import Callback, Ended, Event, Remarked, Saved, Validated
-from trimtab.train.feed import Feed, check_loader
+from trimtab.train.feed import WORKER_ENDED, check_loader
 from trimtab.train.memory import Room
 from trimtab.train.meter import Meter
 from trimtab.train.modes import Modes
@@ -34,7 +34,6 @@ from trimtab.train.world import World
 from trimtab.workload import user_code
 
 _STEP = user_code("The model or its loss raised")
-_WORKER_ENDED = "The loader raised: RuntimeError: DataLoader worker"
 
 
 @dataclasses.dataclass
@@ -49,6 +48,8 @@ class Position:
     """Validations in a row without an improvement."""
     best: float | None = None
     skipped: int = 0
+    due: bool = False
+    """Whether the last epoch has come to its end, and its validation has not."""
 
 
 class Trainer:
@@ -101,6 +102,7 @@ class Trainer:
         self.world = world or join(settings)
         prepare.check_device(settings.device)
         self.device = self.world.device(settings.device)
+        prepare.check_place(model, self.device)
         self.model.to(self.device)
         self.world.place(self.model, settings)
         self.optimizer = prepare.optimizer_for(model, optimizer)
@@ -125,13 +127,15 @@ class Trainer:
         self.scheduler: LRScheduler | None = None
         """What was made of ``schedule`` for the last run; the next one goes on from it."""
         self.modes = Modes(model)
-        self._advanced: tuple[Any, Any] | None = None
-        """An iterator that the last run has begun, and what is left of it."""
-        self._goes_on = False
-        """Whether the run that begins has that very iterator."""
+        self._last: tuple[Any, Any] | None = None
+        """The training data that the last run was given, and what it went through: of an iterator, what is left."""
+        self.goes_on = False
+        """Whether the run that begins has the very iterator that the last one had begun."""
         self.room = Room(self)
         self._shows_average = False
         self._stop: str | None = None
+        self.interrupted = False
+        """Whether a signal ends the run, which cuts off a validation too."""
 
     def fit(
         self,
@@ -143,8 +147,11 @@ class Trainer:
     ) -> Summary:
         """Train on the batches of ``train`` for so many epochs or updates in all, and validate after each epoch.
 
-        After :meth:`resume` this goes on where the checkpoint was written, and ends where it would have ended. Ctrl-C, or
-        SIGTERM, ends the run after the update that is under way, with a checkpoint if there is a folder for them.
+        After :meth:`resume` this goes on where the checkpoint was written, and ends where it would have ended. So does a second
+        call with the same data: that object, or a loader of that dataset with as many batches. Other data begins anew.
+
+        Ctrl-C, or SIGTERM, ends the run after the update that is under way, with a checkpoint if there is a folder for them. It
+        cuts off a validation, with which the run that goes on begins.
 
         Raises:
             UsageError: the call makes no sense; nothing was run.
@@ -173,19 +180,20 @@ class Trainer:
         if validate is not None:
             check_loader(validate, "validate")
         prepare.check_folder(self)
-        self._stop, self.room = None, Room(self)
+        self._stop, self.interrupted, self.room = None, False, Room(self)
         self.modes.look()
         with prepare.interruptible(self):
-            given, train = train, self.world.share(train, "train")
-            begun = self._advanced
-            self._goes_on = begun is not None and begun[0] is given and self.resuming is None
-            train = begun[1] if begun is not None and self._goes_on else train
+            last, given, train = self._last, train, self.world.share(train, "train")
+            self.goes_on = isinstance(given, Iterator) and last is not None and last[0] is given and self.resuming is None
+            train = last[1] if last is not None and self.goes_on else train
             validate = None if validate is None else self.world.share(validate, "validate")
             validation.check(validate, self.metrics, self.early_stopping, self.world)
             updates = steps or prepare.updates_of(train, self.settings.accumulate, epochs or 0)
             with progress.shown(self, self.progress, updates):
+                if last is not None:
+                    prepare.begin_other(self, last[0], given)
                 train = auto.decide(self, train, updates)
-                self._advanced = (given, train) if isinstance(given, Iterator) else None
+                self._last = (given, train)
                 with running(self.settings), self.room:
                     return (yield from self._run(train, validate, epochs, steps))
 
@@ -244,23 +252,18 @@ class Trainer:
         ready = prepare.ready(self, train, epochs, steps)
         step, meter = ready.step, Meter(self, ready.clock, ready.updates)
         to_come = None if ready.updates is None else ready.updates - position.update
-        schedules.check(ready.scheduler, to_come, validated=held_out is not None)
+        schedules.check(ready.scheduler, to_come, None if held_out is None else self.early_stopping or EarlyStopping())
         step.discard()  # whatever was computed before this run
         first, began = position.epoch, position.update
         self._stop_if_stale()  # which the run that is gone on with had ended by
         while not self.world.any(self.ending) and not _over(position, epochs, steps):
-            self.modes.train()
-            self._begin_epoch(ready.feed)
-            if (yield from self._epoch(ready, meter, steps)):
-                position.epoch, position.batch = position.epoch + 1, 0
-                meter.report()
-                try:
-                    self._validate(held_out, ready)
-                except TrimtabError:
-                    self._save(ready)  # so that the epoch is not lost
-                    raise
-                if self.checkpoint_every is None:
-                    self._save(ready)
+            if not position.due:
+                self.modes.train()
+                epoch.begin(self, ready.feed)
+                if not (yield from self._epoch(ready, meter, steps)):
+                    continue
+                position.epoch, position.batch, position.due = position.epoch + 1, 0, True
+            self._close_epoch(ready, meter, held_out)
         step.check()
         meter.report()
         if held_out is not None and position.epoch == first and position.update > began and not self.ending:
@@ -288,10 +291,23 @@ class Trainer:
                     return not self.world.any(left is None or left > 0)
         except WorkloadError as error:
             # A signal to the whole group of processes, as a terminal's Ctrl-C is, ends the loader's workers too.
-            if self.world.size > 1 or not self.ending or _WORKER_ENDED not in str(error):
+            if self.world.size > 1 or not self.ending or WORKER_ENDED not in str(error):
                 raise
             return False
         return True
+
+    def _close_epoch(self, ready: prepare.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
+        """What comes at the end of an epoch: it is told of, validated and saved; what fails there does not cost the epoch."""
+        try:
+            with epoch.close(self, ready.feed):
+                meter.report()
+                self._validate(held_out, ready)
+        except Exception as error:
+            if self.world.size == 1 or isinstance(error, (UsageError, WorkloadError)):  # which all processes raise
+                self._save(ready)
+            raise
+        if self.checkpoint_every is None and not self.position.due:
+            self._save(ready)
 
     def _update(self, ready: prepare.Ready, group: list[Batch]) -> Update:
         """One update, and what goes along with it."""
@@ -303,37 +319,19 @@ class Trainer:
             self.ema.update(self.model)
         return update
 
-    def _begin_epoch(self, feed: Feed) -> None:
-        """Start the loader; in mid-epoch where it stood, with the same random numbers to come."""
-        resumed, goes_on, batch, loader = self.resuming, self._goes_on, self.position.batch, feed.batches
-        self.resuming, self._goes_on = None, False
-        begun: dict[str, Any] = {}
-        now: dict[str, Any] = {}
-        if resumed is not None:
-            begun, now = self._own(resumed["epoch_random"]), self._own(resumed["random"])
-        elif batch and not goes_on:  # an earlier run ended there
-            begun, now = self.epoch_random, prepare.random_of(loader)
-        if now:
-            prepare.begin_as(loader, begun if batch else now)
-        if not (batch and goes_on):
-            self.epoch_random = prepare.random_of(loader)
-        feed.begin(self.position.epoch, 0 if goes_on else batch)
-        feed.taken = batch
-        if now and batch:
-            prepare.set_random_of(loader, now)
-
-    def _own(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """This process's state of what every process has one of; another number of processes makes do with those there are."""
-        return states[self.world.rank % len(states)]
-
     def _validate(self, held_out: Iterable[Batch] | None, ready: prepare.Ready) -> None:
         """Go through the validation data, keep the best parameters, and stop where it has stopped getting better."""
+        stopping, position = self.early_stopping or EarlyStopping(), self.position
         if held_out is None:
+            position.due = False
             return
         prepare.settle(self)
         with self._averaged():
-            self.results = validation.validate(self.model, self.objective, held_out, self.metrics, ready)
-            stopping, position = self.early_stopping or EarlyStopping(), self.position
+            found = validation.validate(self.model, self.objective, held_out, self.metrics, ready, lambda: self.interrupted)
+            if found is None:
+                self.note("The validation was cut off; the run that goes on begins with it.")
+                return
+            self.results, position.due = found, False
             better = stopping.better(self.results[stopping.metric], position.best)
             if better:
                 position.best, position.stale = self.results[stopping.metric], 0
@@ -378,7 +376,8 @@ class Trainer:
         """The last checkpoint, then the parameters that the user is to have, then the summary."""
         newest = None if self.checkpoints is None else self.checkpoints.newest()
         made = self.position.update or self.decided  # else there is nothing to go on with
-        if made and self.world.any(newest is None or newest.name != f"update-{self.position.update:08d}"):
+        old = newest is None or newest.name != f"update-{self.position.update:08d}" or self.position.due
+        if made and self.world.any(old):
             self._save(ready)
         prepare.settle(self)
         if self.ema is not None:
@@ -396,4 +395,5 @@ class Trainer:
 
 
 def _over(position: Position, epochs: int | None, steps: int | None) -> bool:
-    return position.epoch >= epochs if epochs is not None else position.update >= (steps or 0)
+    made = position.epoch >= epochs if epochs is not None else position.update >= (steps or 0)
+    return made and not position.due

@@ -133,10 +133,10 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
         )
     settings, notes = decided(training.settings)
     seeded(workload.seed if seed is None else seed)
-    with user_code("The workload's data could not be loaded"):
+    with user_code("The workload's data could not be loaded", "Go through the loader yourself once."):
         apart = 0 if seed is None else EPOCHS_APART * abs(seed - workload.seed)
         batches = first(loader(training), updates * settings.accumulate, epoch=apart)
-    with user_code("The workload's model, loss or optimizer failed"):
+    with user_code("The workload's model, loss or optimizer failed", "Make an update with them yourself."):
         known = candidate(_trainer(workload, training, settings, workload.seed), settings, batches[0])
     return TrainingSubject(
         workload=workload,
@@ -218,7 +218,9 @@ def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch
             )
         found += some
     if not any(tensors(batch) for batch in found):
-        raise WorkloadError(f"The loader's batches hold no tensor: the first is a {type(found[0]).__name__}.")
+        raise WorkloadError(
+            f"The loader's batches hold no tensor: the first is a {type(found[0]).__name__}. Let them hold tensors."
+        )
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.feed import Seekable, has_workers, keeps_workers, set_workers
+from trimtab.train.feed import WORKER_ENDED, Seekable, has_workers, keeps_workers, set_workers
 from trimtab.train.objective import Batch, Objective, Weight, call, examples
 from trimtab.train.peek import kept_random
 from trimtab.workload import user_code
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trimtab.train.world import World
 
 Metric = Callable[[Any, Any], Any]
-"""``metric(outputs, targets)`` -> one value per example."""
+"""``metric(outputs, targets)`` -> one value per example. Loss and metrics get the same outputs, so none may change them."""
 Move = Callable[[Batch], Batch]
 _READING, _END = user_code("The validation loader raised"), object()
 _MODEL = user_code("In validation the model or its loss raised")
@@ -56,11 +56,17 @@ def check(
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, objective: Objective, batches: Iterable[Batch], metrics: Mapping[str, Metric], ready: Ready
-) -> dict[str, float]:
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[Batch],
+    metrics: Mapping[str, Metric],
+    ready: Ready,
+    cut: Callable[[], bool],
+) -> dict[str, float] | None:
     """The mean loss, weighted as in training, and the means of ``metrics``, over all of ``batches`` on all processes.
 
-    The model is in evaluation mode meanwhile, and each of its modules in the mode that it was in afterwards.
+    The model is in evaluation mode meanwhile, and each of its modules in the mode that it was in afterwards. ``None`` where
+    ``cut`` has come true in a process: it is asked before each batch.
 
     Raises:
         WorkloadError: the loader, the model or a metric raised, there is no batch, or a metric gives something else than a
@@ -76,14 +82,16 @@ def validate(
     try:
         with world.together():
             # It is the plain model that is called: only one whose shares must be gathered needs all processes at once.
-            read = _read(batches)
+            read = _read(batches, cut)
             for batch in world.rounds(read, _length(batches)) if world.shared else read:
                 moved = ready.move(batch)
                 with ready.step.precision():
                     with _MODEL:
-                        loss, weight = objective(model, moved)
+                        loss, weight, outputs = objective.answered(model, moved)
+                    if metrics and outputs is None:
+                        outputs = _outputs(model, moved, metrics)
                     for name, metric in metrics.items():
-                        values[name].append(_per_example(name, metric, model, moved))
+                        values[name].append(_per_example(name, metric, outputs, moved))
                 losses.append(loss.detach())
                 weights.append(weight)
     finally:
@@ -91,6 +99,8 @@ def validate(
             module.training = mode
         world.rest()
         clock.enter("other")
+    if world.any(cut()):
+        return None
     if not world.any(bool(losses)):
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
     found = {"loss": float(world.mean(losses, weights, summed=objective.summed)[0])}
@@ -100,15 +110,21 @@ def validate(
     return found
 
 
-def _read(batches: Iterable[Batch]) -> Iterator[Batch]:
+def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:
+    """All of ``batches``, or those before ``cut`` came true."""
     if keeps_workers(batches) and not has_workers(batches):
         with kept_random():  # what starting them draws would be drawn again in a run that is gone on with
             set_workers(batches, running=True)
     with _READING:
         running = iter(batches)
-    while True:
-        with _READING:
-            batch = next(running, _END)
+    while not cut():
+        try:
+            with _READING:
+                batch = next(running, _END)
+        except WorkloadError as error:
+            if cut() and WORKER_ENDED in str(error):  # a signal to the whole group of processes ends the loader's workers too
+                return
+            raise
         if batch is _END:
             return
         yield batch
@@ -121,11 +137,18 @@ def _length(batches: Iterable[Batch]) -> int | None:
         return None
 
 
-def _per_example(name: str, metric: Metric, model: nn.Module, batch: Batch) -> torch.Tensor:
+def _outputs(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Any:
+    """What the model gives for ``metrics``, where it is the loss that calls it."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        name = next(iter(metrics))
         raise UsageError(f"The metric {name!r} needs batches of (inputs, targets); compute it in a callback instead.")
-    with user_code(f"The metric {name!r}, or the model for it, raised"):
-        found = torch.as_tensor(metric(call(model, batch[0]), batch[1]))
+    with _MODEL:
+        return call(model, batch[0])
+
+
+def _per_example(name: str, metric: Metric, outputs: Any, batch: Batch) -> torch.Tensor:
+    with user_code(f"The metric {name!r} raised"):
+        found = torch.as_tensor(metric(outputs, batch[1]))
     if found.dim() == 0:
         found = found.expand(examples(batch))
     return found.reshape(-1)

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trimtab.candidate import Settings
-from trimtab.errors import WorkloadError
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.distributed.data import share
 from trimtab.train.memory_errors import out_of_memory
 from trimtab.train.objective import Weight
@@ -70,7 +71,13 @@ class Group(World):
 
     def place(self, model: nn.Module, settings: Settings) -> None:
         """See that all processes have the same model, and give BatchNorm the statistics of all where they must be exact."""
-        shapes = self.gathered([(name, tuple(getattr(value, "shape", ()))) for name, value in model.state_dict().items()])
+        state = model.state_dict()
+        if lazy := [name for name, value in state.items() if is_lazy(value)]:
+            raise UsageError(
+                f"{lazy[0]} has no shape before a forward pass, and all processes must begin with the same parameters. Call "
+                "the model on a batch in each of them before Trainer(...)."
+            )
+        shapes = self.gathered([(name, tuple(getattr(value, "shape", ()))) for name, value in state.items()])
         if any(other != shapes[0] for other in shapes):
             raise WorkloadError(
                 "The processes have different models: their parameters differ in name or shape. Build the same one in each."

@@ -28,7 +28,10 @@ def mesh(model: int, settings: Settings = Settings()) -> DeviceMesh:
         start(settings.device)
     size = dist.get_world_size()
     if model < 1 or size % model:
-        raise UsageError(f"Layers cannot be split in {model}: there are {size} processes, which is no multiple of it.")
+        raise UsageError(
+            f"Layers cannot be split in {model}: there are {size} processes, which is no multiple of it. Start a multiple of "
+            "that many."
+        )
     made: DeviceMesh = require("torch.distributed.device_mesh").init_device_mesh(
         settings.device.partition(":")[0], (size // model, model), mesh_dim_names=("data", "model")
     )
