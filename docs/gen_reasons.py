@@ -1,4 +1,4 @@
-"""The sentences that a technique's ``why_not`` can answer, read off its source."""
+"""The sentences that a technique's ``why_not_here`` and ``why_not`` can answer, read off its source."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -33,6 +35,15 @@ os.environ["XDG_CACHE_HOME"] = _CACHE
 def _remove_cache() -> None:
     if os.getpid() == _OWNER:  # a forked child must not take it away from the others
         shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Draw alike in every run and in any order, for the same reason."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:  # which some tests want to see imported by what they test
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="module")

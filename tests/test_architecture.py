@@ -94,6 +94,14 @@ def test_imports_go_down(path: pathlib.Path) -> None:
         )
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_floors_are_told_as_they_are(page: str) -> None:
+    rows = re.findall(r"^\| \d \| (.*) \|$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    there = {dotted(path).partition(".")[0] for path in FILES}
+    stands = [{unit for unit in units & there if not unit.startswith("_")} for units in FLOORS]
+    assert [set(re.findall(r"`([a-z]+)/?`", row)) for row in rows] == stands
+
+
 def test_no_module_needs_itself() -> None:
     graph = {
         dotted(path): {name for name in imports(tree) if name != dotted(path)} for path, tree in TREES.items() if dotted(path)

@@ -130,10 +130,15 @@ ONE_EACH = "it must return one per example. For a number about the whole set use
 ONE = "it must return one number."
 STRUCTURE = "The data's inputs are structured differently from the example inputs: with the example as call 1, argument 0"
 CANNOT = "The workload's model function returned"
+LOG, BY_HAND = "The traceback is in {log}.", "Call the model with these inputs yourself."
+GIVE = "Give the folder that optimize wrote, such as runs/NAME/artifact."
 A_MODEL = "give an nn.Module or a function that makes one."
 
 USAGE = [
-    ("missing.py", "There is no file 'missing.py' (looked in {folder})."),
+    (
+        "missing.py",
+        "There is no file 'missing.py' (looked in {folder}). Check the path, or write a file to start from: trimtab init.",
+    ),
     ("notes.txt", f"'notes.txt' is not a workload. {FORM}"),
     ("no_such_module:workload", "There is no module 'no_such_module' on the path. For a file, write its path with .py."),
     (
@@ -152,7 +157,7 @@ USAGE = [
     (":inputs_meta", f"The workload's inputs are {META} Give real ones."),
     (":data_nan", "Item 0 of the evaluation data holds 512 values that are NaN or infinite. Clean the data first."),
     (":data_axes", "The data's 'input' is float32 with 3 axes, the example's is float32 with 2 axes. Make them alike."),
-    (":data_length", "The evaluation data has 120 inputs but 100 targets."),
+    (":data_length", "The evaluation data has 120 inputs but 100 targets. Give one target per input."),
     (":data_empty", "The evaluation data is empty. It must yield (inputs, target) pairs."),
     (":data_few", "The evaluation data holds 1 examples, too few to split. Give at least a dozen."),
     (":score_constant", "Evaluation score is 5, which cannot be called. Give a function."),
@@ -162,7 +167,7 @@ USAGE = [
     (":calibration_form", f"{STRUCTURE} is given in call 1 and missing in call 2. Make them alike."),
     (":calibration_empty", "The calibration data is empty. Give some batches of inputs, or leave calibration=None."),
     (":name", "Workload name 'my model' names a folder; use letters, digits, '.', '_' and '-'."),
-    (":dynamic", "dynamic names axis 7 of 'input', which has 2 axes."),
+    (":dynamic", "dynamic names axis 7 of 'input', which has 2 axes. Axes count from 0: use 0 or 1."),
     (":no_inputs", "Workload 'workload' has no inputs=...; give what the model is called with."),
     (":mode", "Workload mode is 'predict'; it can be 'infer' or 'train'."),
     (":good --latency '4 parsecs'", f"--latency is '4 parsecs': 'parsecs' is not a unit of it. {TIME}"),
@@ -195,20 +200,30 @@ USAGE = [
     ),
 ]
 WORKLOAD = [
-    ("broken.py", "broken.py could not be run: SyntaxError: '{' was never closed (broken.py, line 1)"),
+    (
+        "broken.py",
+        "broken.py could not be run: SyntaxError: '{' was never closed (broken.py, line 1). Try it alone: python broken.py. "
+        f"{LOG}",
+    ),
     (
         ":raises",
-        f"'faulty.py:raises' raised while it made the workload: KeyError: 'weights' (faulty.py, line {line('    return {}')})",
+        "'faulty.py:raises' raised while it made the workload: KeyError: 'weights' (faulty.py, line "
+        f"{line('    return {}')}). Call it yourself to see why. {LOG}",
     ),
     (
         ":inputs_shape",
-        "The model failed on the example inputs: RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 8x2)",
+        "The model failed on the example inputs: RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 8x2). "
+        f"{BY_HAND} {LOG}",
     ),
-    (":data_shape", "The model failed on the data: RuntimeError: mat1 and mat2 shapes cannot be multiplied (48x3 and 8x2)"),
+    (
+        ":data_shape",
+        "The model failed on the data: RuntimeError: mat1 and mat2 shapes cannot be multiplied (48x3 and 8x2). "
+        f"{BY_HAND} {LOG}",
+    ),
     (
         ":data_raises",
         "The evaluation data could not be read: ZeroDivisionError: division by zero (faulty.py, line "
-        f"{line('def data_raises')})",
+        f"{line('def data_raises')}). Go through it yourself once. {LOG}",
     ),
     (":score_string", "Evaluation score returned 'good', a str; it must return a tensor with one score per example."),
     (":score_scalar", f"Evaluation score returned 1 scores for a batch of 48; {ONE_EACH}"),
@@ -221,7 +236,8 @@ WORKLOAD = [
     (
         ":score_raises",
         "Evaluation score raised: IndexError: Dimension out of range (expected to be in range of [-2, 1], but got 9) "
-        f"(faulty.py, line {line('def score_raises')})",
+        f"(faulty.py, line {line('def score_raises')}). Call it yourself with the model's output for a batch, and its targets. "
+        f"{LOG}",
     ),
     (":metric_string", f"Evaluation metric returned 'good', a str; {ONE}"),
     (":metric_nan", "Evaluation metric returned nan; it must be a finite number."),
@@ -236,23 +252,25 @@ WORKLOAD = [
     (
         ":model_raises",
         "The model failed on the example inputs: IndexError: index 7 is out of bounds for dimension 1 with size 2 (faulty.py, "
-        f"line {line('def model_raises')})",
+        f"line {line('def model_raises')}). {BY_HAND} {LOG}",
     ),
-    (":model_none", f"{CANNOT} a NoneType, not an nn.Module."),
+    (":model_none", f"{CANNOT} a NoneType, not an nn.Module. Let it return the model."),
     (":model_meta", f"The model's 'weight' is {META} Load its weights before you hand it over."),
     (
         ":calibration_shape",
-        "The model failed on the calibration data: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 8x2)",
+        "The model failed on the calibration data: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 8x2). "
+        f"{BY_HAND} {LOG}",
     ),
 ]
 OTHERS = [
-    ("verify nowhere", 2, "artifact", "There is no artifact folder 'nowhere'."),
-    ("verify hollow", 2, "artifact", "'hollow' is no artifact: it has no manifest.json."),
+    ("verify nowhere", 2, "artifact", f"There is no artifact folder 'nowhere'. {GIVE}"),
+    ("verify hollow", 2, "artifact", f"'hollow' is no artifact: it has no manifest.json. {GIVE}"),
     (
         "verify corrupt",
         2,
         "integrity",
-        "manifest.json cannot be read: Expecting ':' delimiter: line 1 column 22 (char 21)",
+        "corrupt/manifest.json cannot be read: Expecting ':' delimiter: line 1 column 22 (char 21). Copy the artifact again "
+        "from where it was made, or make a new one.",
     ),
     ("measure hollow", 2, "artifact", "'hollow' is no artifact: it has no manifest.json. Give the folder that has one."),
     (
@@ -262,7 +280,7 @@ OTHERS = [
         "There is no artifact folder 'nowhere'. A workload is written file.py, file.py:name or package.module:name.",
     ),
     ("measure faulty.py:good --time 0s", 2, "usage", f"--time is '0s'; it must be above zero. {TIME}"),
-    ("measure faulty.py:good --width 0", 2, "usage", "--width is 0.0; it must be above zero."),
+    ("measure faulty.py:good --width 0", 2, "usage", "--width is 0.0; it must be above zero. Write it like 2%."),
     (
         "optimize faulty.py:good --out /proc/nowhere",
         2,
@@ -274,8 +292,8 @@ OTHERS = [
         "optimize faulty.py:good --storage nonsense",
         2,
         "storage",
-        "The study's storage nonsense cannot be opened: Could not parse SQLAlchemy URL from given URL string. Finished trials "
-        "are kept, and the same command goes on from them.",
+        "The study's storage nonsense cannot be opened: Could not parse SQLAlchemy URL from given URL string. Mend that, or "
+        "choose another with --storage. Finished trials are kept, and the same command goes on from them.",
     ),
     (
         "list wishes",
@@ -320,7 +338,7 @@ def test_bad_input_is_answered_with_a_sentence(
         monkeypatch.setattr(Study, "run_job", here)
     monkeypatch.setattr(sys, "path", list(sys.path))  # which reading a workload extends
     exact = re.escape(f"error[{name}]: {sentence}\n".replace("{folder}", str(folder)))
-    for varying, form in (("{score}", r"0\.\d{4}"), ("{fingerprint}", r"[0-9a-f]{16}")):
+    for varying, form in (("{score}", r"0\.\d{4}"), ("{fingerprint}", r"[0-9a-f]{16}"), ("{log}", r"\S+/prepare/log\.txt")):
         exact = exact.replace(re.escape(varying), form)
     found, said = answer(arguments, folder, capsys, monkeypatch)
     assert re.fullmatch(exact, said), said

@@ -186,6 +186,16 @@ def test_commands_parse(page: str, line: str) -> None:
         assert command.make_context(key, list(rest), parent=context).params is not None
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_nobody_is_sent_to_an_index_for_it(page: pathlib.Path) -> None:
+    assert not re.search(r"pip install \S*trimtab", page.read_text(encoding="utf-8"))  # it is on none; ".[all]" is the clone's
+
+
+def test_the_first_page_leads_to_every_other() -> None:
+    links = set(re.findall(r"\]\(([\w/]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8")))
+    assert {name(page) for page in PAGES if page.is_relative_to(DOCS)} - {"index.md"} <= links
+
+
 def program(page: pathlib.Path) -> Iterator[str]:
     """The page as one Python program, in the order of the page."""
     for block in blocks(page):

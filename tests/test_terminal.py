@@ -379,10 +379,3 @@ def test_no_worker_hears_the_terminals_ctrl_c() -> None:
 def test_the_command_to_go_on_has_no_password_and_does_not_begin_anew() -> None:
     words = ["optimize", "a b.py", "--fresh", "--storage", "postgresql://me:p:s@t@host/db", "--out=runs/x"]
     assert again(words) == "trimtab optimize 'a b.py' --storage 'postgresql://me:***@host/db' --out=runs/x"
-
-
-def test_a_reader_that_has_enough_is_no_bug() -> None:
-    command = f"{sys.executable} -m trimtab list backends --json | head -c 10; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert "error" not in done.stderr
-    assert "Traceback" not in done.stderr

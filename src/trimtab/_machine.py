@@ -36,6 +36,7 @@ FLAGS: Mapping[str, str] = {
 }
 """Name of an instruction set in /proc/cpuinfo -> the name that trimtab gives it. Only those that decide a model's speed."""
 
+COMPILERS = ("g++", "clang++", "c++", "clang", "gcc", "cl")
 _TORCH_FLAGS = {"avx512_f": "avx512f", "amx_int8": "amx_int8", "amx_bf16": "amx_bf16", "arm_i8mm": "i8mm", "arm_bf16": "bf16"}
 _MAC_FLAGS = {
     "hw.optional.avx2_0": "avx2",
@@ -141,6 +142,16 @@ def compiler() -> str | None:
     for command in ([named] if named else []) + [["g++"], ["clang++"], ["c++"]]:
         if shutil.which(command[0]) and (text := _output([*command, "--version"])):
             return text.splitlines()[0].strip()
+    return None
+
+
+def no_compiler() -> str | None:
+    """Why torch cannot compile generated C++ here, in a sentence, or ``None``."""
+    asked = os.environ.get("CXX")
+    if asked is not None and shutil.which(asked) is None:
+        return f"The C++ compiler {asked!r}, which CXX names, was not found. Set CXX to one that is installed."
+    if asked is None and not any(map(shutil.which, COMPILERS)):
+        return "torch.compile needs a C++ compiler and none was found. Install g++ (apt-get install g++) or set CXX."
     return None
 
 

@@ -79,9 +79,9 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     def _checked(self, found: Any, name: str, source: str | EntryPoint) -> type[T]:
         if not (inspect.isclass(found) and issubclass(found, self.base)):
-            raise UsageError(f"{_words(source)} is {found!r}, which is not a subclass of {self.base.__name__}.")
-        if getattr(found, "name", None) != name:
-            raise UsageError(f"{_words(source)} is registered as {name!r} but calls itself {getattr(found, 'name', None)!r}.")
+            raise UsageError(f"{_words(source)} is {found!r}, which is not a subclass of {self.base.__name__}. Name one.")
+        if (own := getattr(found, "name", None)) != name:
+            raise UsageError(f"{_words(source)} is registered as {name!r} but calls itself {own!r}. Make them one name.")
         return found
 
 

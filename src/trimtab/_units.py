@@ -37,14 +37,14 @@ def fraction(text: str | float, name: str) -> float:
     return number / 100 if unit else number
 
 
-def positive(value: N, name: str) -> N:
-    """``value`` itself.
+def positive(value: N, name: str, example: str = "") -> N:
+    """``value`` itself. ``example`` is how a person who types it may write it.
 
     Raises:
         UsageError: it is not above zero.
     """
     if not value > 0:
-        raise UsageError(f"{name} is {value}; it must be above zero.")
+        raise UsageError(f"{name} is {value}; it must be above zero.{f' Write it like {example}.' if example else ''}")
     return value
 
 

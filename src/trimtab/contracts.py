@@ -73,14 +73,20 @@ class Technique(abc.ABC):
         """The data this asks for: ``"calibration"`` or ``"training"``."""
         return frozenset()
 
+    def why_not_here(self) -> str | None:
+        """Why this cannot run on this machine, whatever the candidate, in such a sentence as :meth:`why_not` gives."""
+        return None
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Why this cannot run on ``candidate``, in a sentence that a person can act on; ``None`` if it can. Never raises."""
         return None
 
     def blocked(self, candidate: Candidate) -> str | None:
-        """The first reason of all against running this on ``candidate``: packages, data, then :meth:`why_not`."""
+        """The first reason of all against running this on ``candidate``: packages, machine, data, then :meth:`why_not`."""
         if package := missing_package(self.requires):
             return f"{self.name} needs {package}, which is not installed: {install_hint(package)}."
+        if reason := self.why_not_here():
+            return reason
         if "calibration" in self.needs and not candidate.calibration:
             return f"{self.name} needs calibration data: give the workload calibration=... or an evaluation to take some from."
         return self.why_not(candidate)

@@ -142,7 +142,7 @@ def _without_labels(calibration: list[Batch], generator: torch.Generator, notes:
 
 
 def _labelled(data: Any, evaluation: Evaluation, generator: torch.Generator, size: int) -> list[Batch]:
-    with user_code("The evaluation data could not be read"):
+    with user_code("The evaluation data could not be read", "Go through it yourself once."):
         items = _items(data, evaluation, generator, size)
     if not items:
         raise UsageError("The evaluation data is empty. It must yield (inputs, target) pairs.")
@@ -160,7 +160,7 @@ def _labelled(data: Any, evaluation: Evaluation, generator: torch.Generator, siz
 def _unlabelled(data: Any, size: int) -> list[Batch]:
     if data is None:
         return []
-    with user_code("The calibration data could not be read"):
+    with user_code("The calibration data could not be read", "Go through it yourself once."):
         if isinstance(data, torch.Tensor):
             items: list[Any] = list(torch.split(data, size))
         elif isinstance(data, Dataset):
@@ -184,7 +184,9 @@ def _items(data: Any, evaluation: Evaluation, generator: torch.Generator, size: 
     most = evaluation.max_examples
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, torch.Tensor) for part in data):
         if len(data[0]) != len(data[1]):
-            raise UsageError(f"The evaluation data has {len(data[0])} inputs but {len(data[1])} targets.")
+            raise UsageError(
+                f"The evaluation data has {len(data[0])} inputs but {len(data[1])} targets. Give one target per input."
+            )
         picked = torch.randperm(len(data[0]), generator=generator)[:most]
         return list(zip(*(torch.split(part[picked], size) for part in data), strict=True))
     if isinstance(data, Dataset) and hasattr(data, "__len__"):

@@ -1,14 +1,10 @@
-"""What the two backends on TorchInductor share: options that leave nothing behind, and whether there is a compiler."""
+"""What the two backends on TorchInductor share: options that leave nothing behind."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Any, Literal
 
 Mode = Literal["default", "freezing", "max_autotune"]
-
-COMPILERS = ("g++", "clang++", "c++", "clang", "gcc", "cl")
 
 
 def options(mode: Mode) -> dict[str, Any]:
@@ -24,13 +20,3 @@ def options(mode: Mode) -> dict[str, Any]:
     if mode == "max_autotune":
         chosen |= {"max_autotune": True, "autotune_in_subproc": False}
     return chosen
-
-
-def no_compiler() -> str | None:
-    """Why inductor cannot generate code here, in a sentence, or ``None``."""
-    asked = os.environ.get("CXX")
-    if asked is not None and shutil.which(asked) is None:
-        return f"The C++ compiler {asked!r}, which CXX names, was not found. Set CXX to one that is installed."
-    if asked is None and not any(map(shutil.which, COMPILERS)):
-        return "torch.compile needs a C++ compiler and none was found. Install g++ (apt-get install g++) or set CXX."
-    return None

@@ -14,8 +14,10 @@ from typing import Any, Literal
 import torch
 from torch.export import ExportedProgram
 
+from trimtab._fixes import with_fix
 from trimtab._json import from_json, write_json
-from trimtab.backends._inductor import Mode, no_compiler, options
+from trimtab._machine import no_compiler
+from trimtab.backends._inductor import Mode, options
 from trimtab.backends._program import (
     EXPORT_ERRORS,
     dense,
@@ -28,7 +30,7 @@ from trimtab.backends._program import (
 )
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable
-from trimtab.errors import ArtifactError, CompileError, UsageError
+from trimtab.errors import ArtifactError, CompileError, IntegrityError, UsageError
 from trimtab.signature import Signature
 
 EXAMPLE = "example.pt2"
@@ -117,7 +119,7 @@ class Aoti(Backend):
         """The name that people know it by."""
         return "AOTInductor" + (", weights frozen" if self.mode == "freezing" else "")
 
-    def why_not(self, candidate: Candidate) -> str | None:
+    def why_not_here(self) -> str | None:
         """Needs a C++ compiler."""
         return no_compiler()
 
@@ -146,14 +148,15 @@ class Aoti(Backend):
         try:
             build = from_json(Build, json.loads((folder / BUILD).read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
-            raise ArtifactError(f"{BUILD} cannot be read: {error}") from error
+            raise IntegrityError(f"{BUILD} cannot be read: {error}") from error
         if settings.threads not in (None, build.threads):
             raise ArtifactError(_other_threads(build.threads, settings.threads))
         torch.set_num_threads(build.threads)
         try:
             return AotiExecutable(folder, build, signature, settings)
         except EXPORT_ERRORS as error:
-            raise ArtifactError(f"The package cannot be loaded here: {first_line(error)}") from error
+            told = f"The package cannot be loaded here: {first_line(error)}"
+            raise ArtifactError(with_fix(told, "Optimize again on this machine.")) from error
 
     def script(self) -> str:
         """Loads the packages with torch alone."""
@@ -237,7 +240,7 @@ def _exactly(
 
 
 def _closed(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    raise UsageError("This executable was closed.")
+    raise UsageError("This executable was closed. Load it again.")
 
 
 def _other_threads(built: int, found: int) -> str:

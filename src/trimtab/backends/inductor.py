@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from trimtab._archive import load_program
-from trimtab.backends._inductor import Mode, no_compiler, options
+from trimtab._machine import no_compiler
+from trimtab.backends._inductor import Mode, options
 from trimtab.backends._program import (
     PROGRAM,
     bare_module,
@@ -94,7 +95,7 @@ class Inductor(Backend):
         how = {"freezing": ", weights frozen", "max_autotune": ", kernels tuned by trial"}.get(self.mode, "")
         return f"torch.compile{how}"
 
-    def why_not(self, candidate: Candidate) -> str | None:
+    def why_not_here(self) -> str | None:
         """Needs a C++ compiler."""
         return no_compiler()
 

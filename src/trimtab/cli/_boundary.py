@@ -20,6 +20,8 @@ from typer.exceptions import TyperException
 from trimtab.errors import BUG, EXIT_BUG, TrimtabError, UsageError
 
 EXIT_INTERRUPTED = 130
+KEEPS = frozenset({"optimize"})
+"""Commands that keep what they have finished when they are interrupted."""
 PASSWORD = re.compile(r"(://[^:/@]*:).*@")
 DEBUG = "TRIMTAB_DEBUG"
 """Environment variable: ``1`` prints the traceback of whatever goes wrong."""
@@ -39,14 +41,12 @@ class Boundary:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+            error = error.__context__  # typer takes every broken pipe for that of our output, which breaks none (_streams.py)
         if not isinstance(error, Exception):
             return False
         if os.environ.get(DEBUG, "") not in ("", "0"):
             traceback.print_exception(error)
-        if isinstance(error, BrokenPipeError):  # whoever read our output has enough of it, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.code = 0
-            return True
         name, self.code, sentence = _told(error)
         print(f"error[{name}]: {sentence}", file=sys.stderr)
         return True
@@ -81,6 +81,13 @@ def _kept(error: Exception) -> str:
     except OSError as reason:
         return f"Its traceback could not be written ({reason})."
     return f"Its traceback is in {name}; please send it to us."
+
+
+def interrupted(arguments: Sequence[str]) -> str:
+    """What Ctrl-C left of the command with ``arguments``."""
+    if KEEPS.isdisjoint(arguments[:1]):
+        return f"interrupted; nothing was kept. Again: {again(arguments)}"
+    return f"interrupted; what was finished is kept. To go on from it: {again(arguments)}"
 
 
 def again(arguments: Sequence[str]) -> str:

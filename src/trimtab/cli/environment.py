@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -123,19 +124,34 @@ def list_command(
     table = _table("name", "for", "what it does", "fields", "here")
     for row in rows:
         fields = ", ".join(f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items())
-        cells = (row["summary"], fields or "-", row["why_not"] or "can run")
+        cells = (row["summary"], fields or "-", _here(row))
         table.add_row(row["name"], ", ".join(_USES[mode] for mode in row["modes"]), *map(escape, cells))
     Console(highlight=False).print(table)
     return 0
 
 
 def _row(cls: Any, contracts: Any) -> dict[str, Any]:
-    package = contracts.missing_package(cls.requires)
+    technique, package = cls(), contracts.missing_package(cls.requires)
+    why_not = f"{package} is not installed: {contracts.install_hint(package)}" if package else technique.why_not_here()
     return {
         "name": cls.name,
         "summary": _MARKUP.sub(r"\1", (inspect.getdoc(cls) or "").splitlines()[0]),
         "modes": sorted(cls.modes),
-        "exact": cls().exact,
+        "exact": technique.exact,
         "fields": {name: [to_json(v) for v in values] for name, values in cls.choices().items()},
-        "why_not": f"{package} is not installed: {contracts.install_hint(package)}" if package else None,
+        "why_not": why_not,
+        "not_here": {} if why_not else _not_here(technique),
     }
+
+
+def _not_here(technique: Any) -> dict[str, str]:
+    """The values of fields with which it cannot run here, such as ``kernel=cudnn``, and why."""
+    ways = [(name, value) for name, values in technique.choices().items() for value in values]
+    found = {f"{name}={value}": dataclasses.replace(technique, **{name: value}).why_not_here() for name, value in ways}
+    return {way: reason for way, reason in found.items() if reason is not None}
+
+
+def _here(row: dict[str, Any]) -> str:
+    """Whether it can run here, in words; two fields may have one reason."""
+    but = " ".join(dict.fromkeys(row["not_here"].values()))
+    return row["why_not"] or (f"can run, but: {but}" if but else "can run")

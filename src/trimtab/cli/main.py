@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 limits not met or not verified, 2 wrong use, 3 the workloa
 
 from __future__ import annotations
 
-import io
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, again
+from trimtab.cli import _streams
+from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, interrupted
 from trimtab.cli._lazy import group
 
 COMMANDS = {
@@ -76,12 +76,10 @@ def _version(package: str) -> str:
 
 def main() -> None:
     """Run the command line; whatever goes wrong becomes one sentence and an exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # names and reasons are the user's, and may not fit an old terminal
+    _streams.prepare()
     with Boundary() as boundary:
         code = app(prog_name="trimtab", standalone_mode=False)
         boundary.code = code if isinstance(code, int) else 0
     if boundary.code == EXIT_INTERRUPTED:  # typer turns the KeyboardInterrupt into this code
-        print(f"\ninterrupted; what was finished is kept. To go on from it: {again(sys.argv[1:])}", file=sys.stderr)
+        print(f"\n{interrupted(sys.argv[1:])}", file=sys.stderr)
     sys.exit(boundary.code)

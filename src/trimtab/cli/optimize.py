@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 import trimtab
+from trimtab._fixes import no_file
 from trimtab._json import dumps
 from trimtab._units import megabytes, seconds
 from trimtab.cli._boundary import again
@@ -137,7 +138,7 @@ def _find(workload: str) -> None:
     """
     path = pathlib.Path(re.sub(r":[A-Za-z_]\w*$", "", workload))
     if path.suffix == ".py" and not path.is_file():
-        raise UsageError(f"There is no file {str(path)!r} (looked in {pathlib.Path.cwd()}).")
+        raise no_file(path, "Check the path, or write a file to start from: trimtab init.")
 
 
 def show(result: Result) -> None:

@@ -15,6 +15,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from trimtab._fixes import no_file
 from trimtab._tree import Structure, flatten, unflatten
 from trimtab.capture import Call
 from trimtab.dims import BATCH, Dims
@@ -132,7 +133,7 @@ def read_tensors(path: str | pathlib.Path) -> dict[str, torch.Tensor]:
     """
     path = pathlib.Path(path)
     if not path.is_file():
-        raise UsageError(f"There is no file {str(path)!r} of inputs (looked in {pathlib.Path.cwd()}).")
+        raise no_file(path, "Check the path of the inputs, or leave --inputs out for random ones.")
     try:
         if path.suffix == ".safetensors":
             return dict(safetensors.torch.load_file(path))
@@ -197,7 +198,10 @@ def _real(form: Form, found: dict[str, torch.Tensor], path: pathlib.Path, stated
     if len(found) == len(form.names) == 1:
         found = {form.names[0]: next(iter(found.values()))}
     if set(found) != set(form.names):
-        raise UsageError(f"{path} holds {', '.join(sorted(found)) or 'nothing'}, but {form.source} takes {form.describe()}.")
+        raise UsageError(
+            f"{path} holds {', '.join(sorted(found)) or 'nothing'}, but {form.source} takes {form.describe()}. Save them by "
+            "these names."
+        )
     arrays = [_cast(found[name], dtype, name, path)[:MOST_ROWS] for name, dtype in zip(form.names, form.dtypes, strict=True)]
     counted = len({shape[0] if shape else 0 for shape in form.shapes}) == 1 and len({_length(array) for array in arrays}) == 1
     if counted and isinstance(form.shapes[0][0], Dim):

@@ -15,6 +15,7 @@ import safetensors
 import torch
 from torch import nn
 
+from trimtab._fixes import with_fix
 from trimtab.contracts import require
 from trimtab.errors import UsageError
 from trimtab.intake.forms import Form, Inputs, Shapes, inputs_of, structure_of
@@ -109,7 +110,8 @@ class TransformersFolder:
                 only_safe = {} if list(pathlib.Path(self.path).glob("*.bin")) else {"use_safetensors": True}
                 model, found = cls.from_pretrained(self.path, config=config, output_loading_info=True, **options, **only_safe)
         except LOADING_ERRORS as error:
-            raise UsageError(f"transformers cannot load {self.path}: {_first_sentence(error)}") from error
+            told = f"transformers cannot load {self.path}: {_first_sentence(error)}"
+            raise UsageError(with_fix(told, "Save the model into it again with save_pretrained.")) from error
         for part in model.modules():  # encoders and decoders have copies of the configuration
             config = getattr(part, "config", None)
             for settings in filter(None, (config, getattr(config, "text_config", None))):
@@ -151,9 +153,13 @@ def _check_folder(folder: pathlib.Path) -> None:
             f"There is no folder {str(folder)!r}. Write hf: and the folder that holds config.json and the weights."
         )
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} has no config.json, so it is no folder that transformers' save_pretrained wrote.")
+        raise UsageError(
+            f"{folder} has no config.json, so it is no folder that transformers' save_pretrained wrote. Give one that it did."
+        )
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise UsageError(f"{folder} has no weights: neither *.safetensors nor *.bin.")
+        raise UsageError(
+            f"{folder} has no weights: neither *.safetensors nor *.bin. Save the model into it again with save_pretrained."
+        )
 
 
 def _model_class(transformers: Any, config: Any, task: str | None) -> Any:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trimtab._fixes import mended_by, no_file
 from trimtab.errors import UsageError
 from trimtab.intake.forms import inputs_of
 from trimtab.intake.hf import TransformersFolder, transformers_inputs
@@ -71,9 +72,10 @@ def is_python(reference: str) -> bool:
     return not reference.startswith(HF) and _NAMED.search(reference) is not None
 
 
+@mended_by("Export the model again, or bring it in a workload file: trimtab init custom.")
 def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
     if not path.is_file():
-        raise UsageError(f"There is no file {str(path)!r} (looked in {pathlib.Path.cwd()}).")
+        raise no_file(path, "Check the path, or write a workload file to start from: trimtab init.")
     absolute = str(path.resolve())
     model: Any
     notes: tuple[str, ...] = ()

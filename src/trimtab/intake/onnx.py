@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab._fixes import with_fix
 from trimtab._tree import flatten
 from trimtab._weights import tolerance
 from trimtab.candidate import resized
@@ -119,7 +120,8 @@ def _session(path: str) -> Any:
     try:
         return runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     except (errors.Fail, errors.InvalidGraph, errors.InvalidProtobuf, errors.NotImplemented, errors.RuntimeException) as error:
-        raise UsageError(f"{path} does not load into ONNX Runtime, so nothing can be compared with it: {error}") from error
+        told = f"{path} does not load into ONNX Runtime, so nothing can be compared with it: {error}"
+        raise UsageError(with_fix(told, "Start from the PyTorch model that it was exported from.")) from error
 
 
 def _answers(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
@@ -187,7 +189,10 @@ def _other(leaf: torch.Tensor, shape: tuple[int | Dim, ...], name: str) -> torch
 def _dtype(item: Any, source: str) -> torch.dtype:
     number = item.type.tensor_type.elem_type
     if number not in DTYPES:
-        raise UsageError(f"{source} takes {item.name!r}, which is no tensor of numbers. Only tensors can be given to it here.")
+        raise UsageError(
+            f"{source} takes {item.name!r}, which is no tensor of numbers. Only tensors can be given to it here: start from "
+            "the PyTorch model that it was exported from."
+        )
     return DTYPES[number]
 
 

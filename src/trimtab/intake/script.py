@@ -12,6 +12,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from trimtab._fixes import no_file
 from trimtab.errors import UsageError
 from trimtab.workload import Workload, user_code
 
@@ -30,7 +31,7 @@ def read_script(text: str) -> Workload:
 
 def _run_file(path: pathlib.Path) -> types.ModuleType:
     if not path.is_file():
-        raise UsageError(f"There is no file {str(path)!r} (looked in {pathlib.Path.cwd()}).")
+        raise no_file(path, "Check the path, or write a file to start from: trimtab init.")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -39,7 +40,7 @@ def _run_file(path: pathlib.Path) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    with user_code(f"{path} could not be run"):
+    with user_code(f"{path} could not be run", f"Try it alone: python {path}"):
         spec.loader.exec_module(module)
     return module
 
@@ -52,7 +53,7 @@ def _import(name: str) -> types.ModuleType:
         found = None
     if found is None:
         raise UsageError(f"There is no module {name!r} on the path. For a file, write its path with .py.")
-    with user_code(f"The module {name} could not be imported"):
+    with user_code(f"The module {name} could not be imported", f"Try it alone: python -c 'import {name}'"):
         return importlib.import_module(name)
 
 
@@ -79,7 +80,7 @@ def _pick(module: types.ModuleType, name: str, text: str) -> Any:
 
 def _made(found: Any, text: str) -> Workload:
     if not isinstance(found, Workload) and callable(found) and not isinstance(found, type):
-        with user_code(f"{text!r} raised while it made the workload"):
+        with user_code(f"{text!r} raised while it made the workload", "Call it yourself to see why."):
             found = found()
     if not isinstance(found, Workload):
         raise UsageError(f"{text!r} is a {type(found).__name__}; it must be a trimtab.Workload or a function that returns one.")

@@ -51,7 +51,10 @@ class ScriptFile:
         if len(found) == len(names) == 1:
             found = {names[0]: next(iter(found.values()))}
         if missing := [name for name in names if name not in stated and name not in found]:
-            raise UsageError(f"{inputs} holds {', '.join(sorted(found))}, but {source} also takes {missing[0]}.")
+            raise UsageError(
+                f"{inputs} holds {', '.join(sorted(found))}, but {source} also takes {missing[0]}. Add it to the file, or give "
+                f"--shape {missing[0]}=1x3x224x224."
+            )
         rows = next((shape[0] for shape, _ in stated.values() if shape), 1)
         dtypes = tuple(stated.get(n, ((), None))[1] or (found[n].dtype if n in found else torch.float32) for n in names)
         whole = [tuple(found[name].shape) if name in found else stated[name][0] for name in names]

@@ -18,6 +18,7 @@ KERNELS = {
     "math": SDPBackend.MATH,
 }
 """Names in settings -> torch's."""
+ON_GPUS = ("efficient", "cudnn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,15 @@ class Attention(Pass):
         """Says which."""
         return f"{self.kernel} attention"
 
+    def why_not_here(self) -> str | None:
+        """Two of the kernels need a GPU."""
+        if self.kernel in ON_GPUS and not torch.cuda.is_available():
+            return f"{self.kernel} attention needs an NVIDIA GPU, and PyTorch finds none here."
+        return None
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a model that calls torch's attention, in a way that the kernel takes; trying tells both."""
-        if self.kernel in ("efficient", "cudnn") and not candidate.settings.device.startswith("cuda"):
+        if self.kernel in ON_GPUS and not candidate.settings.device.startswith("cuda"):
             return f"{self.kernel} attention needs an NVIDIA GPU, and this runs on {candidate.settings.device!r}."
         if self._failure(candidate, []) is None:
             return "attention needs a model that calls torch's scaled_dot_product_attention, and this one does not."
@@ -59,7 +66,8 @@ class Attention(Pass):
         """Why a call fails that may use ``kernels`` only, with gradients, because fused layers of evaluation hide the call."""
         try:
             with sdpa_kernel(kernels), torch.random.fork_rng(), torch.enable_grad():
-                candidate.model(*candidate.args, **dict(candidate.kwargs))
+                args, kwargs = candidate.own_inputs()
+                candidate.model(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return None

@@ -55,7 +55,7 @@ class Autocast(Pass):
         """Why one run on the example fails; there is no list of what a processor can do in 16 bits but trying."""
         try:
             with torch.no_grad():
-                self.apply(candidate).flat(copied=False)(*candidate.leaves)
+                self.apply(candidate).flat(copied=False)(*candidate.own_leaves())
         except (RuntimeError, TypeError, ValueError) as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             return f"The model fails under autocast to {self.dtype}: {first.rstrip('.')}."

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab import _machine
+import torch
+
+from trimtab._machine import no_compiler
 from trimtab.candidate import Candidate
 from trimtab.contracts import Pass
 
@@ -26,11 +28,13 @@ class Compile(Pass):
         """What it is."""
         return "compiled by torch.compile"
 
+    def why_not_here(self) -> str | None:
+        """Needs a C++ compiler, or a GPU."""
+        return None if torch.cuda.is_available() else no_compiler()
+
     def why_not(self, candidate: Candidate) -> str | None:
-        """On a CPU, needs a C++ compiler."""
-        if candidate.settings.device == "cpu" and _machine.compiler() is None:
-            return "torch.compile needs a C++ compiler and none was found. Install g++ (apt-get install g++) or set CXX."
-        return None
+        """On a CPU, needs a C++ compiler, whatever GPU there is beside it."""
+        return no_compiler() if candidate.settings.device == "cpu" else None
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; the Trainer compiles it."""

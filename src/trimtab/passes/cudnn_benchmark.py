@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from trimtab.candidate import Candidate
@@ -26,8 +27,12 @@ class CudnnBenchmark(Pass):
         """What it is."""
         return "convolutions chosen by cuDNN's timing"
 
+    def why_not_here(self) -> str | None:
+        """Needs a GPU."""
+        return None if torch.cuda.is_available() else "cudnn_benchmark needs an NVIDIA GPU, and PyTorch finds none here."
+
     def why_not(self, candidate: Candidate) -> str | None:
-        """Needs a GPU, and a convolution."""
+        """Must run on that GPU, and have a convolution."""
         if not candidate.settings.device.startswith("cuda"):
             return f"cudnn_benchmark needs an NVIDIA GPU, and this runs on {candidate.settings.device!r}."
         if not any(isinstance(module, nn.modules.conv._ConvNd) for module in candidate.model.modules()):

@@ -29,12 +29,16 @@ class KeepMemory(Pass):
         """What becomes of the memory."""
         return "freed memory kept"
 
-    def why_not(self, candidate: Candidate) -> str | None:
-        """Needs the C library that has this setting, and tensors that come from it."""
-        if not candidate.settings.device.startswith("cpu"):
-            return f"keep_memory is about memory of the CPU, and this runs on {candidate.settings.device!r}."
+    def why_not_here(self) -> str | None:
+        """Needs the C library that has this setting."""
         if not _machine.has_glibc():
             return "keep_memory sets the allocator of the GNU C library (glibc), and this system has another."
+        return None
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Needs tensors that come from it."""
+        if not candidate.settings.device.startswith("cpu"):
+            return f"keep_memory is about memory of the CPU, and this runs on {candidate.settings.device!r}."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:

@@ -9,6 +9,9 @@ import torch
 from trimtab.candidate import Candidate
 from trimtab.contracts import Pass
 
+NEEDED = (8, 0)
+"""The compute capability of Ampere."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tf32(Pass):
@@ -31,12 +34,20 @@ class Tf32(Pass):
         """What it is."""
         return "products in TensorFloat-32"
 
-    def why_not(self, candidate: Candidate) -> str | None:
+    def why_not_here(self) -> str | None:
         """Needs a GPU that has it."""
+        if not torch.cuda.is_available():
+            return "tf32 needs an NVIDIA GPU, and PyTorch finds none here."
+        if all(torch.cuda.get_device_capability(index) < NEEDED for index in range(torch.cuda.device_count())):
+            return "tf32 needs compute capability 8.0 or more, and no GPU here has it."
+        return None
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Must run on that GPU."""
         device = candidate.settings.device
         if not device.startswith("cuda"):
             return f"tf32 needs an NVIDIA GPU, and this runs on {device!r}."
-        if torch.cuda.get_device_capability(device) < (8, 0):
+        if torch.cuda.get_device_capability(device) < NEEDED:
             return f"tf32 needs compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less."
         return None
 

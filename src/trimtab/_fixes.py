@@ -1,0 +1,32 @@
+"""What messages end with: the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator
+
+from trimtab.errors import IntegrityError, UsageError
+
+
+def with_fix(sentence: str, fix: str) -> str:
+    """``sentence``, which may end in words that are not ours, and ``fix`` behind it."""
+    stop = "" if sentence.endswith((".", "!", "?")) else "."
+    return f"{sentence}{stop} {fix}"
+
+
+def no_file(path: str | os.PathLike[str], fix: str) -> UsageError:
+    """The error for a path at which there is no file."""
+    return UsageError(f"There is no file {os.fspath(path)!r} (looked in {pathlib.Path.cwd()}). {fix}")
+
+
+@contextlib.contextmanager
+def mended_by(fix: str) -> Iterator[None]:
+    """An :class:`~trimtab.errors.IntegrityError` of the block, or of the function that this decorates, ends with ``fix``: who
+    reads a file does not know where it is from, and who asked for it does."""
+    try:
+        yield
+    except IntegrityError as error:
+        error.args = (with_fix(str(error), fix),)
+        raise

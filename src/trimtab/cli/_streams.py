@@ -1,0 +1,47 @@
+"""Standard output and error as the commands have them: they outlive whoever reads them."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+
+class _Lasting(io.FileIO):
+    """A file descriptor that leads nowhere once its reader has gone, as `head` does when it has enough.
+
+    Nothing is raised: typer and rich make exit code 1 of a broken pipe, which means something else here, and a search that is
+    under way is worth its result.
+    """
+
+    def write(self, data: Any, /) -> int:
+        """Write, or pretend to."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # so that child processes are spared it too
+            os.close(nowhere)
+            return len(data)
+
+
+def prepare() -> None:
+    """Make both streams last, and take any text."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        stream.reconfigure(errors="replace")  # names and reasons are the user's, and may not fit an old terminal
+        if isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):  # no test's, and not Windows's console
+            setattr(sys, name, _lasting(stream))
+
+
+def _lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering or stream.write_through,
+    )

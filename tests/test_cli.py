@@ -1,0 +1,175 @@
+"""The edges of the commands: what cannot run here is listed so, Ctrl-C promises what is true, and a reader may leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from _faulty import write
+from trimtab import _machine
+from trimtab.candidate import Candidate
+from trimtab.cli import environment
+from trimtab.cli.main import main
+from trimtab.contracts import BACKENDS, PASSES
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Runs a command in this process; gives its exit code, standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["trimtab", *arguments])
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert isinstance(left.value.code, int)
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def bare(monkeypatch) -> None:
+    """A machine without a compiler, a GPU and the GNU C library."""
+    monkeypatch.setenv("CXX", "/nowhere")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(_machine, "has_glibc", lambda: False)
+
+
+def listed(command, kind: str) -> dict[str, dict[str, Any]]:
+    code, out, _ = command("list", kind, "--json")
+    assert code == 0
+    return {row["name"]: row for row in json.loads(out)}
+
+
+COMPILER = "The C++ compiler '/nowhere', which CXX names, was not found. Set CXX to one that is installed."
+GPU = "needs an NVIDIA GPU, and PyTorch finds none here."
+
+
+def test_backends_that_cannot_run_here_are_listed_so(bare, command) -> None:
+    rows = listed(command, "backends")
+    assert rows["inductor"]["why_not"] == rows["aoti"]["why_not"] == COMPILER
+    assert rows["eager"]["why_not"] is None
+    candidate = Candidate.of(nn.Linear(2, 2), (torch.ones(1, 2),))
+    assert BACKENDS["inductor"]().blocked(candidate) == COMPILER
+
+
+def test_passes_that_cannot_run_here_are_listed_so(bare, command, monkeypatch) -> None:
+    rows = listed(command, "passes")
+    assert rows["compile"]["why_not"] == COMPILER
+    assert rows["tf32"]["why_not"] == f"tf32 {GPU}"
+    assert rows["cudnn_benchmark"]["why_not"] == f"cudnn_benchmark {GPU}"
+    assert "GNU C library" in rows["keep_memory"]["why_not"]
+    assert rows["attention"]["why_not"] is None
+    kernels = {f"kernel={kernel}": f"{kernel} attention {GPU}" for kernel in ("efficient", "cudnn")}
+    assert rows["attention"]["not_here"] == kernels
+    monkeypatch.setenv("COLUMNS", "400")
+    _, out, _ = command("list", "passes")
+    shown = {line.split()[0]: " ".join(line.split()) for line in out.splitlines()}
+    assert shown["attention"].endswith(f"can run, but: {' '.join(kernels.values())}")
+    assert shown["channels_last"].endswith("- can run")
+    assert shown["tf32"].endswith(f"tf32 {GPU}")
+
+
+@pytest.mark.parametrize(("capability", "reason"), [((7, 5), "no GPU here has it"), ((9, 0), None)])
+def test_a_gpu_that_is_too_old_is_told(monkeypatch, capability: tuple[int, int], reason: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    found = PASSES["tf32"]().why_not_here()
+    assert found is None if reason is None else reason in str(found)
+
+
+def pressed(*_: object, **__: object) -> None:
+    """What Ctrl-C does to whatever runs."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("line", ["list passes", "env --refresh", "measure model.py --time 3s", "verify runs/x/artifact"])
+def test_ctrl_c_promises_no_more_than_is_true(line: str, command, monkeypatch) -> None:
+    monkeypatch.setattr(environment, "late", pressed)
+    monkeypatch.setattr(trimtab, "compare", pressed)
+    monkeypatch.setattr(trimtab, "verify", pressed)
+    code, _, err = command(*shlex.split(line))
+    assert (code, err) == (130, f"\ninterrupted; nothing was kept. Again: trimtab {line}\n")
+
+
+def test_ctrl_c_says_how_a_search_goes_on(command, monkeypatch, tmp_path) -> None:
+    (tmp_path / "model.py").write_text("")
+    monkeypatch.setattr(trimtab, "optimize", pressed)
+    code, _, err = command("optimize", str(tmp_path / "model.py"), "--fresh", "--quiet")
+    went_on = f"trimtab optimize {tmp_path / 'model.py'} --quiet"
+    assert (code, err) == (130, f"\ninterrupted; what was finished is kept. To go on from it: {went_on}\n")
+
+
+def unread(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command whose standard output nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=200,
+            check=False,
+            env=os.environ | variables,
+        )
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("line", ["list checks", "list checks --json", "--version"])
+def test_a_reader_that_has_gone_is_no_failure(line: str, variables: dict[str, str]) -> None:
+    done = unread("-m", "trimtab", *shlex.split(line), **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+MUCH = """
+import sys
+from trimtab.cli import _streams
+_streams.prepare()
+for line in range(1000):
+    print("x" * 1000)
+sys.exit(7)
+"""
+
+
+def test_a_reader_that_has_enough_leaves_the_exit_code_alone() -> None:
+    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(MUCH)} | head -c 10; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "x" * 10, "")
+
+
+def test_a_search_that_nobody_reads_goes_on_to_its_end(tmp_path: pathlib.Path) -> None:
+    run = tmp_path / "run"
+    workload = write(tmp_path, "def made(): return workload()")
+    done = unread("-m", "trimtab", "optimize", workload, "--out", str(run), "--max-drop", "10%", "--trials", "1", "--plain")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (run / "artifact" / "manifest.json").is_file()
+    for form in ("--json", "--text"):
+        done = unread("-m", "trimtab", "report", str(run), form)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_pipe_of_our_own_that_breaks_is_a_bug(command, monkeypatch, tmp_path) -> None:
+    def breaks(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(environment, "late", breaks)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, _, err = command("list", "passes")
+    assert code == 70
+    assert err.startswith("error[bug]: trimtab itself failed: BrokenPipeError: [Errno 32] Broken pipe")
