@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # The same examples every time, so that no unlucky draw refuses a change that has nothing to do with it. New ones are sought by
-# `pytest --hypothesis-profile=default`; what that finds becomes an @example.
-settings.register_profile("repeatable", derandomize=True)
+# `pytest --hypothesis-profile=default`; what that finds becomes an @example. A busy machine is nobody's fault either.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
 
 # Set before torch is imported, and seen by every process that a test starts.

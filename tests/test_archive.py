@@ -240,6 +240,13 @@ def exploit_tree(marker: pathlib.Path, records: dict[str, bytes]) -> None:
     edit(MODEL, change)(records)
 
 
+def exploit_weight_name(marker: pathlib.Path, records: dict[str, bytes]) -> None:
+    """The name of a weight that is no identifier becomes a text in the source of the generated forward, and here ends it."""
+    code = f'linear._parameters") and getattr(__import__("os"), "mkdir")("{marker}'
+    for record in (MODEL, WEIGHTS):
+        records[record] = records[record].replace(b'"linear.bias"', json.dumps(code).encode())
+
+
 EXPLOITS = [
     exploit_samples,
     exploit_expression,
@@ -249,6 +256,7 @@ EXPLOITS = [
     exploit_name,
     exploit_operator,
     exploit_tree,
+    exploit_weight_name,
 ]
 
 

@@ -130,7 +130,7 @@ def test_items_that_stay_whole_are_examples_themselves_unless_their_sizes_agree(
 def test_records_answer_like_the_objects_they_stand_for() -> None:
     found = joined([Answer(torch.ones(2, 3)), Answer(torch.ones(1, 3))], [2, 1])(None)
     assert isinstance(found, Record)
-    assert found.class_name == "Answer"
+    assert flatten(found)[1].value == "Answer"
     assert found.logits.shape == found["logits"].shape == (3, 3)
     assert (found.loss, found.scale) == (None, 2.0)
     named = joined([Named(torch.ones(2), None)] * 2, [2, 2])(torch.tensor([0]))

@@ -182,10 +182,10 @@ def test_damaged_files_are_refused(built, tmp_path, damage):
     path = tmp_path / "model.onnx"
     content = path.read_bytes()
     path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "garbage": os.urandom(500)}[damage])
-    with pytest.raises(IntegrityError, match="Save the artifact again"):
+    with pytest.raises(IntegrityError, match=r"model\.onnx .*(cannot be loaded|can be read)"):
         OnnxRuntime().load(tmp_path, executable.signature, Settings())
     path.unlink()
-    with pytest.raises(IntegrityError, match="Save the artifact again"):
+    with pytest.raises(IntegrityError, match=r"model\.onnx .*(cannot be loaded|can be read)"):
         OnnxRuntime().load(tmp_path, executable.signature, Settings())
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from trimtab import _machine
 from trimtab._ties import NEAR_TIES, too_many_differ
 from trimtab._tree import Record
-from trimtab.backends import _inductor
 from trimtab.backends._foreign import wrong_graph
 from trimtab.backends._owned import owned
 from trimtab.backends._program import disagreement
@@ -22,7 +22,7 @@ from trimtab.candidate import Candidate
 from trimtab.contracts import BACKENDS, Backend, Executable
 from trimtab.measure.parity import compare_outputs
 
-needs_compiler = pytest.mark.skipif(_inductor.no_compiler() is not None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(_machine.no_compiler() is not None, reason="needs a C++ compiler")
 
 
 class Detector(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.backends import _inductor
+from trimtab import _machine
 from trimtab.backends._program import disagreement, export_program, other_size, verified
 from trimtab.backends.aoti import Aoti
 from trimtab.backends.eager import Eager
@@ -21,7 +21,7 @@ from trimtab.errors import ArtifactError, CompileError, UsageError
 from trimtab.signature import Dim
 from trimtab.testing.models import convnet, deciding, encoder, structured
 
-needs_compiler = pytest.mark.skipif(_inductor.no_compiler() is not None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(_machine.no_compiler() is not None, reason="needs a C++ compiler")
 
 
 class Baked(nn.Module):
@@ -143,12 +143,12 @@ def test_mixed_precision_survives_saving(tmp_path: pathlib.Path) -> None:
 
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert Inductor().why_not(structured()) == (
+    assert Inductor().why_not_here() == (
         "The C++ compiler 'no-such-compiler', which CXX names, was not found. Set CXX to one that is installed."
     )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
-    assert "Install g++" in str(Aoti().why_not(structured()))
+    assert "Install g++" in str(Aoti().why_not_here())
 
 
 @pytest.fixture(scope="module")

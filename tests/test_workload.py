@@ -159,7 +159,7 @@ def test_items_of_a_run_stay_whole() -> None:
             [(torch.tensor([[float("nan"), 1.0]]), torch.zeros(1))] * 20,
             "Item 0 of the evaluation data holds 1 values that are NaN or infinite. Clean the data first.",
         ),
-        ((torch.zeros(4, 2), torch.zeros(3)), "The evaluation data has 4 inputs but 3 targets."),
+        ((torch.zeros(4, 2), torch.zeros(3)), "The evaluation data has 4 inputs but 3 targets. Give one target per input."),
     ],
 )
 def test_bad_data_is_named(data: object, message: str) -> None:
@@ -272,7 +272,7 @@ def test_signature_binds_like_python_does_and_checks() -> None:
         assert all(p is q for p, q in zip(signature.bind(args, kwargs), (x, y), strict=True))
     assert signature.sizes([x, y]) == {"batch": 2}
     for leaves, message in [
-        ([x, y[:1]], "Dimension 'batch' is 2 in one input and 1 in 'b'."),
+        ([x, y[:1]], "Dimension 'batch' is 2 in one input and 1 in 'b'. Give one size in all."),
         ([x.double(), y], "Input a: float64[2, 3] was given, but this was built for a: float32[batch, 3]."),
         ([x[:, :2], y], "Input a: float32[2, 2] was given, but this was built for a: float32[batch, 3]."),
         ([torch.randn(9, 3)] * 2, "Dimension 'batch' of 'a' is 9; this was built for 1 to 8."),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from trimtab._program_rules import check_dotted, clean_payloads, clean_program, program_json
+from trimtab._program_rules import check_weight, clean_payloads, clean_program, program_json
 from trimtab._records import Records
 from trimtab._script_rules import check_pickle, check_source
 from trimtab.errors import CompileError, IntegrityError
@@ -184,7 +184,7 @@ def _tensors(records: Records, folder: str) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, entry in table.items():
         where = f"{records.path}: the tensor {name[:80]!r}"
-        check_dotted(name, where)
+        check_weight(name, where)
         if entry.use_pickle or entry.tensor_meta is None:
             raise IntegrityError(f"{where} is stored as a pickle, which runs code when it is read; it is not read.")
         key = (entry.path_name, int(entry.tensor_meta.dtype))

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     run, golden = load(str(here / "model"), {threads}), load_file(here / "{golden}")
     for case in range({cases}):
         for i, out in enumerate(run([golden[f"{{case}}.inputs.{{j}}"] for j in range({inputs})])):
-            a, b = (numpy.asarray({wide}, "f8") for t in (out, golden[f"{{case}}.outputs.{{i}}"]))
+            a, b = (numpy.asarray({wide}, "c16") for t in (out, golden[f"{{case}}.outputs.{{i}}"]))
             found.append((float(numpy.where(a == b, 0, abs(a - b)).max(initial=0)), {tolerance}[i]))
     print("largest error %.3g, allowed %.3g" % max(found, key=lambda pair: pair[0] - pair[1]))
     sys.exit(not all(error <= allowed for error, allowed in found))
@@ -43,7 +43,7 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
         packages=packages,
         script=backend.script().strip("\n"),
         tensors="torch" if in_torch else "numpy",
-        wide="t.double()" if in_torch else "t",  # numpy has no bfloat16
+        wide="t.cdouble().resolve_conj()" if in_torch else "t",  # numpy has no bfloat16
         modules="ctypes, " if manifest.settings.keep_memory else "",
         memory=_MEMORY if manifest.settings.keep_memory else "",
         threads=manifest.settings.threads,

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from trimtab._ties import is_discrete
 from trimtab.candidate import Candidate, resized
 from trimtab.errors import IntegrityError, UsageError
 from trimtab.signature import Signature
@@ -22,8 +23,13 @@ LIMIT_MB = 64.0
 """Test vectors beyond this are left out, the first case excepted."""
 HEADROOM = 2.0
 """Times the error that was measured when the artifact was written: another CPU rounds in another order."""
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+ROUNDING = {
+    **{torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2},
+    **{torch.complex128: 1e-9, torch.complex64: 1e-3},
+}
 """Least tolerance of an output by its dtype, relative to its largest value."""
+REFUSALS = (RuntimeError, ValueError, LookupError, AssertionError)
+"""What a model raises on inputs that are none of its own: a size, or an order of rows, that it does not take."""
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -51,17 +57,23 @@ class Golden:
     def of(cls, candidate: Candidate, signature: Signature, rows: Sequence[Sequence[torch.Tensor]] = ()) -> Golden:
         """Cases of the model of ``candidate``, as it was before any pass: its example, the example at another size of every
         dynamic dimension that ``signature`` keeps, and ``rows``, flat inputs of real calls. Where ``signature`` has frozen a
-        dimension, inputs are repeated or cut to the size that it was frozen to.
+        dimension, inputs are repeated or cut to the size that it was frozen to. What the model refuses is left out, the example
+        excepted.
 
         Raises:
-            UsageError: the model gives NaN for one of them, which no test could hold on to.
+            UsageError: the model gives NaN for its example, which no test could hold on to.
         """
         model = candidate.flat()
         example = _fitted(candidate.leaves, candidate.signature, signature)
         calls = [example, *_other_sizes(example, signature), *(_fitted(row, candidate.signature, signature) for row in rows)]
         cases: list[Case] = []
         for inputs in calls:
-            case = _case(model, inputs)
+            try:
+                case = _case(model, inputs)
+            except REFUSALS:
+                if not cases:
+                    raise
+                continue
             if not cases or sum(item.megabytes for item in cases) + case.megabytes <= LIMIT_MB:
                 cases.append(case)
         return cls(tuple(cases))
@@ -81,7 +93,7 @@ class Golden:
 
     def _rounding(self, index: int) -> float:
         outputs = [case.outputs[index] for case in self.cases]
-        finite = [out[out.isfinite()].abs().max().item() for out in outputs if out.is_floating_point() and out.isfinite().any()]
+        finite = [out[out.isfinite()].abs().max().item() for out in outputs if out.dtype in ROUNDING and out.isfinite().any()]
         return ROUNDING.get(outputs[0].dtype, 0.0) * max(finite, default=0.0)
 
     def save(self, path: pathlib.Path) -> None:
@@ -140,9 +152,10 @@ def _check_header(path: pathlib.Path) -> None:
 def _case(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Case:
     with torch.no_grad():
         outputs = model(*[tensor.clone() for tensor in inputs])
-    if any(out.is_floating_point() and out.isnan().any() for out in outputs):
+    if any(not is_discrete(out.dtype) and out.isnan().any() for out in outputs):
         raise UsageError(
-            "The original model gives NaN on its own inputs; an artifact needs inputs whose outputs can be compared."
+            "The original model gives NaN on its own inputs; an artifact needs inputs whose outputs can be compared. Give such "
+            "inputs."
         )
     return Case(tuple(inputs), tuple(outputs))
 
@@ -169,7 +182,8 @@ def _other_sizes(leaves: Sequence[torch.Tensor], signature: Signature) -> list[l
         size = next((size for size in (now + 2, now + 1, now - 1) if size in dim), now)
         changed = [resized(leaf, spec.shape, name, size) for leaf, spec in zip(changed, signature.inputs, strict=True)]
     # a repeated example would hide a runtime that mixes up its rows
-    varied = [torch.flip(leaf, (0,)) if leaf.dim() else leaf for leaf in changed]
+    led = [bool(spec.shape) and isinstance(spec.shape[0], str) for spec in signature.inputs]
+    varied = [torch.flip(leaf, (0,)) if turn else leaf for leaf, turn in zip(changed, led, strict=True)]
     return [varied] if signature.dims else []
 
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from trimtab._fixes import mended_by
 from trimtab._golden import GOLDEN
 from trimtab._json import dumps, from_json, to_json
 from trimtab._tree import Structure
@@ -30,6 +31,9 @@ from trimtab.signature import Signature
 from trimtab.workload import Limits
 
 MANIFEST, MODEL, BASELINE, RUN, README, EVIDENCE = "manifest.json", "model", "baseline", "run.py", "README.md", "evidence.json"
+GIVE = "Give the folder that optimize wrote, such as runs/NAME/artifact."
+COPY = "Copy the artifact again from where it was made, or make a new one."
+"""What to do about an artifact that is not as it was written, or not for this installation."""
 MAX_MANIFEST = 4 << 20
 MAX_TEXT = 64 << 20
 MAX_DEPTH = 60
@@ -113,6 +117,7 @@ class Manifest:
         return Recipe.from_json(self.recipe)
 
 
+@mended_by(COPY)
 def read_manifest(folder: pathlib.Path) -> Manifest:
     """The manifest of ``folder``.
 
@@ -122,25 +127,25 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not folder.is_dir():
-        raise ArtifactError(f"There is no artifact folder {str(folder)!r}.")
+        raise ArtifactError(f"There is no artifact folder {str(folder)!r}. {GIVE}")
     if not os.path.lexists(path):
-        raise ArtifactError(f"{str(folder)!r} is no artifact: it has no {MANIFEST}.")
+        raise ArtifactError(f"{str(folder)!r} is no artifact: it has no {MANIFEST}. {GIVE}")
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise IntegrityError(f"{MANIFEST} is not a plain file; an artifact holds nothing else.")
+            raise IntegrityError(f"{path} is not a plain file; an artifact holds nothing else.")
         if path.lstat().st_size > MAX_MANIFEST:
-            raise IntegrityError(f"{MANIFEST} has {path.lstat().st_size} bytes; at most {MAX_MANIFEST} are read.")
+            raise IntegrityError(f"{path} has {path.lstat().st_size} bytes; at most {MAX_MANIFEST} are read.")
         text = path.read_bytes().decode("utf-8")
         data = json.loads(text)
         spelled, stated = dumps(data) + "\n" == text, data.pop("digest")
         same = spelled and stated == _digest(data)
         manifest = from_json(Manifest, data)
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}. {COPY}") from error
     except (UsageError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
-        raise IntegrityError(f"{MANIFEST} cannot be read: {_short(error)}") from error
+        raise IntegrityError(f"{path} cannot be read: {_short(error)}") from error
     if not same:
-        raise IntegrityError(f"{MANIFEST} was changed after it was written: it does not have the digest that it states.")
+        raise IntegrityError(f"{path} was changed after it was written: it does not have the digest that it states.")
     _check(manifest, data)
     return manifest
 
@@ -170,7 +175,8 @@ def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
             os.replace(new, folder)
     except OSError as error:
         raise ArtifactError(
-            f"The artifact cannot be written to {folder}: {error.strerror or error}. Nothing was left half-written."
+            f"The artifact cannot be written to {folder}: {error.strerror or error}. Nothing was left half-written. Make room, "
+            "or choose a folder that can be written."
         ) from error
 
 

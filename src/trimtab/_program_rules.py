@@ -16,6 +16,7 @@ import keyword
 import re
 import types
 import typing
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ from trimtab.errors import IntegrityError
 MAX_ELEMENTS = 2**48
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DOTTED = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
+_BREAKING = frozenset("\"'\\{}")
+"""What ends a text in source, starts an escape, or is filled in by ``str.format``."""
 _OPERATOR = re.compile(r"torch\.ops\.([a-z_0-9]+)\.([A-Za-z_0-9]+)\.([A-Za-z_0-9]+)")
 _NAMESPACES = frozenset({"aten", "prims", "quantized", "quantized_decomposed", "onednn", "mkldnn", "torchao"})
 _LOGICAL = frozenset({"__and__", "__or__", "__xor__", "__lshift__", "__rshift__"})
@@ -52,7 +55,7 @@ _REFUSED_KINDS = {
     "ConstantValue": frozenset({"as_string"}),
 }
 _NAME_FIELDS = {"name", "as_name", "user_input_name"}
-_DOTTED_FIELDS = {"parameter_name", "buffer_name", "tensor_constant_name"}
+_WEIGHT_FIELDS = {"parameter_name", "buffer_name", "tensor_constant_name"}
 
 
 def clean_program(text: bytes | bytearray) -> schema.ExportedProgram:
@@ -169,8 +172,8 @@ def _clean_object(cls: type, data: Any, where: str) -> dict[str, Any]:
     for name, item in cleaned.items():
         if name in _NAME_FIELDS and item is not None and not (cls is schema.NamedArgument and item == ""):
             _check_name(item, where)
-        if name in _DOTTED_FIELDS:
-            check_dotted(item, where)
+        if name in _WEIGHT_FIELDS:
+            check_weight(item, where)
     if rule := _RULES.get(cls.__name__):
         rule(cleaned, where)
     return cleaned
@@ -201,10 +204,20 @@ def _check_name(name: str, where: str) -> None:
     _require(bool(plain), where, "a name", name)
 
 
-def check_dotted(name: str, where: str) -> None:
-    """Refuse a ``name`` that is not a path of plain attribute names, such as ``encoder.0.weight``."""
-    plain = _DOTTED.fullmatch(name) and len(name) <= 2000 and not any(part.startswith("__") for part in name.split("."))
-    _require(bool(plain), where, "the name of a weight", name)
+def check_weight(name: str, where: str) -> None:
+    """Refuse a ``name`` that is not a path of attribute names, such as ``encoder.0.weight`` or ``by.hours-per-week.bias``.
+
+    torch writes them into source, as texts between quotes where they are no identifiers: nothing in them may end such a text,
+    or be read as something else there.
+    """
+    plain = name.isprintable() and unicodedata.is_normalized("NFKC", name) and not _BREAKING.intersection(name)
+    parts = all(part and not part.startswith("__") for part in name.split("."))
+    _require(plain and parts and len(name) <= 2000, where, "the name of a weight", name)
+
+
+def _check_key(key: str, where: str) -> None:
+    plain = _DOTTED.fullmatch(key) and len(key) <= 2000 and not any(part.startswith("__") for part in key.split("."))
+    _require(bool(plain), where, "a plain key", key)
 
 
 def _check_operator(node: dict[str, Any], where: str) -> None:
@@ -278,7 +291,7 @@ def _check_branch(node: Any, where: str, depth: int) -> None:
         keys = parse_json(context.encode("utf-8", "replace"), where)
         _require(isinstance(keys, list) and all(isinstance(key, str) for key in keys), where, "a dict with text keys", keys)
         for key in keys:
-            check_dotted(key, where)
+            _check_key(key, where)
     else:
         _require(context in (None, "null"), where, "a tree without context", context)
     for child in children:

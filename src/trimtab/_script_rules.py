@@ -36,11 +36,14 @@ _FUNCTIONS = frozenset(
 _CONSTANTS = re.compile(r"torch\.(per_tensor_affine|per_channel_affine|per_channel_affine_float_qparams)")
 _CLASS = re.compile(r"__torch__(\.[A-Za-z_][A-Za-z0-9_]*)+")
 _TYPE_TEXT = re.compile(r"[A-Za-z0-9_\[\], .()]{1,4000}")
-_NATIVE = re.compile(r"\btorch\s*\.\s*classes\s*\.\s*(\w*)")
+_NAMES = re.compile(r"\b__torch__\b(?:\.\w+)*")
 _NATIVE_ALLOWED = frozenset({"quantized", "mkldnn"})
 _FORBIDDEN = re.compile(r"\b(save|from_file|__setstate__|__getstate__|rpc_async|rpc_sync|rpc_remote|debugprims|inductor)\b")
 _OPS = re.compile(r"(?<![\w.])ops\b(\.(\w+)\.)?")
 _OPS_ALLOWED = frozenset({"aten", "prim", "prims", "quantized", "quantized_decomposed", "mkldnn", "mkldnn_prepacked", "onednn"})
+_GETATTR = re.compile(r"""getattr\([\w.]+, "(?![A-Za-z_]\w*")(?:(?!getattr)[^"'\\.\n]|\\')+"\)""")
+"""How torch spells an attribute whose name is none in Python, and no other: ``getattr(self.layers, "0")``."""
+MAX_NESTED = 50
 
 
 def check_source(text: bytes | bytearray, name: str) -> None:
@@ -63,8 +66,30 @@ def check_source(text: bytes | bytearray, name: str) -> None:
         raise IntegrityError(
             f"The source {name!r} calls {source[odd.start() : odd.end() + 20]!r}, which no saved model may call."
         )
-    if odd := next((match for match in _NATIVE.finditer(source) if match[1] not in _NATIVE_ALLOWED), None):
-        raise IntegrityError(f"The source {name!r} uses the native class {odd[0]!r}, which no saved model may use.")
+    if odd := next((found for found in _NAMES.findall(source) if _is_native(found)), None):
+        raise IntegrityError(f"The source {name!r} uses the native class {odd!r}, which no saved model may use.")
+    if _looks_up(source):
+        raise IntegrityError(f"The source {name!r} looks up an attribute in a way that no saved model does; it is not read.")
+
+
+def _is_native(name: str) -> bool:
+    """Whether ``name`` is that of a native class which no model needs, or stops where it could be led on to one."""
+    parts = name.split(".")[1:]
+    return parts in ([], ["torch"]) or (parts[:2] == ["torch", "classes"] and not _NATIVE_ALLOWED.intersection(parts[2:3]))
+
+
+def _looks_up(source: str) -> bool:
+    """Whether ``source`` looks up attributes otherwise than torch's printer has it.
+
+    The compiler finds an operator by ``getattr(torch, "...")`` too, after it joined and decoded the pieces of the text, so that
+    no word of it need stand anywhere. What is taken out here holds no other ``getattr`` and no quote, and so cannot hide a call
+    of it between two texts either.
+    """
+    for _ in range(MAX_NESTED):
+        source, found = _GETATTR.subn("_", source)
+        if not found:
+            break
+    return "getattr" in source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +162,9 @@ class _Machine:
 
     def word(self, argument: str) -> None:
         name = argument.replace(" ", ".", 1)
-        native = _NATIVE.search(name)
         storage = name.startswith("torch.") and name.removeprefix("torch.") in _STORAGES
         plain = storage or name in _FUNCTIONS or _CONSTANTS.fullmatch(name) or _CLASS.fullmatch(name)
-        if not plain or (native and native[1] not in _NATIVE_ALLOWED):
+        if not plain or (name.startswith("__torch__") and _is_native(name)):
             raise IntegrityError(f"The pickle {self.name!r} names {name[:120]!r}, which would run code; it is not read.")
         self.stack.append(_Word(name))
 

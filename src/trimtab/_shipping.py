@@ -97,7 +97,7 @@ def _save(executable: Executable, folder: pathlib.Path) -> None:
         executable.save(folder)
     except RuntimeError as error:
         # the writers of torch and of some runtimes say so when a disk is full
-        raise ArtifactError(f"The model cannot be written: {error}. Nothing was left half-written.") from error
+        raise ArtifactError(f"The model cannot be written: {error}. Nothing was left half-written. Make room.") from error
 
 
 def _measured(executable: Executable, golden: Golden) -> tuple[Golden, list[float]]:

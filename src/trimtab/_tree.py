@@ -9,28 +9,36 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from trimtab.errors import UsageError
 
 Kind = Literal["tensor", "constant", "tuple", "list", "dict", "namedtuple", "record"]
+T = TypeVar("T")
 
 
 class Record(dict[str, Any]):
     """A dict whose items are also attributes and, by position, elements; stands in for a dataclass output."""
 
-    class_name: str | None = None
+    _class_name: str | None = None
     """The class that it stands in for; a record of that class and the real thing have the same structure."""
 
     @classmethod
     def of(cls, class_name: str | None, items: Iterable[tuple[str, Any]]) -> Record:
         """A record that stands in for an object of the class ``class_name``."""
         record = cls(items)
-        record.class_name = class_name
+        record._class_name = class_name
         return record
+
+    def __getattribute__(self, name: str) -> Any:
+        # an item may be called as a method of dict is, such as `values`
+        own = name in self and not name.startswith("_")
+        return dict.__getitem__(self, name) if own else super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -39,11 +47,14 @@ class Record(dict[str, Any]):
             raise AttributeError(f"The output has no {name!r}; it has {', '.join(self)}.") from None
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
+        return super().__getitem__(key) if isinstance(key, str) else tuple(dict.values(self))[key]
+
+    def __reduce__(self) -> Any:
+        return Record.of, (self._class_name, list(dict.items(self)))
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The items by position, as transformers' outputs offer them."""
-        return tuple(self.values())
+        return tuple(dict.values(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +89,14 @@ def flatten(value: Any, where: str = "value") -> tuple[list[torch.Tensor], Struc
 def unflatten(structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
     """The inverse of :func:`flatten`. ``leaves`` must hold exactly ``structure.tensors`` tensors."""
     if len(leaves) != structure.tensors:
-        raise UsageError(f"The structure holds {structure.tensors} tensors, but {len(leaves)} were given.")
+        raise UsageError(f"The structure holds {structure.tensors} tensors, but {len(leaves)} were given. Give one for each.")
     return _unflatten(structure, iter(leaves))
+
+
+def cloned(value: T) -> T:
+    """``value`` with copies of its tensors, in the containers that torch itself looks into; any other object stays as it is."""
+    copied: T = tree_map_only(torch.Tensor, torch.clone, value)
+    return copied
 
 
 def names(structure: Structure, name: str) -> list[str]:
@@ -99,17 +116,24 @@ def opened(value: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]] | Non
 
     Mappings become plain dicts, or records where their items are attributes too. Other dataclasses are no containers.
     """
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(value), type(value)._make  # type: ignore[attr-defined]
+    if isinstance(value, tuple) and _field_names(value):
+        return list(value), getattr(type(value), "_make", type(value))
     if isinstance(value, (tuple, list)):
         return list(value), tuple if isinstance(value, tuple) else list
     if not isinstance(value, Mapping):
         return None
     keys = list(value)
     if isinstance(value, Record) or dataclasses.is_dataclass(value):
-        name = value.class_name if isinstance(value, Record) else type(value).__name__
-        return list(value.values()), lambda parts: Record.of(name, zip(keys, parts, strict=True))
-    return list(value.values()), lambda parts: dict(zip(keys, parts, strict=True))
+        name = value._class_name if isinstance(value, Record) else type(value).__name__
+        return [value[key] for key in keys], lambda parts: Record.of(name, zip(keys, parts, strict=True))
+    return [value[key] for key in keys], lambda parts: dict(zip(keys, parts, strict=True))
+
+
+def _field_names(value: tuple[Any, ...]) -> Sequence[str]:
+    """The fields of a named tuple, or of one of torch's own, which ``x.topk(5)`` gives; none of any other tuple."""
+    kind = type(value)
+    found: Sequence[str] = getattr(kind, "__match_args__" if kind.__module__ == "torch.return_types" else "_fields", ())
+    return found
 
 
 def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
@@ -118,8 +142,8 @@ def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
         return TENSOR
     if value is None or isinstance(value, (bool, int, float, str)):
         return Structure("constant", value=value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _branch("namedtuple", dict(zip(value._fields, value, strict=True)), leaves, where, type(value).__name__)
+    if isinstance(value, tuple) and (fields := _field_names(value)):
+        return _branch("namedtuple", dict(zip(fields, value, strict=True)), leaves, where, type(value).__name__)
     if isinstance(value, (tuple, list)):
         items = tuple(_flatten(item, leaves, f"{where}[{i}]") for i, item in enumerate(value))
         return Structure("tuple" if isinstance(value, tuple) else "list", items=items)
@@ -127,7 +151,7 @@ def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
         return _branch("record", value, leaves, where, type(value).__name__)
     if isinstance(value, Mapping):
         if isinstance(value, Record):
-            return _branch("record", value, leaves, where, value.class_name)
+            return _branch("record", value, leaves, where, value._class_name)
         return _branch("dict", value, leaves, where, None)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         shallow = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -141,8 +165,9 @@ def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
 def _branch(kind: Kind, value: Mapping[Any, Any], leaves: list[torch.Tensor], where: str, name: str | None) -> Structure:
     for key in value:
         if not isinstance(key, str):
-            raise UsageError(f"{where} has the key {key!r}; only string keys can cross to another runtime.")
-    items = tuple(_flatten(item, leaves, f"{where}[{key!r}]") for key, item in value.items())
+            raise UsageError(f"{where} has the key {key!r}; only string keys can cross to another runtime. Use those.")
+    # not by items(), as which one of the items may be called
+    items = tuple(_flatten(value[key], leaves, f"{where}[{key!r}]") for key in value)
     return Structure(kind, tuple(value), items, name)
 
 
@@ -157,7 +182,13 @@ def _unflatten(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
     if structure.kind == "list":
         return items
     if structure.kind == "namedtuple":
-        return collections.namedtuple(str(structure.value), structure.keys)(*items)  # noqa: PYI024
+        return _namedtuple(str(structure.value), structure.keys)(*items)
     pairs = zip(structure.keys, items, strict=True)
     name = None if structure.value is None else str(structure.value)
     return Record.of(name, pairs) if structure.kind == "record" else dict(pairs)
+
+
+@functools.lru_cache
+def _namedtuple(name: str, fields: tuple[str, ...]) -> Any:
+    """The class, made once: that takes as long as a small network."""
+    return collections.namedtuple(name, fields)  # noqa: PYI024

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from trimtab import _machine
+from trimtab._fixes import mended_by, with_fix
 from trimtab._golden import GOLDEN, Case, Golden
-from trimtab._manifest import BASELINE, MANIFEST, MODEL, Manifest, findings, fresh_folder, read_manifest
+from trimtab._manifest import BASELINE, COPY, MANIFEST, MODEL, Manifest, findings, fresh_folder, read_manifest
 from trimtab._shipping import fill
 from trimtab.candidate import Settings
 from trimtab.contracts import BACKENDS, Backend, Executable, technique_from_json
@@ -49,6 +50,7 @@ class Artifact:
     path: pathlib.Path
     manifest: Manifest
 
+    @mended_by(COPY)
     def check(self) -> None:
         """Check names, kinds, sizes and hashes of all files.
 
@@ -75,6 +77,7 @@ class Artifact:
         backend = technique_from_json(BACKENDS, facts.backend)
         return _load(backend, self.path / BASELINE, facts.signature, facts.settings, trust)
 
+    @mended_by(COPY)
     def golden(self) -> Golden:
         """The test vectors.
 
@@ -245,16 +248,19 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, threads: int | 
     )
 
 
+@mended_by(COPY)
 def _backend(manifest: Manifest) -> Backend:
     try:
         backend = manifest.backend
     except (UsageError, TypeError) as error:
-        raise ArtifactError(f"This artifact cannot be loaded by this installation: {error}") from error
+        told = f"This artifact cannot be loaded by this installation: {error}"
+        raise ArtifactError(with_fix(told, "Install what its README.md names, or make a new one.")) from error
     if backend.native_code != manifest.native_code:
         raise IntegrityError(f"{MANIFEST} is wrong about whether {backend.name} files are machine code.")
     return backend
 
 
+@mended_by(COPY)
 def _load(backend: Backend, folder: pathlib.Path, signature: Signature, settings: Settings, trust: bool) -> Executable:
     if backend.native_code and not trust:
         raise UntrustedError(

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from trimtab._json import type_hints
-from trimtab._tree import Structure, flatten, names, unflatten
-from trimtab.errors import CompileError, UsageError
+from trimtab._tree import Structure, cloned, flatten, names, unflatten
+from trimtab.errors import CompileError, UsageError, WorkloadError
 from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, specs
 
 MOST_THREADS = 1024
@@ -149,6 +149,7 @@ class Candidate:
 
         Raises:
             UsageError: an input or output cannot cross to another runtime, or ``dynamic`` names an unknown input or axis.
+            WorkloadError: what the output holds beside its tensors changes with a dynamic dimension.
             RuntimeError: and whatever else the model itself raises.
         """
         kwargs = dict(kwargs or {})
@@ -161,7 +162,12 @@ class Candidate:
         for dim in dims:
             size = _other_size(dim, inputs, leaves)
             changed = [resized(leaf, spec.shape, dim.name, size) for leaf, spec in zip(leaves, inputs, strict=True)]
-            others = flatten(call_model(model, structure, changed), "output")[0]
+            others, other_structure = flatten(call_model(model, structure, changed), "output")
+            if other_structure != output_structure:
+                raise WorkloadError(
+                    f"The output holds other numbers, or another count of tensors, at another size of {dim.name!r}; "
+                    "runtimes keep what they are built with. Return them as tensors, or leave that size fixed."
+                )
             output_specs = tuple(
                 _follow(spec, now, then, dim.name, size) for spec, now, then in zip(output_specs, outputs, others, strict=True)
             )
@@ -178,6 +184,14 @@ class Candidate:
             return copy.deepcopy(self.model)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
             raise CompileError(f"The model cannot be copied: {error}. Make copy.deepcopy(model) work.") from error
+
+    def own_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copies of the example inputs, for a call that may write to them, as the model itself may."""
+        return cloned(self.args), cloned(dict(self.kwargs))
+
+    def own_leaves(self) -> list[torch.Tensor]:
+        """The copies that :meth:`own_inputs` gives, in the order of the signature."""
+        return [leaf.clone() for leaf in self.leaves]
 
     def with_model(self, model: nn.Module, **settings: Any) -> Candidate:
         """This candidate with another model and, if given, other settings."""
@@ -201,11 +215,11 @@ class Candidate:
         return [list(self.signature.bind(args, kwargs)) for args, kwargs in self.calibration]
 
     def dynamic_leaves(self, size: int = 2) -> list[torch.Tensor]:
-        """Example tensors whose dynamic sizes are all at least ``size``.
+        """Copies of the example tensors whose dynamic sizes are all at least ``size``.
 
         Exporters treat a dimension of size one as a constant, so a graph for any batch cannot be exported from a batch of one.
         """
-        leaves = list(self.leaves)
+        leaves = self.own_leaves()
         for name, now in self.signature.sizes(leaves).items():
             pairs = zip(leaves, self.signature.inputs, strict=True)
             leaves = [resized(leaf, spec.shape, name, max(size, now)) for leaf, spec in pairs]
@@ -221,8 +235,8 @@ def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int
 
 
 def call_model(model: nn.Module, structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
-    """The model's own output for flat input tensors, without gradients."""
-    args, kwargs = unflatten(structure, leaves)
+    """The model's own output for copies of flat input tensors, which it may write to, without gradients."""
+    args, kwargs = unflatten(structure, [leaf.clone() for leaf in leaves])
     with torch.no_grad():
         return model(*args, **kwargs)
 
@@ -237,8 +251,10 @@ def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[i
     for name, axes in dynamic.items():
         if name not in known:
             raise UsageError(f"dynamic names the input {name!r}, but the inputs are {', '.join(known) or 'none'}.")
-        if wrong := [axis for axis in axes if not 0 <= axis < len(known[name].shape)]:
-            raise UsageError(f"dynamic names axis {wrong[0]} of {name!r}, which has {len(known[name].shape)} axes.")
+        there = range(len(known[name].shape))
+        if wrong := [axis for axis in axes if axis not in there]:
+            fix = f"Axes count from 0: use {' or '.join(map(str, there))}." if there else "Leave it out."
+            raise UsageError(f"dynamic names axis {wrong[0]} of {name!r}, which has {len(there)} axes. {fix}")
     return tuple(
         dataclasses.replace(
             spec,
@@ -257,7 +273,8 @@ def _follow(spec: TensorSpec, now: torch.Tensor, then: torch.Tensor, name: str, 
     """``spec`` with the axes that changed along with dimension ``name`` marked."""
     if now.dim() != then.dim():
         raise UsageError(
-            f"The output {spec.name!r} has {now.dim()} axes for one size of {name!r} and {then.dim()} for another."
+            f"The output {spec.name!r} has {now.dim()} axes for one size of {name!r} and {then.dim()} for another. Let the "
+            f"model keep them, or leave {name!r} out of dynamic."
         )
     shape = tuple(
         want if a == b else (name if b == size and isinstance(want, int) else "?")

@@ -56,7 +56,7 @@ def record(
             "save the inputs yourself and give them as Workload(inputs=...)."
         )
     if not isinstance(module, nn.Module):
-        raise UsageError(f"capture records the calls of an nn.Module, but was given a {type(module).__name__}.")
+        raise UsageError(f"capture records the calls of an nn.Module, but was given a {type(module).__name__}. Give a module.")
     recorder = _Recorder(parameter_names(module.forward, 0), keep, most_calls, most_mb)
     hook = module.register_forward_pre_hook(recorder, with_kwargs=True, prepend=True)
     try:

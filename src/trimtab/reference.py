@@ -14,14 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from trimtab._joined import example_counts, joined
 from trimtab._json import from_json, write_json
-from trimtab._tree import Structure, flatten, unflatten
+from trimtab._ties import is_discrete
+from trimtab._tree import Structure, cloned, flatten, unflatten
 from trimtab.contracts import Executable
 from trimtab.errors import InputError, WorkloadError
 from trimtab.measure.stats import bootstrap_drop, paired_drop
 from trimtab.measurement import Drop
 from trimtab.signature import Dim, Signature
 from trimtab.splits import Batch
-from trimtab.workload import Evaluation, user_code
+from trimtab.workload import BY_HAND, Evaluation, user_code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,17 +41,18 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Outputs of the model as written, a flat list of tensors per batch, their structure, and their scores."""
+    """Outputs of the model as written, a flat list of tensors and its structure per batch, and their scores."""
 
     schema: ClassVar[int] = 1
 
     outputs: list[list[torch.Tensor]]
-    structure: Structure
+    structures: list[Structure]
+    """One per batch: numbers in them may follow its size."""
     scores: Scores | None = None
 
     def nested(self) -> list[Any]:
         """The outputs in the model's own structure."""
-        return [unflatten(self.structure, leaves) for leaves in self.outputs]
+        return [unflatten(structure, leaves) for structure, leaves in zip(self.structures, self.outputs, strict=True)]
 
     def save(self, folder: pathlib.Path) -> None:
         """Write it into ``folder``, for the workers of the trials to read."""
@@ -58,17 +60,20 @@ class Reference:
         flat = {f"{i}.{j}": t.contiguous().clone() for i, leaves in enumerate(self.outputs) for j, t in enumerate(leaves)}
         # copies, because outputs may share memory, which the format refuses
         save_file(flat, folder / "outputs.safetensors")
-        counts = [len(leaves) for leaves in self.outputs]
-        write_json(folder / "reference.json", {"counts": counts, "structure": self.structure, "scores": self.scores})
+        kinds = {structure: number for number, structure in enumerate(dict.fromkeys(self.structures))}
+        which = [kinds[structure] for structure in self.structures]
+        write_json(folder / "reference.json", {"structures": list(kinds), "which": which, "scores": self.scores})
 
     @classmethod
     def load(cls, folder: pathlib.Path) -> Reference:
         """Read what :meth:`save` wrote."""
         facts = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
         flat = load_file(folder / "outputs.safetensors")
-        outputs = [[flat[f"{i}.{j}"] for j in range(count)] for i, count in enumerate(facts["counts"])]
+        kinds = [from_json(Structure, structure) for structure in facts["structures"]]
+        structures = [kinds[number] for number in facts["which"]]
+        outputs = [[flat[f"{i}.{j}"] for j in range(structure.tensors)] for i, structure in enumerate(structures)]
         scores = None if facts["scores"] is None else from_json(Scores, facts["scores"])
-        return cls(outputs=outputs, structure=from_json(Structure, facts["structure"]), scores=scores)
+        return cls(outputs=outputs, structures=structures, scores=scores)
 
 
 def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> Reference:
@@ -77,23 +82,29 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
     Raises:
         WorkloadError: the outputs hold NaN, are not the same twice, or the score is not usable; says what and where.
     """
-    with user_code("The model failed on the data"):
+    with user_code("The model failed on the data", BY_HAND):
         nested = predict(call, batches, evaluation)
         again = predict(call, batches[:1], evaluation)
     flat = [flatten(output, "the output") for output in nested]
     kept = [[leaf.clone() for leaf in leaves] for leaves, _ in flat]  # a score may work in place on what it is given
     _check_outputs(kept, flatten(again[0], "the output")[0])
     scores = None if evaluation is None else score(evaluation, nested, batches)
-    return Reference(outputs=kept, structure=flat[0][1], scores=scores)
+    return Reference(outputs=kept, structures=[structure for _, structure in flat], scores=scores)
 
 
 def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
-    """The outputs of ``call`` for every batch, through the evaluation's own ``run`` where it has one."""
+    """The outputs of ``call`` for every batch, through the evaluation's own ``run`` where it has one.
+
+    A model may write to its inputs, and the batches serve again, so that it gets copies.
+    """
     run = evaluation.run if evaluation is not None else None
     outputs = []
     for batch in batches:
-        args, kwargs = batch.call
-        outputs.append(call(*args, **kwargs) if run is None else run(call, batch.inputs))
+        if run is not None:
+            outputs.append(run(call, cloned(batch.inputs)))
+            continue
+        args, kwargs = cloned(batch.call)
+        outputs.append(call(*args, **kwargs))
     return outputs
 
 
@@ -106,13 +117,13 @@ def score(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batc
     if evaluation.metric is not None:
         counts, targets = _counts(outputs, batches), [batch.target for batch in batches]
         whole = joined(outputs, counts)(None), joined(targets, counts)(None)
-        with user_code("Evaluation metric raised"):
+        with user_code("Evaluation metric raised", "Call it yourself with outputs and targets of several batches, joined."):
             value = evaluation.metric(*whole)
         return Scores(value=_number(value, "metric"), n=sum(counts))
     each: list[float] = []
     assert evaluation.score is not None
     for output, batch in zip(outputs, batches, strict=True):
-        with user_code("Evaluation score raised"):
+        with user_code("Evaluation score raised", "Call it yourself with the model's output for a batch, and its targets."):
             found = evaluation.score(output, batch.target)
         each += _numbers(found, batch.rows)
     return Scores(value=float(np.mean(each)), n=len(each), each=tuple(each))
@@ -221,7 +232,7 @@ def missing_dims(executable: Executable, full: Signature) -> list[str]:
 def _check_outputs(outputs: list[list[torch.Tensor]], again: list[torch.Tensor]) -> None:
     for number, leaves in enumerate(outputs):
         for position, leaf in enumerate(leaves):
-            if leaf.is_floating_point() and torch.isnan(leaf).any():
+            if not is_discrete(leaf.dtype) and torch.isnan(leaf).any():
                 count = int(torch.isnan(leaf).sum())
                 raise WorkloadError(
                     f"The model as written gives NaN: {count} of {leaf.numel()} values of output {position} on batch {number}. "
@@ -230,11 +241,12 @@ def _check_outputs(outputs: list[list[torch.Tensor]], again: list[torch.Tensor])
     if [t.shape for t in again] != [t.shape for t in outputs[0]]:
         raise WorkloadError(
             f"The model gives outputs of {_shapes(outputs[0])} and then of {_shapes(again)} for the same input. A model whose "
-            "shapes change from call to call cannot be compared with anything."
+            "shapes change from call to call cannot be compared with anything. Let them follow from the inputs alone."
         )
     for first, second in zip(outputs[0], again, strict=True):
-        if not torch.allclose(first.double(), second.double(), rtol=1e-3, atol=1e-5, equal_nan=True):
-            worst = float((first.double() - second.double()).abs().max())
+        wide = torch.complex128 if first.is_complex() else torch.float64
+        if not torch.allclose(first.to(wide), second.to(wide), rtol=1e-3, atol=1e-5, equal_nan=True):
+            worst = float((first.to(wide) - second.to(wide)).abs().max())
             raise WorkloadError(
                 f"The model gives different values for the same input (by up to {worst:.3g}). Turn off what is random in it, "
                 "such as functional dropout without training=self.training."

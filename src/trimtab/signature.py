@@ -136,7 +136,9 @@ class Signature:
                     if want != size:
                         self._refuse(leaves)
                 elif known.setdefault(want, size) != size:
-                    raise InputError(f"Dimension {want!r} is {known[want]} in one input and {size} in {spec.name!r}.")
+                    raise InputError(
+                        f"Dimension {want!r} is {known[want]} in one input and {size} in {spec.name!r}. Give one size in all."
+                    )
                 elif size not in dims[want]:
                     bounds = f"{dims[want].min} to {dims[want].max or 'any'}"
                     raise InputError(f"Dimension {want!r} of {spec.name!r} is {size}; this was built for {bounds}.")

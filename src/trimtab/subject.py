@@ -18,7 +18,7 @@ from trimtab.dims import Dims, describe_dims, dim_names, find_dims, without
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.signature import TensorSpec, input_names, parameter_names, specs
 from trimtab.splits import MOST_CALIBRATION, Batch, Splits, split
-from trimtab.workload import Workload, as_call, user_code
+from trimtab.workload import BY_HAND, Workload, as_call, user_code
 
 RESAMPLED = 7
 """Copies of the example with resampled values that stand in for data where a workload has none."""
@@ -49,7 +49,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     if workload.mode == "train":
         raise UsageError(f"The workload {workload.name!r} is for training: trimtab.tune(...) takes it.")
     notes = list(workload.notes)
-    with user_code("The workload's model could not be built"):
+    with user_code("The workload's model could not be built", "Call the function that makes it yourself."):
         model = workload.build_model()
     _check_model(model)
     if model.training:
@@ -62,7 +62,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     dynamic = _dims(workload, model, splits, notes)
     make = functools.partial(Candidate.of, model, args, kwargs, scratch=scratch)
     try:
-        with user_code("The model failed on the example inputs"):
+        with user_code("The model failed on the example inputs", BY_HAND):
             candidate = make(dynamic=dynamic)
     except WorkloadError:
         if workload.dynamic is not None or not dynamic:
@@ -139,7 +139,7 @@ def _calibration(workload: Workload, model: nn.Module, splits: Splits) -> list[t
 
     assert workload.evaluation is not None
     assert workload.evaluation.run is not None
-    with user_code("Evaluation run failed on the calibration data"):
+    with user_code("Evaluation run failed on the calibration data", "Call it with the model and such inputs yourself."):
         for batch in splits.calibration:
             workload.evaluation.run(record, batch.inputs)
     step = -(-len(calls) // MOST_CALIBRATION) or 1
@@ -192,7 +192,7 @@ def _as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, notes: list[s
     notes.append(
         f"The data shows varying sizes, but the model takes only the example's: {', '.join(sorted(refused))} {verb} fixed."
     )
-    with user_code("The model failed on the example inputs"):
+    with user_code("The model failed on the example inputs", BY_HAND):
         return make(dynamic=kept)
 
 

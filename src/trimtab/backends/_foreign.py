@@ -71,7 +71,7 @@ def no_numpy_form(signature: Signature, runtime: str) -> str | None:
 def static_signature(candidate: Candidate) -> Signature:
     """The candidate's signature with its dynamic dimensions frozen to the example's sizes."""
     with torch.no_grad():
-        outputs = candidate.flat(copied=False)(*(leaf.clone() for leaf in candidate.leaves))
+        outputs = candidate.flat(copied=False)(*candidate.own_leaves())
     return candidate.signature.without_dims(candidate.leaves, outputs)
 
 

@@ -95,9 +95,7 @@ def refuse_unsafe(folder: pathlib.Path) -> None:
     try:
         model = onnx.load(path, load_external_data=False)
     except (*CONVERSION_ERRORS, require("google.protobuf.message").DecodeError) as error:
-        raise IntegrityError(
-            f"{path} is not an ONNX file that can be read ({first_line(error)}). Save the artifact again."
-        ) from error
+        raise IntegrityError(f"{path} is not an ONNX file that can be read ({first_line(error)}).") from error
     for tensor in tensors(model):
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             continue
@@ -152,7 +150,7 @@ def _export_dynamo(candidate: Candidate, signature: Signature, path: pathlib.Pat
     inputs, outputs = io_names(signature)
     program = torch.onnx.export(
         candidate.flat(),
-        tuple(candidate.dynamic_leaves() if signature.dims else candidate.leaves),
+        tuple(candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()),
         dynamo=True,
         dynamic_shapes=dynamic_shapes(signature) if signature.dims else None,
         input_names=inputs,
@@ -171,7 +169,7 @@ def _export_torchscript(candidate: Candidate, signature: Signature, path: pathli
     named = zip([*inputs, *outputs], [*signature.inputs, *signature.outputs], strict=True)
     torch.onnx.export(
         candidate.flat(),
-        tuple(candidate.dynamic_leaves() if signature.dims else candidate.leaves),
+        tuple(candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()),
         str(path),
         dynamo=False,
         input_names=inputs,

@@ -237,7 +237,7 @@ def _name_inputs(model: Any, signature: Signature) -> None:
 
 
 def _trace(candidate: Candidate, signature: Signature) -> Any:
-    leaves = candidate.dynamic_leaves() if signature.dims else candidate.leaves
+    leaves = candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()
     shapes = _shapes(signature)
     return runtime().convert_model(candidate.flat(), example_input=tuple(leaves), input=shapes)
 

@@ -51,7 +51,7 @@ class Request:
         """The outputs for inputs of the sizes that this was compiled for."""
         if self._short:
             for kept, leaf in zip(self._kept_inputs, leaves, strict=True):
-                kept.copy_(leaf)  # type: ignore[union-attr]
+                kept.copy_(leaf.detach() if leaf.requires_grad else leaf)  # type: ignore[union-attr]
             self._infer(share_outputs=True)
             return [kept.clone() for kept in self._kept_outputs]  # type: ignore[union-attr]
         return self._run_large(leaves)
@@ -73,7 +73,7 @@ class Request:
         alive = []  # the request points into this memory until the answer is there
         for i, (kept, leaf) in enumerate(zip(self._kept_inputs, leaves, strict=True)):
             if kept is not None:
-                kept.copy_(leaf)
+                kept.copy_(leaf.detach() if leaf.requires_grad else leaf)
             else:
                 alive.append(leaf.contiguous().numpy(force=True))
                 self._request.set_input_tensor(i, self._tensor(alive[-1], shared_memory=True))
@@ -100,7 +100,8 @@ class Request:
         """Memory that stays with the request, for a small tensor of known size."""
         if shape is None or torch.Size(shape).numel() * dtype.itemsize > COPIED_BYTES:
             return None
-        kept = torch.zeros(shape, dtype=dtype)
+        with torch.inference_mode(mode=False):  # whatever mode the caller is in, later calls may be in another
+            kept = torch.zeros(shape, dtype=dtype)
         getattr(self._request, f"set_{side}_tensor")(index, self._tensor(kept.numpy(), shared_memory=True))
         return kept
 

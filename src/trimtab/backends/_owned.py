@@ -34,8 +34,8 @@ def _owned(value: Any) -> Any:
     if isinstance(value, list):
         value[:] = [_owned(item) for item in value]
     elif isinstance(value, MutableMapping):
-        for key, item in list(value.items()):
-            value[key] = _owned(item)  # not update(), which the outputs of transformers refuse
+        for key in list(value):  # an item may be called items, and the outputs of transformers refuse update()
+            value[key] = _owned(value[key])
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             object.__setattr__(value, field.name, _owned(getattr(value, field.name)))  # it may be frozen

@@ -110,7 +110,7 @@ def frozen_signature(candidate: Candidate, call: Call) -> Signature:
     if not candidate.signature.dims:
         return candidate.signature
     with torch.no_grad():
-        return candidate.signature.without_dims(candidate.leaves, call(candidate.leaves))
+        return candidate.signature.without_dims(candidate.leaves, call(candidate.own_leaves()))
 
 
 def dynamic_shapes(signature: Signature) -> Any:
@@ -169,14 +169,16 @@ def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor
     """How ``call`` differs from the model on ``leaves``, or ``None``; inputs that the model itself refuses prove nothing."""
     with torch.no_grad():
         try:
-            reference = candidate.flat(copied=False)(*leaves)
+            reference = candidate.flat(copied=False)(*(leaf.clone() for leaf in leaves))
         except EXPORT_ERRORS:
             return None
         try:
             with quiet():
-                outputs = call(leaves)
+                outputs = call([leaf.clone() for leaf in leaves])
         except EXPORT_ERRORS as error:
             return f"it raises {type(error).__name__}: {first_line(error)}"
+    if len(outputs) != len(reference):
+        return f"it gives {len(outputs)} tensors instead of {len(reference)}"
     reduced = candidate.settings.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
     pairs = zip(candidate.signature.outputs, reference, outputs, strict=True)
     found = next((wrong for spec, want, got in pairs if (wrong := _difference(spec.name, want, got, reduced))), None)

@@ -112,7 +112,7 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", TracerWarning)
         try:
-            module = torch.jit.trace(flat, tuple(candidate.leaves), check_trace=False)  # type: ignore[no-untyped-call]
+            module = torch.jit.trace(flat, tuple(candidate.own_leaves()), check_trace=False)  # type: ignore[no-untyped-call]
         except EXPORT_ERRORS as error:
             return None, [], f"{type(error).__name__}: {first_line(error)}"
     doubts = [first_line(w.message) for w in caught if isinstance(w.message, TracerWarning)]
@@ -176,7 +176,7 @@ def _take(structure: Structure, place: str) -> list[str]:
     """Expressions for the tensors of the value at ``place``, in order."""
     if structure.kind == "tensor":
         return [place]
-    if structure.kind in ("tuple", "list"):
+    if structure.kind in ("tuple", "list", "namedtuple"):  # where it is annotated as a tuple, it has no fields
         places = [f"{place}[{i}]" for i in range(len(structure.items))]
     elif structure.kind == "dict":
         places = [f"{place}[{key!r}]" for key in structure.keys]

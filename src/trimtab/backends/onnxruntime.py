@@ -173,7 +173,7 @@ class OnnxRuntime(Backend):
         try:
             return OnnxExecutable(self._session(folder, settings), signature, settings, folder)
         except CompileError as error:
-            raise IntegrityError(f"{folder / MODEL} cannot be loaded: {error} Save the artifact again.") from error
+            raise IntegrityError(f"{folder / MODEL} cannot be loaded: {error}") from error
 
     def script(self) -> str:
         """Runs the ONNX file with ONNX Runtime alone."""

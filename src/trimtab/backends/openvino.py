@@ -166,21 +166,24 @@ class OpenVino(Backend):
         """What ``run.py`` imports."""
         return ("openvino", "numpy")
 
+    def why_not_here(self) -> str | None:
+        """Int8 needs nncf, and bfloat16 a CPU that computes in it."""
+        if self.precision.startswith("int8") and missing_package(("nncf",)):
+            return f"openvino with {self.precision} needs nncf, which is not installed: {install_hint('nncf')}."
+        if "bf16" in (self.precision, self.rest) and "BF16" not in ir.core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            return "This CPU has no bfloat16 instructions (avx512_bf16 or amx_bf16). Use f32."
+        return None
+
     def why_not(self, candidate: Candidate) -> str | None:
-        """Tensors must have a numpy form, int8 needs nncf and weights, and bfloat16 a CPU that computes in it."""
+        """Tensors must have a numpy form, and int8 needs weights."""
         if self.operators != "auto" and self.precision != "int8_static":
             return f"operators={self.operators} says what int8_static is for; precision is {self.precision}. Leave it at auto."
         if self.operators != "auto" and not _recurrent(candidate.model):
             return f"operators={self.operators} is about recurrent layers, and the model has none. Leave it at auto."
         if self.rest != "f32" and not self.precision.startswith("int8"):
             return f"rest={self.rest} says what there is beside int8; precision is {self.precision}. Leave it at f32."
-        if self.precision.startswith("int8"):
-            if missing_package(("nncf",)):
-                return f"openvino with {self.precision} needs nncf, which is not installed: {install_hint('nncf')}."
-            if not any(weight.dim() >= 2 for weight in weights(candidate.model)):
-                return f"{self.precision} quantizes matrix products and convolutions, and the model has none."
-        if "bf16" in (self.precision, self.rest) and "BF16" not in ir.core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-            return "This CPU has no bfloat16 instructions (avx512_bf16 or amx_bf16). Use f32."
+        if self.precision.startswith("int8") and not any(weight.dim() >= 2 for weight in weights(candidate.model)):
+            return f"{self.precision} quantizes matrix products and convolutions, and the model has none."
         return no_numpy_form(candidate.signature, "OpenVINO")
 
     def compile(self, candidate: Candidate) -> Executable:
@@ -209,11 +212,11 @@ class OpenVino(Backend):
         """Read the model and compile it for the sizes that it was made for."""
         for file in ir.FILES:
             if (folder / file).is_symlink() or not (folder / file).is_file():
-                raise IntegrityError(f"{folder / file} is missing or a link. Save the artifact again.")
+                raise IntegrityError(f"{folder / file} is missing or a link.")
         try:
             return OpenVinoExecutable(folder, self._config(settings), signature, settings)
         except CompileError as error:
-            raise IntegrityError(f"{folder / ir.MODEL} cannot be loaded: {error} Save the artifact again.") from error
+            raise IntegrityError(f"{folder / ir.MODEL} cannot be loaded: {error}") from error
 
     def script(self) -> str:
         """Runs the model with OpenVINO alone: compiled for the first sizes that come, and for any size when others follow."""

@@ -67,7 +67,7 @@ class TorchScript(Backend):
         if candidate.signature.dims and not signature.dims:
             executable.notes.append("Dynamic dimensions were frozen, because the trace is right for the example's sizes only.")
         for _ in range(WARM_UP):
-            executable.run(candidate.leaves)
+            executable.run(candidate.own_leaves())
         return executable
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
