@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab._tree import Structure, flatten, unflatten
+from trimtab._tree import Structure, cloned, flatten, unflatten
 from trimtab.candidate import Candidate, call_model
 from trimtab.capture import Call, arranged, difference
 from trimtab.dims import Dims, describe_dims, dim_names, find_dims, without
@@ -133,7 +133,7 @@ def _calibration(workload: Workload, model: nn.Module, splits: Splits) -> list[t
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args, kwargs))
+        calls.append(cloned((args, kwargs)))  # which the model may write to
         with torch.no_grad():
             return model(*args, **kwargs)
 
