@@ -159,12 +159,12 @@ def test_a_sharded_model_needs_a_batch_in_each_process(found: dict[str, Any]) ->
         )
 
 
-@pytest.mark.parametrize(("sharding", "validated"), [("replicate", [4, 2]), ("shard", [2, 2])])
-def test_a_signal_to_one_process_cuts_off_the_validation_of_all(
-    found: dict[str, Any], sharding: str, validated: list[int]
-) -> None:
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
+def test_a_signal_to_one_process_cuts_off_the_validation_of_all(found: dict[str, Any], sharding: str) -> None:
     ranks = [rank["cut off"][sharding] for rank in found["ranks"]]
-    assert [rank["validated"] for rank in ranks] == validated
+    first, second = (rank["validated"] for rank in ranks)
+    assert second < COUNT / 2, "not all of its batches, however late the handler of the signal runs"
+    assert sharding == "replicate" or first == second, "where all have to call the model together"
     assert [rank["ended"] for rank in ranks] == ["Another process was asked to stop.", "It was interrupted by SIGTERM."]
     for rank in ranks:
         assert (rank["due"], rank["updates"]) == (True, 0)
