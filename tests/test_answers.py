@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import textwrap
 import types
 
 import pytest
@@ -209,3 +210,13 @@ def test_the_memory_of_an_original_without_files_is_not_that_of_its_data(tmp_pat
     assert found.peak_mb < 200
     assert found.cold_s is not None
     assert found.cold_s > 0
+
+
+def test_weights_that_are_drawn_anew_in_each_process_are_refused(tmp_path) -> None:
+    body = """
+    def made():
+        torch.manual_seed(int.from_bytes(os.urandom(4), "little") if "confirm" in sys.argv[-1] else 0)
+        return trimtab.Workload(name="drawn", model=Model(), inputs=torch.ones(2, 8))
+    """
+    with pytest.raises(WorkloadError, match=r"has other weights each time that it is built.*torch\.manual_seed\(0\) before"):
+        run(tmp_path, "import sys\n" + textwrap.dedent(body))

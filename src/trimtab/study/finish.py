@@ -136,6 +136,7 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
         "files": str(study.files(trial)),
         "rivals": rivals.addresses,
         "plan": to_json(study.plan(seconds=(0.5 if trial is eager else CONFIRM) * study.options.timing_s, width=0.02)),
+        "weights": study.prepared.weights,
         "must_win": must_win,
         "original_mb": _original_mb(study, eager) if must_win and study.options.objective == "memory" else None,
         "ships": trial.size_mb is not None,

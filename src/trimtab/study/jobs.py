@@ -8,7 +8,7 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -24,7 +24,7 @@ from trimtab.candidate import resized
 from trimtab.confirm import Confirmation, confirm, load, started
 from trimtab.contracts import BACKENDS, CHECKS, Executable, technique_from_json
 from trimtab.environment import Environment, measured_peaks
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, WorkloadError
 from trimtab.evaluate import (
     BUILT,
     MODEL,
@@ -97,6 +97,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "name": subject.workload.name,
         "fingerprint": _fingerprint(subject, reference),
         "identity": _fingerprint(subject),
+        "weights": _weights_fingerprint(subject),
         "score": None if reference.scores is None else reference.scores.value,
         "n": None if reference.scores is None else reference.scores.n,
         "blocked": blocked,
@@ -206,6 +207,11 @@ def against_job(job: Job, folder: pathlib.Path) -> Any:
 def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it holds."""
     subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+    if job["weights"] not in (None, _weights_fingerprint(subject)):
+        raise WorkloadError(
+            "The model has other weights each time that it is built, so that nothing measured of one holds for another. Load "
+            "saved weights, or draw them from a seed: torch.manual_seed(0) before the model is made."
+        )
     recipe = Recipe.from_json(job["recipe"])
     # they start when this process does, and are watched by the study
     rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
@@ -307,13 +313,24 @@ def _fingerprint(subject: Subject, reference: Reference | None = None) -> str:
     """Sixteen hexadecimal digits of weights, example inputs and, with ``reference``, what came out, which tells of data."""
     digest = hashlib.blake2b(digest_size=8)
     outputs = () if reference is None else reference.outputs[0]
-    for name, tensor in (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))):
-        digest.update(str(name).encode())
-        if isinstance(tensor, torch.Tensor):
-            digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    _absorb(digest, (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))))
     if reference is not None:
         digest.update(repr(reference.scores).encode())  # data, labels and the score itself
     return digest.hexdigest()
+
+
+def _weights_fingerprint(subject: Subject) -> str:
+    """Sixteen hexadecimal digits of the original's parameters and buffers."""
+    digest = hashlib.blake2b(digest_size=8)
+    _absorb(digest, subject.model.state_dict().items())
+    return digest.hexdigest()
+
+
+def _absorb(digest: hashlib.blake2b, items: Iterable[tuple[object, Any]]) -> None:
+    for name, tensor in items:
+        digest.update(str(name).encode())
+        if isinstance(tensor, torch.Tensor):
+            digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
 
 
 JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
