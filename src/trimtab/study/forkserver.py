@@ -134,7 +134,7 @@ def _reap(running: dict[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)  # only the lifeline
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)  # a lifeline's
     found = serve(socket.socket(fileno=int(sys.argv[1])))
     if found is not None:
         worker.main(found)
