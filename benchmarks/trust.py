@@ -1,12 +1,11 @@
 """Can trimtab's verdicts be believed? Things with a known answer are put to it, and the answers are counted.
 
-    python benchmarks/trust.py            # 200 comparisons of a model with itself, in two processes: about 10 minutes
-    python benchmarks/trust.py --quick    # 20 comparisons: about a minute
+    python benchmarks/trust.py            # 200 comparisons of a model with itself, 20 replays: about an hour
+    python benchmarks/trust.py --quick    # 20 comparisons, 5 replays: about ten minutes
 
-Part A compares a model with itself, in two processes, over and over: how often does it say "faster"? By its interval it may in
-2.5% of all cases; more than 5% is a failure. Two processes that hold the same model differ a little for as long as they live,
-by how their memory happens to be laid out, so comparisons between the same two are not independent. Both are therefore started
-anew after every fourth comparison, and the spread between pairs of processes is printed beside the spread within them.
+Part A compares a model with itself, over and over: how often does it say "faster"? By its interval it may in 2.5% of all cases;
+more than 5% is a failure. Two processes that hold the same model differ for as long as they live, by how their memory happens
+to be laid out, so each comparison is made as trimtab makes those that it hands over: in several rounds with new processes.
 
 Part B takes scores away from a seeded share of the examples and asks whether the drop keeps a limit: how often does the verdict
 contradict the truth, and are drops caught where the examples suffice: four times the limit by 2000 of them, twice the limit by
@@ -43,6 +42,7 @@ from torch import nn
 
 import trimtab
 from trimtab.measure.pairs import compare
+from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled
 from trimtab.measure.quantiles import binomial_cdf
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.stats import median_interval, paired_drop
@@ -54,8 +54,6 @@ REPLAYED, REPLAY_SHARE = 0.05, 0.95
 """A replayed speed-up should be within this of the reported one, in this share of the replays."""
 DIGITS = pathlib.Path(__file__).parent.parent / "examples" / "digits.py"
 MOST_FASTER = 0.05
-COMPARISONS_PER_PAIR = 4
-"""Comparisons between two processes before both are started anew."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the comparisons")
     parser.add_argument("--pairs", type=int, help="comparisons of part A (default 200, quick 20)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="most time for one comparison (default 2)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time of one comparison (default 2)")
     parser.add_argument("--replay", metavar="WORKLOAD", default=str(DIGITS), help="workload of part C (default: the digits)")
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -124,30 +122,33 @@ def runner() -> LocalRunner:
 
 
 @contextmanager
-def server() -> Iterator[RemoteRunner]:
-    """The model in a process of its own."""
+def servers() -> Iterator[tuple[RemoteRunner, RemoteRunner]]:
+    """The model in two processes of their own, which start side by side."""
     key = secrets.token_bytes(16)
     with tempfile.TemporaryDirectory(prefix="trust-") as folder:
-        address = str(pathlib.Path(folder) / "s")
-        process = subprocess.Popen([sys.executable, __file__, "--serve", address], env={**os.environ, KEY: key.hex()})
+        addresses = [str(pathlib.Path(folder) / name) for name in "ab"]
+        command, environment = [sys.executable, __file__, "--serve"], {**os.environ, KEY: key.hex()}
+        processes = [subprocess.Popen([*command, address], env=environment) for address in addresses]
         try:
-            with RemoteRunner(address, key, connect_s=60) as found:
-                yield found
+            one, other = (RemoteRunner(address, key, connect_s=60) for address in addresses)
+            with one, other:
+                yield one, other
         finally:
-            process.kill()
-            process.wait()
+            for process in processes:
+                process.kill()
+                process.wait()
 
 
 def same(count: int, seconds: float) -> Part:
     """Part A."""
     found: list[Comparison] = []
     begun = time.perf_counter()
-    pairs: list[list[float]] = []
     while len(found) < count:
-        with server() as candidate, server() as rival:
-            own = [compare(candidate, rival, seconds=seconds) for _ in range(min(COMPARISONS_PER_PAIR, count - len(found)))]
-        found += own
-        pairs.append([float(np.log(each.ratio.value)) for each in own])
+        rounds: list[Comparison] = []
+        while len(rounds) < ROUNDS or (len(rounds) < MOST_ROUNDS and not settled(rounds)):
+            with servers() as (candidate, rival):
+                rounds.append(compare(candidate, rival, seconds=seconds / ROUNDS, process_noise=0.0))
+        found.append(pooled(rounds))
         left = (time.perf_counter() - begun) / len(found) * (count - len(found))
         print(f"  {len(found)} of {count} comparisons, about {left:.0f} s left", file=sys.stderr, flush=True)
     faster = sum(each.ratio.low > 1 for each in found)
@@ -155,31 +156,20 @@ def same(count: int, seconds: float) -> Part:
     off = sorted(abs(each.ratio.value - 1) for each in found)
     rate = faster / count
     luck = 1 - binomial_cdf(faster - 1, count, 0.025)
+    middle = {name: median_interval([getattr(each, name) for each in found]).value for name in ("process_noise", "slowed")}
     lines = [
         f"{count} comparisons of at most {seconds:g} s in {time.perf_counter() - begun:.0f} s",
         f'said "faster" in {faster} ({rate:.1%}; at most {MOST_FASTER:.0%} may), "slower" in {slower} ({slower / count:.1%})',
-        f"chance of so many or more if the intervals are right and all comparisons independent: {luck:.2g}",
-        between_and_within(pairs),
+        f"chance of so many or more if the intervals are right: {luck:.2g}",
+        f"pairs of processes: {sum(each.processes for each in found)}, which differ by {middle['process_noise']:.2%} (median)",
         f"distance from 1: median {off[len(off) // 2]:.2%}, largest {off[-1]:.2%}",
         f"width of the interval: median {median_interval([each.ratio.width for each in found]).value:.2%}",
         f"quads kept {sum(each.pairs for each in found) // 2}, thrown away {sum(each.discarded for each in found) // 4}",
         f"foreign CPU in what was kept: {np.mean([each.foreign for each in found]):.1%}, "
-        f"stolen {np.mean([each.stolen for each in found]):.1%}",
+        f"stolen {np.mean([each.stolen for each in found]):.1%}, on a slow core {np.mean([each.slowed for each in found]):.1%}",
         f"stopped by: {', '.join(f'{k} {n}' for k in ('width', 'time', 'pairs') if (n := stops(found, k)))}",
     ]
     return Part(rate <= MOST_FASTER, lines)
-
-
-def between_and_within(pairs: list[list[float]]) -> str:
-    """The standard deviation of the ratio's logarithm between pairs of processes, and within them."""
-    full = np.asarray([each for each in pairs if len(each) == COMPARISONS_PER_PAIR])
-    if len(full) < 2:
-        return f"{len(pairs)} pairs of processes, too few to tell how much they differ"
-    within = float(full.var(1, ddof=1).mean())
-    between = max(0.0, float(full.mean(1).var(ddof=1)) - within / COMPARISONS_PER_PAIR)
-    return (
-        f"{len(pairs)} pairs of processes differ by {between**0.5:.2%} (one sigma), comparisons within one by {within**0.5:.2%}"
-    )
 
 
 def stops(found: list[Comparison], why: str) -> int:

@@ -60,7 +60,7 @@ class Confirmed:
         monkeypatch.setattr(finishing, "confirm", self.confirm)
         monkeypatch.setattr(finishing, "run_off", lambda study, ahead, until: ahead)
 
-    def confirm(self, study, trial: Trial, eager: Trial, rivals, *, must_win: bool) -> Best:
+    def confirm(self, study, trial: Trial, eager: Trial, rivals, *, must_win: bool, end: float | None = None) -> Best:
         found = self.found[trial.recipe]
         if isinstance(found, str):
             confirmation = Confirmation(recipe=trial.recipe, ok=False, reason=found)
@@ -212,11 +212,41 @@ def test_the_memory_of_an_original_without_files_is_not_that_of_its_data(tmp_pat
     assert found.cold_s > 0
 
 
-def test_weights_that_are_drawn_anew_in_each_process_are_refused(tmp_path) -> None:
-    body = """
+@pytest.mark.parametrize("drawn", ["numpy", "in the end"])
+def test_weights_that_are_drawn_anew_in_each_process_are_refused_and_early(tmp_path, drawn: str) -> None:
+    bodies = {
+        "numpy": """
+    def made():
+        model = Model()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.from_numpy(np.random.randn(*weight.shape)))
+        return trimtab.Workload(name="drawn", model=model, inputs=torch.ones(2, 8))
+    """,
+        "in the end": """
     def made():
         torch.manual_seed(int.from_bytes(os.urandom(4), "little") if "confirm" in sys.argv[-1] else 0)
         return trimtab.Workload(name="drawn", model=Model(), inputs=torch.ones(2, 8))
-    """
+    """,
+    }
     with pytest.raises(WorkloadError, match=r"has other weights each time that it is built.*torch\.manual_seed\(0\) before"):
-        run(tmp_path, "import sys\n" + textwrap.dedent(body))
+        run(tmp_path, "import sys\nimport numpy as np\n" + textwrap.dedent(bodies[drawn]), trials=2)
+    assert (len(list(tmp_path.glob("run/trials/*"))) == 1) == (drawn == "numpy"), "found out after the first trial, or at last"
+
+
+def test_buffers_that_a_call_changes_are_no_other_weights(tmp_path) -> None:
+    body = """
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+            self.register_buffer("calls", torch.zeros(()))
+        def forward(self, x):
+            self.calls += 1
+            return self.layer(x)
+
+    def made():
+        torch.manual_seed(0)
+        return workload(model=Counting())
+    """
+    assert run(tmp_path, body).status in ("improved", "kept_original")

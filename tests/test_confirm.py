@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import pathlib
 import shutil
+import time
 import types
 from typing import Any
 
@@ -19,10 +20,11 @@ from trimtab._json import to_json
 from trimtab.confirm import Confirmation, confirm
 from trimtab.contracts import BACKENDS
 from trimtab.evaluate import Plan, save, start
+from trimtab.measure.pooled import pooled
 from trimtab.measure.timer import LocalRunner
 from trimtab.measurement import Comparison, Interval, Measurement
 from trimtab.recipe import Recipe
-from trimtab.study import finish
+from trimtab.study import finish, rounds
 from trimtab.study.options import Options
 from trimtab.study.process import Outcome
 from trimtab.study.rivals import Rivals
@@ -46,6 +48,7 @@ def confirmed(
         return Comparison(ratio=told, pairs=9, candidate=figure, rival=figure)
 
     monkeypatch.setattr(module, "compare", compare)
+    monkeypatch.setattr(module, "pooled", lambda rounds: rounds[-1])  # what processes differ by is told elsewhere
     asked = {"plan": Plan()} | asked
     save(start(recipe, subject.candidate)[0], folder)
     return confirm(recipe, folder, subject, rivals, must_win=True, **asked)[0]
@@ -116,6 +119,34 @@ def test_the_memory_of_the_original_is_measured_again_in_the_way_of_the_winner(t
     assert found.ok is (found.peak_mb < (1 - module.LEAST_GAIN) * found.original_mb)
 
 
+def test_the_rounds_before_a_confirmation_are_processes_of_their_own(tmp_path) -> None:
+    with Workers() as workers:
+        study = Study(write(tmp_path, "def made(): return workload()"), tmp_path / "run", Options(timing_s=1), workers=workers)
+        study.search(most=1)
+        (trial,) = study.trials
+        wanted = {"as_written": study.original, "tuned": study.original}
+        plan = to_json(study.plan(seconds=0.3))
+        common = study.job() | {"recipe": trial.recipe.to_json(), "files": str(study.files(trial)), "plan": plan, "seconds": 60}
+        begun = time.monotonic()
+        found = rounds.earlier(study, trial, wanted, common, 2, None)
+        took = time.monotonic() - begun
+        assert [len(found[name]) for name in wanted] in ([2, 2], [4, 4]), "and two more where they differ"
+        assert {each.process_noise for each in found["tuned"]} == {0.0}, "the pooled figure adds it"
+        assert pooled(found["as_written"]).processes == len(found["as_written"])
+        assert rounds.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == {"as_written": [], "tuned": []}
+        assert (rounds.expected(study, trial, 10.0), rounds.expected(study, trial, 1.0)) == (3, 1)
+        assert trial.comparison is not None
+        slow = dataclasses.replace(
+            trial, comparison=dataclasses.replace(trial.comparison, pairs=4, foreign=0, stolen=0, slowed=0)
+        )
+        assert rounds.expected(study, slow, 10.0) == 1
+
+
+def test_what_is_handed_over_rests_on_several_pairs_of_processes(tmp_path) -> None:
+    found = trimtab.compare(write(tmp_path, "def made(): return workload()"), seconds=3.0)
+    assert found.comparison.processes in (2, 5), "five where the first differ"
+
+
 @pytest.mark.parametrize(
     ("intervals", "shown", "jobs"),
     [
@@ -146,7 +177,8 @@ def test_what_proved_nothing_is_confirmed_once_more(tmp_path, intervals, shown, 
         options=Options(),
         storage=types.SimpleNamespace(noted=noted.get, note=noted.__setitem__),
         original=recipe,
-        prepared=types.SimpleNamespace(weights=None),
+        startup_s=1.0,
+        prepared=types.SimpleNamespace(weights={}),
         ships=False,
         folder=tmp_path,
         environment=None,

@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,9 +22,10 @@ from trimtab.errors import MeasurementError
 from trimtab.measure import pairs
 from trimtab.measure.host import Share
 from trimtab.measure.pairs import Block, Progress, Quad, compare, quick, self_noise
+from trimtab.measure.pooled import pooled, settled
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import LocalRunner
-from trimtab.measurement import Comparison, Interval
+from trimtab.measurement import Comparison, Interval, Measurement
 
 pytestmark = pytest.mark.alone
 
@@ -42,6 +44,9 @@ class Clockwork:
         time.sleep(self.nap)
         factor = math.exp(self.drift * Clockwork.clock) * self.wobble[Clockwork.clock % len(self.wobble)]
         return [round(self.ns * factor)] * calls
+
+    def pace(self) -> int:
+        return 1000
 
 
 @pytest.fixture
@@ -111,6 +116,9 @@ def test_order_is_a_b_b_a() -> None:
             time.sleep(0.001)
             return [1000] * calls
 
+        def pace(self) -> int:
+            return 1000
+
     compare(Named("a"), Named("b"), seconds=5, min_quads=3, max_quads=3)
     assert "".join(order[-12:]) == "abbaabbaabba"
 
@@ -177,6 +185,77 @@ def test_without_quiet_quads_the_quietest_are_used_and_it_shows(monkeypatch: pyt
     assert found.foreign == pytest.approx(0.3), "chosen by how quiet they were"
     assert found.discarded > 0
     assert found.stopped_by in ("time", "pairs")
+
+
+def test_quads_on_a_core_that_is_slower_than_usual_are_thrown_away_and_counted() -> None:
+    """Which no counter of the system shows, where another machine has the other half of the core."""
+
+    class Contended(Clockwork):
+        blocks = 0
+
+        def block(self, calls: int) -> list[int]:
+            self.blocks += 1
+            return [ns * 3 for ns in super().block(calls)] if self.slow else super().block(calls)
+
+        @property
+        def slow(self) -> bool:
+            return self.blocks // 4 % 3 == 2
+
+        def pace(self) -> int:
+            return 1400 if self.slow else 1000
+
+    found = compare(Contended(1e6), Clockwork(2e6), seconds=20, min_quads=6, width=0.001, max_quads=30, process_noise=0.0)
+    assert found.discarded >= 12
+    assert found.slowed == 0
+    assert found.ratio.value == pytest.approx(2)
+    assert found.ratio.width < 0.01
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_clock_that_was_fast_at_first_only_is_soon_forgotten() -> None:
+    class Hot(Clockwork):
+        asked = 0
+
+        def pace(self) -> int:
+            self.asked += 1
+            return 1000 if self.asked < 6 else 1400
+
+    found = compare(Hot(1e6), Clockwork(2e6), seconds=20, min_quads=6, max_quads=30)
+    assert found.pairs == 12
+    assert found.discarded <= 8, "only until the slower clock has become the usual one"
+
+
+@pytest.mark.usefixtures("quiet")
+def test_calls_of_seconds_get_two_quads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "LONG_S", 0.1)
+    found = compare(Clockwork(1e8, nap=0.1), Clockwork(2e8, nap=0.1), seconds=0.1, min_quads=6)
+    assert found.pairs == 4
+    assert found.stopped_by == "time"
+
+
+def round_of(ratio: float, half: float = 0.005, **more: float) -> Comparison:
+    time_ms = Measurement(unit="ms", n=10, median=1 / ratio, interval=Interval(1 / ratio, 0.9 / ratio, 1.1 / ratio))
+    bounds = Interval(ratio, ratio * math.exp(-half), ratio * math.exp(half))
+    return Comparison(ratio=bounds, pairs=12, candidate=time_ms, rival=time_ms, discarded=4, **more)
+
+
+def test_rounds_of_several_pairs_of_processes_are_as_sure_as_they_agree() -> None:
+    alike = pooled([round_of(2.0), round_of(2.002), round_of(1.998)])
+    assert alike.ratio.value == pytest.approx(2, rel=1e-3)
+    assert alike.ratio.width == pytest.approx(2 * math.hypot(1.96 * pairs.PROCESS_NOISE, 0.005) / math.sqrt(3), rel=0.01)
+    apart = pooled([round_of(2.0), round_of(2.2), round_of(1.8)])
+    spread = statistics.stdev(math.log(r) for r in (2.0, 2.2, 1.8))
+    assert apart.process_noise == pytest.approx(spread)
+    assert math.log(apart.ratio.high / apart.ratio.value) == pytest.approx(4.303 * spread / math.sqrt(3), rel=0.001)
+    assert (apart.processes, apart.pairs, apart.discarded, apart.candidate.n) == (3, 36, 12, 30)
+    assert apart.candidate.interval.low == pytest.approx(0.9 / 2.2)
+    assert "each time they start the two run at another ratio, by 10% over 3 starts" in str(apart.differs)
+    assert alike.differs is None
+    one = pooled([round_of(2.0)])
+    assert one.ratio.high == pytest.approx(2 * math.exp(math.hypot(1.96 * pairs.PROCESS_NOISE, 0.005)), rel=1e-4)
+    assert pooled([round_of(1.5, foreign=0.3), round_of(2.5, foreign=0.1)]).foreign == pytest.approx(0.2)
+    assert settled([round_of(2.0), round_of(2.05)])
+    assert not settled([round_of(2.0), round_of(2.2)])
 
 
 def test_a_neighbour_is_noticed() -> None:

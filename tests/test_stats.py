@@ -150,7 +150,7 @@ def interval_of(logs: np.ndarray, ratio: float = 1.0):  # type: ignore[no-untype
     return ratio_interval(list(rival.ravel()), list(candidate.ravel()))
 
 
-@pytest.mark.parametrize("quads", [4, 6, 12, 25])
+@pytest.mark.parametrize("quads", [2, 3, 4, 6, 12, 25])
 @pytest.mark.parametrize("noise", NOISES)
 def test_ratio_interval_covers(noise: Blocks, quads: int) -> None:
     rng = np.random.default_rng(quads)

@@ -82,6 +82,9 @@ class Scripted:
         time.sleep(length * calls)
         return [int(length * 1e9 * self._scale)] * calls
 
+    def pace(self) -> int:
+        return 1000
+
 
 def test_warm_up_ends_when_blocks_are_steady_and_not_before() -> None:
     runner = Scripted([0.05, 0.04, 0.02, 0.015, 0.012, 0.01])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from trimtab.evaluate import BUILT, Plan, apply_passes, load_saved, ours, runner
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
 from trimtab.measure.parity import compare_outputs
+from trimtab.measure.pooled import pooled
 from trimtab.measure.timer import Runner
 from trimtab.measurement import Comparison, Drop, Interval, Measurement, Parity
 from trimtab.recipe import Recipe
@@ -69,18 +70,20 @@ def confirm(
     plan: Plan,
     must_win: bool,
     original_mb: float | None = None,
+    earlier: Mapping[str, Sequence[Comparison]] | None = None,
 ) -> tuple[Confirmation, Executable]:
     """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``).
 
     With ``must_win`` it holds only if it is surely faster than the tuned original, and not surely slower than as written; where
-    memory is the objective, if it needs less than ``original_mb``, the peak memory of the tuned original.
+    memory is the objective, if it needs less than ``original_mb``, the peak memory of the tuned original. ``earlier`` are the
+    rounds of timing with each rival in other processes, which count as much as what is timed now.
     """
     executable, candidate, cold_s, peak_mb = started(recipe, files, subject)
     figures: dict[str, Any] = {"original_mb": original_mb, "loaded": (files / BUILT).exists()}
     if figures["loaded"]:  # else its weights were at hand, and what it took to build it is none of a start's cost
         figures |= {"cold_s": cold_s, "peak_mb": peak_mb}
     reason = _faithful(recipe, executable, subject, plan, figures) or _fast(
-        executable, candidate, subject, rivals, plan, must_win, figures
+        executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}
     )
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures), executable
 
@@ -147,14 +150,13 @@ def _fast(
     plan: Plan,
     must_win: bool,
     figures: dict[str, Any],
+    earlier: Mapping[str, Sequence[Comparison]],
 ) -> str | None:
     runner = runner_for(executable, candidate, subject, plan.objective)
-    written = rivals["as_written"]
-    found = compare(runner, written, width=plan.width, seconds=plan.seconds, pids=ours(written))
+    found = pooled([*earlier.get("as_written", ()), in_round(runner, rivals["as_written"], plan)])
     figures |= timing(found, executable, candidate, subject, plan.objective)
     if (tuned := rivals.get("tuned")) is not None:
-        against = compare(runner, tuned, width=plan.width, seconds=plan.seconds, pids=ours(tuned))
-        figures["against_tuned"] = against.ratio
+        figures["against_tuned"] = pooled([*earlier.get("tuned", ()), in_round(runner, tuned, plan)]).ratio
     limits, latency = plan.limits, figures["latency_ms"].median
     if limits.latency_ms is not None and latency > limits.latency_ms:
         return f"Measured again, its latency is {latency:.4g} ms; the limit is {limits.latency_ms:g} ms."
@@ -162,6 +164,11 @@ def _fast(
     if limits.memory_mb is not None and peak is not None and peak > limits.memory_mb:
         return f"Measured again, its peak memory is {peak:.4g} MB; the limit is {limits.memory_mb:g} MB."
     return _unproven(found.ratio, plan, figures) if must_win else None
+
+
+def in_round(runner: Runner, rival: Runner, plan: Plan) -> Comparison:
+    """One round: what differs from one pair of processes to the next is not in its interval, and :func:`pooled` adds it."""
+    return compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival), process_noise=0.0)
 
 
 def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | None:
@@ -175,15 +182,14 @@ def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | N
     ratio = figures.get("against_tuned", written)
     if ratio.vague:
         figures["undecided"] = True
+        said = f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as the tuned original"
         if (comparison := figures["comparison"]).few:
-            return (
-                f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as the tuned original: the "
-                f"calls are so slow that only {comparison.pairs} pairs were measured. Give it more time: --timing 60s."
-            )
-        return (
-            f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as the tuned original: the "
-            "machine was too busy to tell. The same command measures it once more; run it when the machine is quiet."
-        )
+            why = f"the calls are so slow that only {comparison.pairs} pairs were measured. Give it more time: --timing 60s."
+        elif comparison.differs:
+            why = f"{comparison.differs}. The same command measures it once more; longer with --timing 60s."
+        else:
+            why = "the machine was too busy to tell. The same command measures it once more; run it when the machine is quiet."
+        return f"{said}: {why}"
     if ratio.low <= 1.0:
         return (
             f"Measured again, it is {ratio.value:.2f}x the tuned original ({ratio.low:.2f} to {ratio.high:.2f}), which does "

@@ -233,6 +233,10 @@ class Scaled:
         """Scaled nanoseconds of each call."""
         return [round(ns * self._factor) for ns in self._runner.block(calls)]
 
+    def pace(self) -> int:
+        """How fast the core is now."""
+        return self._runner.pace()
+
 
 def rows(leaves: Sequence[torch.Tensor]) -> int:
     """Examples per call: the size of the leading axis of the first input, or 1."""

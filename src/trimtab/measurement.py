@@ -11,6 +11,8 @@ VAGUE = 2.0
 """Bounds of a ratio that are further apart than this factor prove nothing."""
 SLOW_PAIRS, QUIET = 8, 0.05
 """So few pairs, while others had no more than this share of the CPU, are due to slow calls and not to a busy machine."""
+UNLIKE = 0.05
+"""Ratios of one pair of processes and another that are further apart than this share differ for a reason."""
 UNRELIABLE = 0.3
 """A ratio whose interval is wider than this share of it is said to be unreliable."""
 Relative = Literal["examples", "output", "size", "one"]
@@ -73,15 +75,26 @@ class Comparison:
     """Share of CPU time that other processes took during the blocks that were kept."""
     stolen: float = 0.0
     """Share of CPU time that the hypervisor took during the blocks that were kept."""
+    slowed: float = 0.0
+    """Share of the blocks that were kept in which the core was slower than usual, as where another machine has half of it."""
     process_noise: float = 0.0
     """Standard deviation of the ratio, relative to it, from one pair of processes to the next; the interval includes it."""
+    processes: int = 1
+    """Pairs of processes that were compared."""
     stopped_by: Literal["width", "time", "pairs"] = "width"
     """What ended the sampling: the interval was narrow enough, the time was up, or the pairs asked for were done."""
 
     @property
     def few(self) -> bool:
         """Whether calls were too slow for more than a few pairs, and nobody else was to blame."""
-        return self.pairs <= SLOW_PAIRS and self.foreign + self.stolen <= QUIET
+        return self.pairs <= SLOW_PAIRS and self.foreign + self.stolen + self.slowed <= QUIET
+
+    @property
+    def differs(self) -> str | None:
+        """In words, how much the ratio differs from one pair of processes to the next, where nobody else was to blame."""
+        if self.processes == 1 or self.process_noise <= UNLIKE or self.foreign + self.stolen + self.slowed > QUIET:
+            return None
+        return f"each time they start the two run at another ratio, by {self.process_noise:.0%} over {self.processes} starts"
 
     @property
     def doubt(self) -> str | None:
@@ -93,7 +106,10 @@ class Comparison:
                 f"The calls are so slow that only {self.pairs} pairs were measured in the time for it: the ratio lies between "
                 f"{self.ratio.low:.2f} and {self.ratio.high:.2f}."
             )
+        if self.differs is not None:
+            return f"It lies between {self.ratio.low:.2f} and {self.ratio.high:.2f}, because {self.differs}."
         others = f"others took {self.foreign:.0%} of the CPU, the hypervisor {self.stolen:.0%}"
+        others += f", and for {self.slowed:.0%} of the time the cores were slower than usual" if self.slowed else ""
         known = f"all that is known of the ratio is that it lies between {self.ratio.low:.2f} and {self.ratio.high:.2f}"
         return f"The machine was too busy to measure well: {known}; {others}."
 

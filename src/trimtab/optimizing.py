@@ -27,6 +27,7 @@ from trimtab.errors import StorageError, TrimtabError, UsageError
 from trimtab.evaluate import Objective
 from trimtab.intake.load import is_python, load_workload
 from trimtab.report import write as write_report
+from trimtab.study import rounds
 from trimtab.study.finish import CONFIRM, CONFIRM_FOLDER, EXPLAIN, ahead, explain, finish
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
@@ -45,7 +46,21 @@ RESULT_FILE = "result.json"
 LOCK = ".lock"
 ENTRIES = {
     LOCK,
-    *(ARTIFACT, RESULT_FILE, CONFIRM_FOLDER, RUNOFF, EXPLAIN, RECORD, OWNER, TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE),
+    *(
+        ARTIFACT,
+        RESULT_FILE,
+        rounds.FOLDER,
+        CONFIRM_FOLDER,
+        RUNOFF,
+        EXPLAIN,
+        RECORD,
+        OWNER,
+        TRIALS,
+        RIVALS,
+        REFERENCE,
+        SCRATCH,
+        PREPARE,
+    ),
     *("study.db", "study.db-journal", "workload.pkl", "report.html", "settings.json", SETTINGS_FOLDER),
 }
 """What a run folder may hold; whatever else lies there is somebody's own."""
@@ -147,18 +162,19 @@ def optimize(
         command = command_line(workload, options, budget, trials, folder)
         study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
         study.record().write(folder)
-        until = None
+        until = end = None
         if limit_s is None:
             study.search(most=most)
         else:
             study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
-            until = began + limit_s - confirm_s(study, limit_s)
-        return _answer(study, began, until)
+            end = began + limit_s
+            until = end - confirm_s(study, limit_s)
+        return _answer(study, began, until, end)
 
 
-def _answer(study: Study, began: float, until: float | None) -> Result:
-    """Confirm, ship, explain and report what the search found; what comes before the confirmation ends by ``until``."""
-    status, sentence, best = finish(study, until=until)
+def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:
+    """Confirm, ship, explain and report what the search found, by ``end``; what precedes the confirmation ends by ``until``."""
+    status, sentence, best = finish(study, until=until, end=end)
     peaks, explanations = explain(study, best)
     took = time.monotonic() - began
     result = Result(
@@ -282,9 +298,12 @@ def run_folder(workload: Workload | str, out: str | pathlib.Path | None) -> path
 
 
 def confirm_s(study: Study, budget_s: float) -> float:
-    """Seconds to keep for the confirmation: processes start side by side, two timings run, the answer is explained; never more
-    than :data:`RESERVED`."""
-    return min(1.5 * study.startup_s + 2 * CONFIRM * study.options.timing_s, RESERVED * budget_s)
+    """Seconds to keep for the confirmation: processes start side by side in each round, two timings run, and the answer is
+    explained; never more than :data:`RESERVED`."""
+    timing_s = CONFIRM * study.options.timing_s
+    first = next(iter(study.trials), None)
+    count = 1 if first is None else rounds.expected(study, first, timing_s)
+    return min((0.5 + count) * study.startup_s + 2 * timing_s, RESERVED * budget_s)
 
 
 def _reserve_s(study: Study, budget_s: float) -> float:

@@ -94,4 +94,9 @@ def _lines(found: Verification) -> Iterator[str]:
         yield f"speed:       {here}{promised}"
         if found.speed.doubt is not None:
             yield f"             {found.speed.doubt}"
-    yield "verified" if found.ok else "NOT verified"
+    if found.ok:
+        yield "verified"
+    elif found.integrity:
+        yield "NOT verified. Do not use it: copy it anew from where it was written."
+    else:
+        yield "NOT verified. Do not use it here: make one on this machine with trimtab optimize."

@@ -22,20 +22,24 @@ from trimtab.measurement import Comparison, Interval, Measurement, Scalar
 
 DISTURBED = 0.10
 """A quad is thrown away when others had more than this share of the machine's CPU time."""
+SLOWED, USUAL = 0.15, 0.25
+"""A quad is thrown away when around one of its blocks the core was by more than this slower than usual. Usual is what a quarter
+of the blocks reach: a neighbour may be there more often than not, and a clock that was fast at first is soon forgotten."""
 SLACK_TICKS = 2.0
 """Ticks of the kernel's clock by which a single block's CPU share may be wrong; forgiven before a block is called disturbed."""
 FEWEST_QUADS, FEW_QUADS = 2, 4
-"""Without two quads there is no interval; they are measured however long they take. Two make one of 27 standard deviations,
-four one of three, so four are measured unless a single one takes longer than :data:`LONG_S`."""
-LONG_S = 60.0
+"""Without two quads there is no interval; they are measured however long they take, and four unless a single one takes longer
+than :data:`LONG_S`."""
+LONG_S = 4.0
 MOST_QUADS = 400
-PROCESS_NOISE = 0.0075
-"""Standard deviation of the ratio between two things that are the same, relative to it, from one pair of processes to the next.
+PROCESS_NOISE = 0.01
+"""Standard deviation of the ratio between two things that are the same, relative to it, from one pair of processes to the next,
+where only one pair is compared. Several pairs tell it themselves: :func:`trimtab.measure.pooled.pooled`.
 
 How memory happens to be laid out makes a process faster or slower for as long as it lives (Mytkowicz et al., "Producing wrong
 data without doing anything obviously wrong!", 2009). No number of quads averages that out: it can only be added to the
-interval. On a busy two-core machine 0.4%, 0.7% and 0.7% were estimated for three small models, from 6 to 10 pairs of processes
-each, and nothing that stood out of the noise for a fourth; ``benchmarks/trust.py`` measures it elsewhere.
+interval. Between 0.4% and 0.9% were found for most models on four machines, 2.5% for calls of a tenth of a millisecond, and 14%
+for a model whose large outputs were given back to the system after each call in some processes, and kept in others.
 """
 WARM_UP_SHARE = 0.15
 """Share of the time that the warm-up of each side may take."""
@@ -51,6 +55,8 @@ class Block:
 
     times: Sequence[int]
     share: Share | None
+    paces: tuple[int, int] = (1, 1)
+    """Nanoseconds of a fixed piece of work on the same core before it and after it."""
 
     @cached_property
     def ns(self) -> float:
@@ -123,11 +129,12 @@ def compare(
     (never by whether the answer is pleasant), ``seconds`` are up, or ``max_quads`` are done. At least ``min_quads`` are
     measured unless that takes more than twice ``seconds``; two are, always.
 
-    Quads in which somebody else had the CPU are thrown away and counted. If too few quiet ones can be found, the quietest of
-    these are used after all, chosen by that and by nothing else; ``foreign`` and ``stolen`` then say how noisy it was.
+    Quads in which somebody else had the CPU, or a core was slower than usual, are thrown away and counted. If there are too few
+    quiet ones, the quietest of these are used after all, chosen by that and by nothing else; ``foreign``, ``stolen`` and
+    ``slowed`` then say how noisy it was.
 
     What more quads would not lessen, ``process_noise``, is added to the interval at the end, unless a runner is compared with
-    itself; ``width`` is about the part that they do lessen. So nothing that is less than about 1.5% faster is ever surely so.
+    itself; ``width`` is about the part that they do lessen. So nothing that is less than about 2% faster is ever surely so.
 
     ``pids`` are the processes that count as ours, with their children: by default this one and those of the two runners.
 
@@ -171,12 +178,26 @@ class _Session:
         self.quiet: list[Quad] = []
         self.noisy: list[Quad] = []
         self._host = host
+        self._usual: dict[str, list[float]] = {}
 
     def measure(self) -> None:
-        """Measure one quad."""
+        """Measure one quad, and judge all anew by what is now known of the cores' pace."""
         a, b, c, d = (self._block(side) for side in ("candidate", "rival", "rival", "candidate"))
-        quad = Quad((a, b, c, d))
-        (self.quiet if quad.quiet else self.noisy).append(quad)
+        quads = [*self.quiet, *self.noisy, Quad((a, b, c, d))]
+        self._usual = {"candidate": _usual(quad.candidate for quad in quads), "rival": _usual(quad.rival for quad in quads)}
+        self.quiet, self.noisy = [], []
+        for quad in quads:
+            (self.quiet if quad.quiet and self.slowed(quad) <= SLOWED else self.noisy).append(quad)
+
+    def slowed(self, quad: Quad) -> float:
+        """By how much a core was slower than usual around one of the quad's blocks; the worst counts."""
+        sides = {"candidate": quad.candidate, "rival": quad.rival}
+        return max(
+            pace / usual - 1
+            for side, blocks in sides.items()
+            for block in blocks
+            for pace, usual in zip(block.paces, self._usual[side], strict=True)
+        )
 
     def ratio(self) -> Interval | None:
         """The ratio over the quiet quads, once there are enough of them for an interval."""
@@ -184,12 +205,18 @@ class _Session:
 
     def _block(self, side: str) -> Block:
         runner, calls = self.sides[side], self.calls[side]
-        before = self._host.snapshot()
+        before, first = self._host.snapshot(), runner.pace()
         times = runner.block(calls)
-        after = self._host.snapshot()
+        last, after = runner.pace(), self._host.snapshot()
         if len(times) != calls:
             raise MeasurementError(f"The {side} was asked for {calls} calls and gave the times of {len(times)}.")
-        return Block(times, usage(before, after))
+        return Block(times, usage(before, after), (first, last))
+
+
+def _usual(pairs: Iterable[tuple[Block, Block]]) -> list[float]:
+    """The usual pace before and after blocks of one side: heavy work may leave a core slower than it found it."""
+    blocks = [block for pair in pairs for block in pair]
+    return [quantile_of([block.paces[i] for block in blocks], USUAL) for i in (0, 1)]
 
 
 def _stop(session: _Session, elapsed: float, width: float, seconds: float, min_quads: int, max_quads: int) -> StoppedBy | None:
@@ -211,7 +238,7 @@ def _result(
     session: _Session, stopped: StoppedBy, min_quads: int, conditions: Mapping[str, Scalar], process_noise: float
 ) -> Comparison:
     missing = max(0, min_quads - len(session.quiet))
-    used = session.quiet + sorted(session.noisy, key=lambda quad: quad.mean("disturbed"))[:missing]
+    used = session.quiet + sorted(session.noisy, key=lambda quad: quad.mean("disturbed") + session.slowed(quad))[:missing]
     sides = {"candidate": [q.candidate for q in used], "rival": [q.rival for q in used]}
     timed = {name: _measurement(session, name, pairs, conditions) for name, pairs in sides.items()}
     return Comparison(
@@ -223,6 +250,7 @@ def _result(
         noise=_noise([quad.rival for quad in used]),
         foreign=statistics.fmean(quad.mean("foreign") for quad in used),
         stolen=statistics.fmean(quad.mean("stolen") for quad in used),
+        slowed=statistics.fmean(session.slowed(quad) > SLOWED for quad in used),
         process_noise=process_noise,
         stopped_by=stopped,
     )

@@ -76,6 +76,10 @@ class RemoteRunner:
         answer = self._ask({"do": "block", "calls": calls}, self._timeout_s)
         return [int(ns) for ns in answer["ns"]]
 
+    def pace(self) -> int:
+        """How fast the core of the other process is now."""
+        return int(self._ask({"do": "pace"}, self._timeout_s)["ns"])
+
     def stop(self) -> None:
         """Ask the server to end, and disconnect."""
         with contextlib.suppress(MeasurementError):
@@ -138,9 +142,11 @@ def _converse(peer: Connection, runner: Runner) -> bool:
 def _answer(runner: Runner, verb: str, calls: int) -> dict[str, Any]:
     if verb == "hello":
         return {"pid": runner.pid}
+    if verb == "pace":
+        return {"ns": runner.pace()}
     if verb != "block" or not 1 <= calls <= MAX_CALLS:
         return {
-            "error": f"There is no request {verb!r} for {calls} calls; ask for hello, stop, or a block of 1 to {MAX_CALLS}."
+            "error": f"There is no request {verb!r} for {calls} calls; ask for hello, pace, stop or a block of 1 to {MAX_CALLS}."
         }
     try:
         return {"ns": runner.block(calls)}

@@ -17,6 +17,8 @@ BLOCK_S = 0.075
 """What a block of calls should take: long against a scheduler's time slice, short against the drift of a machine."""
 MAX_CALLS = 5_000
 """Most calls in one block; keeps what a block sends and stores small where a call takes microseconds."""
+SPINS = 3_000
+"""Rounds of the loop that tells a core's pace: a fifth of a millisecond."""
 STEADY = 0.05
 """Blocks are steady when the medians of the last three lie within this share of each other."""
 
@@ -30,6 +32,9 @@ class Runner(Protocol):
 
     def block(self, calls: int) -> list[int]:
         """Call it ``calls`` times in a row and give the nanoseconds of each."""
+
+    def pace(self) -> int:
+        """What :func:`pace` says in the process that does the work."""
 
 
 class LocalRunner:
@@ -56,6 +61,10 @@ class LocalRunner:
         finally:
             if collecting:
                 gc.enable()
+
+    def pace(self) -> int:
+        """How fast the core is now."""
+        return pace()
 
     def _run(self, calls: int) -> list[int]:
         call, synchronize, clock = self._call, self._synchronize, time.perf_counter_ns
@@ -95,6 +104,10 @@ class CudaEventRunner:
         torch.cuda.synchronize(self._device)
         return [round(a.elapsed_time(b) * 1e6) for a, b in itertools.pairwise(marks)]
 
+    def pace(self) -> int:
+        """How fast the core is now that gives the device its orders."""
+        return pace()
+
 
 @dataclasses.dataclass(frozen=True)
 class WarmUp:
@@ -132,6 +145,21 @@ def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S, s
         late = now - begun + block_s > seconds and (made >= 3 or now - begun > 4 * seconds)
         if settled or late:
             return WarmUp(calls, settled, now - begun, call_s)
+
+
+def pace() -> int:
+    """Nanoseconds that a fixed piece of work takes, which needs a core and nothing else; the quickest of three times.
+
+    It tells what no counter of the system does: that the core itself is slower for a while, as where another machine has the
+    other half of it.
+    """
+    return min(_timed(_spin, time.perf_counter_ns) for _ in range(3))
+
+
+def _spin() -> None:
+    total = 0
+    for i in range(SPINS):
+        total += i * i
 
 
 def calls_for(block_s: float, call_s: float) -> int:

@@ -13,11 +13,13 @@ from trimtab._manifest import MANIFEST
 from trimtab.errors import ArtifactError
 from trimtab.evaluate import Objective
 from trimtab.measure import pairs
+from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measurement import Comparison
 from trimtab.study.handing import handed
 from trimtab.study.jobs import authkey
 from trimtab.study.rivals import Rivals
+from trimtab.study.rounds import LEAST_S
 from trimtab.study.sampler import as_written
 from trimtab.workload import Workload
 
@@ -93,7 +95,23 @@ def _words(sizes: Sequence[Sequence[int]]) -> str:
 def in_turns(
     jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float
 ) -> tuple[Comparison, dict[str, list[list[int]]]]:
-    """Serve ``jobs["subject"]`` and ``jobs["rival"]``, each in its own process, and compare them. Also says their sizes."""
+    """Serve ``jobs["subject"]`` and ``jobs["rival"]``, each in its own process, and compare them; also says their sizes.
+
+    There are several rounds, each with new processes, unless calls are slow or ``seconds`` few.
+    """
+    count = max(1, min(ROUNDS, int(seconds / LEAST_S)))
+    rounds, sizes = list[Comparison](), dict[str, list[list[int]]]()
+    while len(rounds) < count or (len(rounds) < MOST_ROUNDS and count > 1 and not settled(rounds)):
+        found, sizes = _round(jobs, objective=objective, seconds=seconds / count, width=width)
+        rounds.append(found)
+        if found.few:
+            break
+    return pooled(rounds), sizes
+
+
+def _round(
+    jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float
+) -> tuple[Comparison, dict[str, list[list[int]]]]:
     with (
         tempfile.TemporaryDirectory(prefix="trimtab-compare-") as folder,
         Rivals({"objective": objective}, pathlib.Path(folder)) as sides,
@@ -102,7 +120,8 @@ def in_turns(
             sides.begin(name, job)
         sizes = {name: sides.ready(name, seconds=600.0)["sizes"] for name in jobs}
         runners = {name: RemoteRunner(address, authkey()) for name, address in sides.addresses.items()}
-        return pairs.compare(runners["subject"], runners["rival"], width=width, seconds=seconds), sizes
+        found = pairs.compare(runners["subject"], runners["rival"], width=width, seconds=seconds, process_noise=0.0)
+        return found, sizes
 
 
 def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib.Path) -> dict[str, Any]:

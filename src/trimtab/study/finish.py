@@ -13,7 +13,7 @@ from trimtab.environment import Peaks
 from trimtab.errors import ArtifactError, StorageError, UsageError, WorkloadError
 from trimtab.evaluate import BUILT, Objective
 from trimtab.explain import Explanation
-from trimtab.study import verdict
+from trimtab.study import rounds, verdict
 from trimtab.study.result import ARTIFACT, Best
 from trimtab.study.rivals import Rivals
 from trimtab.study.runoff import run_off
@@ -36,8 +36,9 @@ def ahead(study: Study) -> list[Trial]:
     return [trial for trial in others if pays(trial, eager, options.objective)]
 
 
-def finish(study: Study, *, until: float | None = None) -> tuple[verdict.Status, str, Best | None]:
-    """Confirm the winner, or the next best, or ship the original; a runoff is held where there is time ``until`` then."""
+def finish(study: Study, *, until: float | None = None, end: float | None = None) -> tuple[verdict.Status, str, Best | None]:
+    """Confirm the winner, or the next best, or ship the original; a runoff is held where there is time ``until`` then, and
+    the winner is timed in so many rounds as are over by ``end``."""
     limits, eager = study.options.limits, study.to_beat
     if eager is None and study.interrupted():
         raise KeyboardInterrupt
@@ -56,7 +57,7 @@ def finish(study: Study, *, until: float | None = None) -> tuple[verdict.Status,
     again: dict[str, Trial] = {}
     with Rivals(study.job(), study.folder / RIVALS) as rivals:
         for trial in tried:
-            found = confirm(study, trial, eager, rivals, must_win=must_win)
+            found = confirm(study, trial, eager, rivals, must_win=must_win, end=end)
             if found.confirmation.ok:
                 return "improved", _improved(study, found, lost), found
             lost.append(f"{trial.recipe}: {found.confirmation.reason}")
@@ -112,7 +113,16 @@ def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
     return -one <= (1 - LEAST_GAIN) * -other
 
 
-def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_win: bool, once_more: bool = True) -> Best:
+def confirm(
+    study: Study,
+    trial: Trial,
+    eager: Trial,
+    rivals: Rivals,
+    *,
+    must_win: bool,
+    end: float | None = None,
+    once_more: bool = True,
+) -> Best:
     """Measure ``trial`` again and write the artifact; what an earlier run of this study confirmed is not done twice.
 
     Where neighbours disturbed it so much that it proves nothing in either direction, it is done ``once_more``: they pass, and
@@ -128,14 +138,18 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
     if known is not None and (artifact := _shipped(study, trial)) is not None:
         return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=artifact)
     wanted = {"as_written": study.original} | ({} if eager.recipe == study.original else {"tuned": eager.recipe})
-    for name in (absent := [name for name in wanted if not rivals.alive(name)]):
-        rivals.start(name, wanted[name], fresh=True)
-    job = study.job() | {
-        "kind": "confirm",
+    timing_s = (0.5 if trial is eager else CONFIRM) * study.options.timing_s
+    count = rounds.expected(study, trial, timing_s)
+    common = study.job() | {
         "recipe": trial.recipe.to_json(),
         "files": str(study.files(trial)),
-        "rivals": rivals.addresses,
-        "plan": to_json(study.plan(seconds=(0.5 if trial is eager else CONFIRM) * study.options.timing_s, width=0.02)),
+        "plan": to_json(study.plan(seconds=timing_s / count, width=0.02)),
+        "seconds": study.options.trial_s,
+    }
+    earlier = rounds.earlier(study, trial, wanted, common, count - 1, end)
+    job = common | {
+        "kind": "confirm",
+        "earlier": rounds.as_json(earlier),
         "weights": study.prepared.weights,
         "must_win": must_win,
         "original_mb": _original_mb(study, eager) if must_win and study.options.objective == "memory" else None,
@@ -143,13 +157,8 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
         "artifact": str(study.folder / ARTIFACT),
         "trial": to_json(trial),
         "environment": to_json(study.environment),
-        "seconds": study.options.trial_s,
     }
-    # the rivals and what is confirmed are interpreters of their own, which import and load side by side
-    with study.worker(job, study.folder / CONFIRM_FOLDER / trial.recipe.hash, anew=True, warm=False) as worker:
-        for name in absent:
-            rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)
-        outcome = study.wait_for(worker, final=True)
+    outcome = rounds.beside(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash)
     if outcome.result is None and trial is eager and outcome.error == WorkloadError.__name__:
         raise WorkloadError(str(outcome.reason))
     if outcome.result is None:
@@ -157,7 +166,7 @@ def confirm(study: Study, trial: Trial, eager: Trial, rivals: Rivals, *, must_wi
         return Best(trial=trial, confirmation=Confirmation(recipe=trial.recipe, ok=False, reason=reason), artifact=None)
     found = from_json(Confirmation, outcome.result)
     if found.undecided and once_more and not study.interrupted():
-        return confirm(study, trial, eager, rivals, must_win=must_win, once_more=False)
+        return confirm(study, trial, eager, rivals, must_win=must_win, end=end, once_more=False)
     if not found.undecided:
         study.storage.note(key, outcome.result)
     return Best(trial=trial, confirmation=found, artifact=_shipped(study, trial))

@@ -21,7 +21,7 @@ from trimtab._tree import unflatten
 from trimtab._weights import weights
 from trimtab.artifact import Golden, open_artifact, write_artifact
 from trimtab.candidate import resized
-from trimtab.confirm import Confirmation, confirm, load, started
+from trimtab.confirm import Confirmation, confirm, in_round, load, started
 from trimtab.contracts import BACKENDS, CHECKS, Executable, technique_from_json
 from trimtab.environment import Environment, measured_peaks
 from trimtab.errors import TrimtabError, WorkloadError
@@ -48,6 +48,7 @@ from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import LocalRunner, Runner
+from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
 from trimtab.reference import Reference, refer
 from trimtab.study import space
@@ -60,6 +61,7 @@ AUTHKEY = "TRIMTAB_AUTHKEY"
 """Environment variable that carries the key of the study's sockets to its workers, and to nobody else."""
 READY, EXAMPLE = "ready.json", "example.safetensors"
 """Files: that a server is there, and what it serves; the example inputs, in the folder of the reference."""
+SLOW_START_S = 2.0
 
 Job = Mapping[str, Any]
 
@@ -79,6 +81,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Check the workload with a dry run, compute its reference, and find what cannot be tried on it."""
     with imports_noted(folder):
         subject = prepare(read_workload(job["workload"]))
+        weights_found = _weights_of(subject.model)
         call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
         evaluation = subject.workload.evaluation
         reference = refer(call, subject.splits.selection, evaluation)
@@ -97,7 +100,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "name": subject.workload.name,
         "fingerprint": _fingerprint(subject, reference),
         "identity": _fingerprint(subject),
-        "weights": _weights_fingerprint(subject),
+        "weights": weights_found,
         "score": None if reference.scores is None else reference.scores.value,
         "n": None if reference.scores is None else reference.scores.n,
         "blocked": blocked,
@@ -163,7 +166,11 @@ def trial_job(job: Job, folder: pathlib.Path) -> Any:
 
 def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
     """Build the original as its user does, and call it: seconds to the first answer, where it is the workload that builds it,
-    and peak memory."""
+    and peak memory.
+
+    Raises:
+        WorkloadError: it has other weights than the search's, which nobody would find out before its end.
+    """
     workload = read_workload(job["workload"])
     args, kwargs = as_call(workload.inputs)
     at_hand = isinstance(workload.model, nn.Module)
@@ -172,8 +179,9 @@ def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
         model = workload.build_model().eval()
         model(*args, **kwargs)
         cold = time.perf_counter() - begun
-        for _ in range(2):
+        for _ in range(_more_calls(cold)):
             model(*args, **kwargs)
+    _check_weights(job, model, "parameters")
     weighs = weight_bytes(model) / 1e6 if at_hand else 0.0
     return {"cold_s": None if at_hand else cold, "peak_mb": peak.result.host_mb + weighs}
 
@@ -189,7 +197,7 @@ def probe_job(job: Job, folder: pathlib.Path) -> dict[str, float]:
         executable.run(inputs)
         executable.synchronize()
         cold = time.perf_counter() - begun
-        for _ in range(2):
+        for _ in range(_more_calls(cold)):
             executable.run(inputs)
             executable.synchronize()
     return {"cold_s": cold, "peak_mb": peak.result.host_mb}
@@ -204,14 +212,19 @@ def against_job(job: Job, folder: pathlib.Path) -> Any:
     return to_json(compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival)))
 
 
+def round_job(job: Job, folder: pathlib.Path) -> Any:
+    """Time the saved files of a recipe against each rival, in fresh processes."""
+    subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
+    executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), fresh(subject))
+    runner = runner_for(executable, candidate, subject, plan.objective)
+    rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
+    return {name: to_json(in_round(runner, rival, plan)) for name, rival in rivals.items()}
+
+
 def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it holds."""
     subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
-    if job["weights"] not in (None, _weights_fingerprint(subject)):
-        raise WorkloadError(
-            "The model has other weights each time that it is built, so that nothing measured of one holds for another. Load "
-            "saved weights, or draw them from a seed: torch.manual_seed(0) before the model is made."
-        )
+    _check_weights(job, subject.model, "parameters", "buffers")
     recipe = Recipe.from_json(job["recipe"])
     # they start when this process does, and are watched by the study
     rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
@@ -219,7 +232,8 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     if job["ships"] and not (source / BUILT).exists():  # swept away, or the study's storage is elsewhere
         save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
     plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "original_mb")}
-    found, executable = confirm(recipe, source, subject, rivals, plan=plan, **asked)
+    earlier = {name: [from_json(Comparison, each) for each in rounds] for name, rounds in job["earlier"].items()}
+    found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, **asked)
     if found.ok and (source / BUILT).exists():
         ship(job, source, subject, executable, found)
     return to_json(found)
@@ -319,11 +333,28 @@ def _fingerprint(subject: Subject, reference: Reference | None = None) -> str:
     return digest.hexdigest()
 
 
-def _weights_fingerprint(subject: Subject) -> str:
-    """Sixteen hexadecimal digits of the original's parameters and buffers."""
-    digest = hashlib.blake2b(digest_size=8)
-    _absorb(digest, subject.model.state_dict().items())
-    return digest.hexdigest()
+def _weights_of(model: nn.Module) -> dict[str, str]:
+    """Sixteen hexadecimal digits of the original's parameters, and of its buffers, some of which a call may change."""
+    found = {}
+    for what, items in (("parameters", model.parameters()), ("buffers", model.buffers())):
+        digest = hashlib.blake2b(digest_size=8)
+        _absorb(digest, enumerate(items))
+        found[what] = digest.hexdigest()
+    return found
+
+
+def _check_weights(job: Job, model: nn.Module, *what: str) -> None:
+    found = _weights_of(model)
+    if any(job["weights"].get(each) not in (None, found[each]) for each in what):
+        raise WorkloadError(
+            "The model has other weights each time that it is built, so that nothing measured of one holds for another. Load "
+            "saved weights, or draw them from a seed: torch.manual_seed(0) before the model is made."
+        )
+
+
+def _more_calls(cold_s: float) -> int:
+    """How many calls follow the first until memory has settled; where they are slow, one has to do."""
+    return 2 if cold_s < SLOW_START_S else 1
 
 
 def _absorb(digest: hashlib.blake2b, items: Iterable[tuple[object, Any]]) -> None:
@@ -340,6 +371,7 @@ JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
     "original": original_job,
     "probe": probe_job,
     "against": against_job,
+    "round": round_job,
     "confirm": confirm_job,
     "peak": peak_job,
     "explain": explain_job,

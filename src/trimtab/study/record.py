@@ -49,8 +49,8 @@ class Prepared:
     """Whether most weights are kernels of convolutions."""
     findings: tuple[Finding, ...] = ()
     """What is slow or risky about the workload as it is."""
-    weights: str | None = None
-    """Of the weights alone: the process that confirms the winner has to find the same ones."""
+    weights: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of the parameters and of the buffers alone: other processes have to find the same ones."""
 
     def why_not(self, recipe: Recipe) -> str | None:
         """The first reason against a recipe that was known before it was tried."""

@@ -291,8 +291,15 @@ class Study:
         return dataclasses.replace(trial, stage=ask.stage, log=log, seconds=outcome.seconds)
 
     def costs_as_written(self, rivals: Rivals) -> dict[str, float | None] | None:
-        """``cold_s`` and ``peak_mb`` of the original as its user starts it; ``None`` if the study had to end meanwhile."""
-        outcome = self.run_job(self.job() | {"kind": "original"}, self.folder / PREPARE / "original", warm=False)
+        """``cold_s`` and ``peak_mb`` of the original as its user starts it; ``None`` if the study had to end meanwhile.
+
+        Raises:
+            WorkloadError: it has other weights each time.
+        """
+        job = self.job() | {"kind": "original", "weights": self.prepared.weights}
+        outcome = self.run_job(job, self.folder / PREPARE / "original", anew=True, warm=False)
+        if outcome.error == WorkloadError.__name__:
+            raise WorkloadError(str(outcome.reason))
         return None if outcome.cut_off else outcome.result or {}
 
     def plan(self, *, floor: float = 0.0, seconds: float | None = None, width: float = 0.03) -> Plan:

@@ -19,7 +19,7 @@ from torch import nn
 
 from trimtab.candidate import Candidate, Settings
 from trimtab.errors import CompileError, UsageError, WorkloadError
-from trimtab.measure.timer import synchronizer
+from trimtab.measure.timer import pace, synchronizer
 from trimtab.recipe import Recipe
 from trimtab.train.auto import OFF
 from trimtab.train.double import candidate
@@ -177,6 +177,10 @@ class Updates:
                 next(self._updates)
             self._wait()
             return [(time.perf_counter_ns() - begun) // calls] * calls
+
+    def pace(self) -> int:
+        """How fast the core is now."""
+        return pace()
 
 
 def decided(settings: Settings) -> tuple[Settings, list[str]]:
