@@ -31,7 +31,7 @@ FLOORS = [
     | {"contracts", "recipe", "finding", "trial"},
     {"measure", "passes", "backends", "checks"},
     {"intake", "splits", "subject", "reference", "evaluate", "confirm", "explain", "train", "probe", "doctor"}
-    | {"artifact", "_manifest", "_golden", "_artifact_text", "_shipping"},
+    | {"artifact", "_manifest", "_golden", "_artifact_text", "_shipping", "_batches", "_reading", "_independence", "_sizes"},
     {"study"},
     {"report", "serve", "testing", "optimizing", "tuning", "cli", "__main__"},
 ]

@@ -155,7 +155,7 @@ USAGE = [
     ),
     (":inputs_nan", "The workload's inputs hold NaN: 8 of 8 values. Give clean ones."),
     (":inputs_meta", f"The workload's inputs are {META} Give real ones."),
-    (":data_nan", "Item 0 of the evaluation data holds 512 values that are NaN or infinite. Clean the data first."),
+    (":data_nan", "The evaluation data holds 960 values that are NaN. Clean the data first."),
     (":data_axes", "The data's 'input' is float32 with 3 axes, the example's is float32 with 2 axes. Make them alike."),
     (":data_length", "The evaluation data has 120 inputs but 100 targets. Give one target per input."),
     (":data_empty", "The evaluation data is empty. It must yield (inputs, target) pairs."),

@@ -136,10 +136,8 @@ def test_the_rounds_before_a_confirmation_are_processes_of_their_own(tmp_path) -
         assert rounds.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == {"as_written": [], "tuned": []}
         assert (rounds.expected(study, trial, 10.0), rounds.expected(study, trial, 1.0)) == (3, 1)
         assert trial.comparison is not None
-        slow = dataclasses.replace(
-            trial, comparison=dataclasses.replace(trial.comparison, pairs=4, foreign=0, stolen=0, slowed=0)
-        )
-        assert rounds.expected(study, slow, 10.0) == 1
+        slow = dataclasses.replace(trial.comparison, rival=dataclasses.replace(trial.comparison.rival, median=1000.0))
+        assert rounds.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1
 
 
 def test_what_is_handed_over_rests_on_several_pairs_of_processes(tmp_path) -> None:

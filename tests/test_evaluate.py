@@ -170,7 +170,9 @@ def test_throughput_counts_examples(subject: Subject, tmp_path) -> None:
     assert trial.throughput is not None
     assert trial.throughput.unit == "examples/s"
     assert trial.latency_ms is not None
-    assert rows(apply_passes(recipe, subject.candidate).leaves) == 16
+    larger = apply_passes(recipe, subject.candidate)
+    assert rows(larger.leaves, larger.signature) == 16
+    assert rows(larger.leaves, dataclasses.replace(larger.signature, batched=False)) == 1
 
 
 def test_a_frozen_batch_is_cut_and_padded(subject: Subject) -> None:

@@ -187,6 +187,15 @@ def test_without_quiet_quads_the_quietest_are_used_and_it_shows(monkeypatch: pyt
     assert found.stopped_by in ("time", "pairs")
 
 
+def test_where_neighbours_starve_some_calls_the_ratio_is_said_to_be_unclear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "usage", lambda before, after: share(0.5))
+    starved = Clockwork(1e6, wobble=(1, 1000, 1000, 1000, 1, 1, 1, 1))
+    found = compare(Clockwork(1e6), starved, seconds=0.2, min_quads=4, max_quads=4)
+    assert found.ratio.value > 3
+    assert found.ratio.low <= 1.001, "most calls were as fast as the other's"
+    assert found.ratio.vague
+
+
 def test_quads_on_a_core_that_is_slower_than_usual_are_thrown_away_and_counted() -> None:
     """Which no counter of the system shows, where another machine has the other half of the core."""
 

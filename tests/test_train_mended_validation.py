@@ -54,8 +54,8 @@ def test_what_can_be_known_is_refused_before_the_run(options: dict[str, Any], va
     assert made.position.update == 0
 
 
-def by_keyword(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    found: torch.Tensor = model(batch["x"]).square().mean()
+def of_the_first(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    found: torch.Tensor = model(batch[0]).square().mean()
     return found
 
 
@@ -65,8 +65,8 @@ def by_keyword(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
         (lambda folder: trainer(metrics={"mine": failing}, checkpoint=folder), batches(), WorkloadError),
         (lambda folder: trainer(metrics={"mine": failing}, checkpoint=folder, ema=0.5), batches(), WorkloadError),
         (
-            lambda folder: trainer(loss=by_keyword, metrics={"right": right}, checkpoint=folder, checkpoint_every=9),
-            [{"x": torch.ones(2, 1)}] * 3,
+            lambda folder: trainer(loss=of_the_first, metrics={"right": right}, checkpoint=folder, checkpoint_every=9),
+            [(torch.ones(2, 1), torch.ones(2, 1)), *[(torch.ones(2, 1),)] * 2],  # the first alone is looked at before the run
             UsageError,
         ),
     ],

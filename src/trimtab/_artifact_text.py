@@ -90,7 +90,7 @@ def _how(manifest: Manifest) -> list[str]:
 
 
 def _dims(manifest: Manifest) -> str:
-    bounds = [f"`{dim.name}` from {dim.min} to {dim.max or 'any size'}" for dim in manifest.signature.dims]
+    bounds = [f"`{dim.name}` from {dim.bounds}" for dim in manifest.signature.dims]
     return f"Sizes that may differ from call to call: {', '.join(bounds)}." if bounds else "All sizes are fixed."
 
 

@@ -299,8 +299,11 @@ def _check_branch(node: Any, where: str, depth: int) -> None:
 
 
 def _check_program(program: dict[str, Any], where: str) -> None:
-    for name in program["range_constraints"]:
+    ranges = program["range_constraints"]
+    for name in filter(str.isidentifier, ranges):
         _require(bool(SYMBOL.fullmatch(name)), f"{where}.range_constraints", "a symbol", name)
+    # those of sizes that are computed, such as "2*s0", follow from the symbols', and torch would read the text as an expression
+    program["range_constraints"] = {name: bounds for name, bounds in ranges.items() if SYMBOL.fullmatch(name)}
     _require(
         set(program.get("verifiers", ())) <= {"", "ATEN", "TRAINING"}, where, "a verifier of torch", program.get("verifiers")
     )

@@ -73,7 +73,7 @@ def fill(
         recipe_text=str(recipe),
         native_code=recipe.backend.native_code,
         packages=recipe.backend.packages,
-        signature=executable.signature,
+        signature=_observed(executable.signature, golden),
         settings=executable.settings,
         golden=GoldenFacts(cases=len(golden.cases), tolerance=golden.tolerances(errors), measured=tuple(errors)),
         baseline=facts,
@@ -110,6 +110,17 @@ def _measured(executable: Executable, golden: Golden) -> tuple[Golden, list[floa
         name = executable.signature.outputs[bad[0]].name
         raise CompileError(f"The output {name!r} has another shape or dtype than the model's, or holds NaN; it is not shipped.")
     return kept, errors
+
+
+def _observed(signature: Signature, golden: Golden) -> Signature:
+    """``signature`` with the sizes of outputs left open that are not the same in every test vector: they depend on the data, as
+    the number of boxes that are found does, and what was seen on the example is no promise."""
+    outputs = []
+    for i, spec in enumerate(signature.outputs):
+        sizes = zip(spec.shape, *(case.outputs[i].shape for case in golden.cases), strict=False)
+        shape = tuple("?" if isinstance(said, int) and {said} != set(seen) else said for said, *seen in sizes)
+        outputs.append(dataclasses.replace(spec, shape=shape))
+    return dataclasses.replace(signature, outputs=tuple(outputs))
 
 
 def _fits(signature: Signature, case: Case) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 HALVES = (torch.float16, torch.bfloat16)
 ROUNDINGS = 32
@@ -19,6 +20,20 @@ def weights(model: nn.Module) -> Iterator[torch.Tensor]:
         for value in vars(module).values():
             if isinstance(value, torch.jit.ScriptModule):
                 yield from value.parameters()
+
+
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is made of other tensors and has no memory of its own, as the quantized weights of torchao are."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that ``tensor`` is made of: itself, or what stands inside of one that is composed."""
+    if not is_composed(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from parts(getattr(tensor, name))
 
 
 def tolerance(model: nn.Module, least: float) -> float:

@@ -15,9 +15,12 @@ from torch import nn
 
 from trimtab._json import type_hints
 from trimtab._tree import Structure, cloned, flatten, names, unflatten
+from trimtab._user_code import user_code
 from trimtab.errors import CompileError, UsageError, WorkloadError
-from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, specs
+from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, require_plain, specs
 
+MODEL_ERRORS = (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError)
+"""What a model raises that is called in another way than it was written for."""
 MOST_THREADS = 1024
 """More than this is a mistake, or an artifact that wants to exhaust whoever loads it."""
 
@@ -148,21 +151,33 @@ class Candidate:
         signature. ``dynamic`` maps input names to ``{axis: Dim}``.
 
         Raises:
-            UsageError: an input or output cannot cross to another runtime, or ``dynamic`` names an unknown input or axis.
-            WorkloadError: what the output holds beside its tensors changes with a dynamic dimension.
+            UsageError: an input or output cannot cross to another runtime, or ``dynamic`` names an unknown input or axis, or
+                does not allow the size of the example.
+            WorkloadError: the model fails at another size of a dynamic dimension, or what its output holds beside its tensors
+                changes with it, or it needs the methods of a class of the inputs.
             RuntimeError: and whatever else the model itself raises.
         """
         kwargs = dict(kwargs or {})
         leaves, structure = flatten((args, kwargs), "inputs")
         parameters = parameter_names(model.forward, len(args))
-        inputs = mark_dynamic(specs(leaves, input_names(parameters, structure)), dynamic or {})
+        leaf_names = input_names(parameters, structure)
+        require_plain(leaves, leaf_names, "input")
+        inputs = mark_dynamic(specs(leaves, leaf_names), dynamic or {})
         dims = tuple({dim.name: dim for axes in (dynamic or {}).values() for dim in axes.values()}.values())
-        outputs, output_structure = flatten(call_model(model, structure, leaves), "output")
+        outputs, output_structure = flatten(_first_call(model, args, kwargs, structure, leaves), "output")
+        require_plain(outputs, names(output_structure, "output"), "output")
         output_specs = specs(outputs, names(output_structure, "output"))
         for dim in dims:
-            size = _other_size(dim, inputs, leaves)
+            if (size := _other_size(dim, inputs, leaves)) is None:
+                continue
             changed = [resized(leaf, spec.shape, dim.name, size) for leaf, spec in zip(leaves, inputs, strict=True)]
-            others, other_structure = flatten(call_model(model, structure, changed), "output")
+            fix = (
+                f"If sizes must be multiples, state trimtab.Dim({dim.name!r}, step=...), or leave it out of dynamic; if there "
+                "is a largest one, state max=..."
+            )
+            with user_code(f"At {dim.name}={size} the model fails", fix):
+                other = call_model(model, structure, changed)
+            others, other_structure = flatten(other, "output")
             if other_structure != output_structure:
                 raise WorkloadError(
                     f"The output holds other numbers, or another count of tensors, at another size of {dim.name!r}; "
@@ -264,9 +279,49 @@ def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[i
     )
 
 
-def _other_size(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> int:
-    now = next(t.shape[s.shape.index(dim.name)] for s, t in zip(inputs, leaves, strict=True) if dim.name in s.shape)
-    return now + 1 if now + 1 in dim else max(now - 1, 1)
+def _other_size(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> int | None:
+    """A size of ``dim`` that is not the example's; ``None`` where no other is allowed."""
+    spec, leaf = next((s, t) for s, t in zip(inputs, leaves, strict=True) if dim.name in s.shape)
+    now = leaf.shape[spec.shape.index(dim.name)]
+    if now not in dim:
+        raise UsageError(
+            f"The example's {spec.name!r} has {dim.name}={now}, but dynamic states {dim.bounds} for it. Give an example within "
+            "what is stated."
+        )
+    size = dim.near(now, 1, -1)
+    return None if size == now else size
+
+
+def _first_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], structure: Structure, leaves: Sequence[torch.Tensor]
+) -> Any:
+    """The model's output for the example as runtimes will see it: without the classes of what the tensors lie in."""
+    try:
+        return call_model(model, structure, leaves)
+    except MODEL_ERRORS:
+        lost = sorted(_classes(structure))
+        if not lost or not _works(model, args, kwargs):
+            raise
+        raise WorkloadError(
+            f"The model uses methods of {' or '.join(f'`{name}`' for name in lost)}, which do not cross to a runtime: only the "
+            "tensors inside do. Pass its tensors, in a module around the model that makes the object of them."
+        ) from None
+
+
+def _works(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    args, kwargs = cloned((args, kwargs))
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except MODEL_ERRORS:
+        return False
+    return True
+
+
+def _classes(structure: Structure) -> set[str]:
+    """Names of the classes whose fields are kept and whose methods are not."""
+    own = {str(structure.value)} if structure.kind in ("namedtuple", "record") and structure.value else set()
+    return own.union(*map(_classes, structure.items))
 
 
 def _follow(spec: TensorSpec, now: torch.Tensor, then: torch.Tensor, name: str, size: int) -> TensorSpec:

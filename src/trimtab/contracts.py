@@ -19,9 +19,10 @@ import torch
 from trimtab._json import fields_from_json, fields_to_json, type_hints
 from trimtab._registry import Registry
 from trimtab._tree import unflatten
+from trimtab._user_code import user_code
 from trimtab.candidate import Candidate, Settings
 from trimtab.environment import OPTIONAL, Environment
-from trimtab.errors import CompileError, MissingPackageError, UsageError
+from trimtab.errors import CompileError, MissingPackageError, UsageError, WorkloadError
 from trimtab.measurement import OperatorTime
 from trimtab.signature import Signature
 
@@ -29,6 +30,21 @@ if typing.TYPE_CHECKING:
     from trimtab.finding import Finding
 
 Mode = Literal["infer", "train"]
+
+MODEL_ERRORS: tuple[type[Exception], ...] = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What a model raises that is run in another way than it was written for. Exceptions of its own are not among them."""
 
 
 class Choice:
@@ -82,14 +98,22 @@ class Technique(abc.ABC):
         return None
 
     def blocked(self, candidate: Candidate) -> str | None:
-        """The first reason of all against running this on ``candidate``: packages, machine, data, then :meth:`why_not`."""
+        """The first reason of all against running this on ``candidate``: packages, machine, data, then :meth:`why_not`.
+
+        Never raises: a look at the model may run its code, and whatever that raises is a reason too.
+        """
         if package := missing_package(self.requires):
             return f"{self.name} needs {package}, which is not installed: {install_hint(package)}."
         if reason := self.why_not_here():
             return reason
         if "calibration" in self.needs and not candidate.calibration:
             return f"{self.name} needs calibration data: give the workload calibration=... or an evaluation to take some from."
-        return self.why_not(candidate)
+        try:
+            with user_code(f"{self.name} cannot look at this model"):
+                return self.why_not(candidate)
+        except (UsageError, WorkloadError) as error:  # one technique and one model must not end a whole study
+            said = " ".join(str(error).split())
+            return f"{said[:400].rstrip('.')}."
 
     @classmethod
     def choices(cls) -> dict[str, tuple[Any, ...]]:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from trimtab.errors import UsageError
 from trimtab.signature import Dim, TensorSpec
 
 BATCH = "batch"
+BATCHES = frozenset({BATCH, "batch_size", "batchsize", "bs", "b", "n", "examples"})
+"""What people call the dimension that counts examples, in small letters."""
+
+MOST_STEPS = 8
+"""Steps that are tried before the largest: each costs a call of the model."""
 
 Shape = tuple[int, ...]
 Dims = dict[str, dict[int, Dim]]
 
 
-def find_dims(calls: Sequence[Sequence[TensorSpec]]) -> Dims:
+def find_dims(calls: Sequence[Sequence[TensorSpec]], *, batched: bool = True) -> Dims:
     """The axes whose size is not the same in all ``calls``, as ``{input name: {axis: Dim}}``.
 
     ``calls`` holds the static specs of the input tensors, call by call. Axes that have the same size as each other in every
-    call are one dimension: that is what a caller must keep. The one that leads most of the tensors is called ``batch``; the
-    others are named after the first tensor that shows them. Sizes have no upper bound, because examples cannot show one.
+    call are one dimension: that is what a caller must keep. The one that leads most of the tensors is called ``batch``, where
+    the first axis counts examples (``batched``); the others are named after the first tensor that shows them. Sizes have no
+    upper bound, because examples cannot show one.
 
     Raises:
         UsageError: a tensor has another dtype or another number of axes than in the first call.
@@ -34,7 +41,34 @@ def find_dims(calls: Sequence[Sequence[TensorSpec]]) -> Dims:
     for place, seen in sizes.items():
         if len(set(seen)) > 1:
             groups.setdefault(tuple(seen), []).append(place)
-    return _named(list(groups.values()))
+    return _named(list(groups.values()), batched)
+
+
+def sizes_of(name: str, dims: Mapping[str, Mapping[int, Dim]], calls: Sequence[Sequence[TensorSpec]]) -> list[int]:
+    """The sizes of the dimension ``name`` in ``calls``, each once, the first call's first."""
+    place, axis = next((tensor, axis) for tensor, axes in dims.items() for axis, dim in axes.items() if dim.name == name)
+    return list(dict.fromkeys(int(spec.shape[axis]) for specs in calls for spec in specs if spec.name == place))
+
+
+def fitting(name: str, sizes: Sequence[int], works: Callable[[int], bool]) -> Dim | None:
+    """The dimension ``name`` with the step and the bound under which a model takes it; ``None`` where it takes no other size.
+
+    ``sizes`` are those that are known, the one first that is known to work; ``works`` tries another. The step is the smallest
+    one by which the sizes can be told apart and that works; where nothing larger does, the largest of ``sizes`` is the bound.
+    """
+    others = [size for size in sizes if size != sizes[0]]
+    if others and not works(others[0]):
+        return None
+    top = max(sizes)
+    whole = math.gcd(*sizes)
+    steps = [step for step in range(1, whole + 1) if whole % step == 0]
+    for step in steps[:MOST_STEPS] + [whole] * (len(steps) > MOST_STEPS):
+        if works(top + step):
+            return Dim(name, step=step)
+    if not others:
+        return None
+    below = next((step for step in steps[:MOST_STEPS] if top - step > 0 and works(top - step)), whole)
+    return Dim(name, max=top, step=below)
 
 
 def describe_dims(dims: Mapping[str, Mapping[int, Dim]]) -> str:
@@ -47,6 +81,11 @@ def describe_dims(dims: Mapping[str, Mapping[int, Dim]]) -> str:
         f"{name} ({', '.join(f'axis {axis} of {_and(inputs)}' for axis, inputs in axes.items())})"
         for name, axes in places.items()
     )
+
+
+def replaced(dims: Mapping[str, Mapping[int, Dim]], by: Mapping[str, Dim]) -> Dims:
+    """``dims`` with the dimensions that ``by`` names in the form that it gives them."""
+    return {name: {axis: by.get(dim.name, dim) for axis, dim in axes.items()} for name, axes in dims.items()}
 
 
 def without(dims: Mapping[str, Mapping[int, Dim]], names: set[str]) -> Dims:
@@ -66,19 +105,19 @@ def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:
         raise UsageError(f"The data's {spec.name!r} is {got}, the example's is {want}. Make them alike.")
 
 
-def name_groups(groups: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
-    """A name for each group of ``(tensor, axis)`` that is one dimension; ``batch`` is what leads most tensors."""
+def name_groups(groups: Sequence[Sequence[tuple[str, int]]], *, batched: bool = True) -> list[str]:
+    """A name for each group of ``(tensor, axis)`` that is one dimension; where ``batched``, ``batch`` is what leads most."""
     leads = [sum(axis == 0 for _, axis in places) for places in groups]
-    batch = leads.index(max(leads)) if any(leads) else None
+    batch = leads.index(max(leads)) if any(leads) and batched else None
     names: list[str] = []
     for number, places in enumerate(groups):
         names.append(BATCH if number == batch else _unused("{}_{}".format(*places[0]), {BATCH, *names}))
     return names
 
 
-def _named(groups: Sequence[Sequence[tuple[str, int]]]) -> Dims:
+def _named(groups: Sequence[Sequence[tuple[str, int]]], batched: bool) -> Dims:
     dims: Dims = {}
-    for name, places in zip(name_groups(groups), groups, strict=True):
+    for name, places in zip(name_groups(groups, batched=batched), groups, strict=True):
         for tensor, axis in places:
             dims.setdefault(tensor, {})[axis] = Dim(name)
     return dims

@@ -24,7 +24,7 @@ from trimtab.measure.pairs import compare
 from trimtab.measure.parity import compare_outputs
 from trimtab.measure.stats import summarize
 from trimtab.measure.timer import LocalRunner, Runner
-from trimtab.measurement import Comparison, Interval, Measurement
+from trimtab.measurement import SLOW_PAIRS, Comparison, Interval, Measurement
 from trimtab.recipe import Recipe
 from trimtab.reference import Fitted, Reference, drop, missing_dims, predict, score
 from trimtab.signature import Signature
@@ -125,7 +125,8 @@ def _line(
     begun = time.perf_counter()
     with stage("first timing"):
         first = compare(runner, rival, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(rival))
-    slow = first.few and time.perf_counter() - begun >= plan.seconds  # the longer timing would end with as few pairs
+    # the longer timing would end with as few pairs
+    slow = first.pairs <= SLOW_PAIRS and time.perf_counter() - begun >= plan.seconds
     figures |= timing(first, executable, candidate, subject, plan.objective)
     if first.ratio.high < plan.floor:
         return State.STOPPED, (
@@ -157,6 +158,15 @@ def _line(
     write_json(folder / UNSAVED, Trial(recipe=recipe, state=State.COMPLETE, **so_far))
     with stage("saving"):
         figures |= save(executable, folder)
+    figures["dims"] = tuple(d.name for d in executable.signature.dims)  # fewer than before where what is saved keeps fewer
+    figures["notes"] += tuple(note for note in executable.notes if note not in figures["notes"])
+    gone = missing_dims(executable, full)
+    if gone and subject.workload.dynamic is not None and "size_mb" in figures:
+        del figures["size_mb"]
+        (folder / BUILT).unlink()
+        figures["cannot_ship"] = (
+            f"It cannot ship: what it saves does not keep the dynamic dimension {gone[0]!r} that the workload states."
+        )
     executable.close()
     return State.COMPLETE, figures.get("cannot_ship")
 
@@ -207,14 +217,14 @@ def runner_for(executable: Executable, candidate: Candidate, subject: Subject, o
     if objective != "throughput":
         args, kwargs = candidate.own_inputs()
         return LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize)
-    return together(executable, candidate.own_leaves(), rows(subject.candidate.leaves))
+    return together(executable, candidate.own_leaves(), rows(subject.candidate.leaves, executable.signature))
 
 
 def together(executable: Executable, leaves: Sequence[torch.Tensor], examples: int) -> Runner:
     """Several requests with ``leaves`` at once, whose time is that of ``examples`` examples."""
     requests = [leaves] * REQUESTS
     runner = LocalRunner(lambda: executable.run_many(requests), executable.synchronize)
-    return Scaled(runner, examples / (rows(leaves) * REQUESTS))
+    return Scaled(runner, examples / (rows(leaves, executable.signature) * REQUESTS))
 
 
 def ours(rival: Runner) -> set[int]:
@@ -238,9 +248,9 @@ class Scaled:
         return self._runner.pace()
 
 
-def rows(leaves: Sequence[torch.Tensor]) -> int:
-    """Examples per call: the size of the leading axis of the first input, or 1."""
-    return leaves[0].shape[0] if leaves and leaves[0].dim() else 1
+def rows(leaves: Sequence[torch.Tensor], signature: Signature) -> int:
+    """Examples per call: the size of the leading axis of the first input, or 1 where that counts no examples."""
+    return leaves[0].shape[0] if leaves and leaves[0].dim() and signature.batched else 1
 
 
 def timing(
@@ -249,9 +259,11 @@ def timing(
     """The figures of a trial that a comparison gives."""
     figures: dict[str, Any] = {"comparison": found, "speedup": found.ratio, "latency_ms": found.candidate}
     if objective == "throughput":
-        figures["throughput"] = per_second(found.candidate, rows(subject.candidate.leaves))
+        figures["throughput"] = per_second(found.candidate, rows(subject.candidate.leaves, subject.candidate.signature))
         alone = _singles(runner_for(executable, candidate, subject, "latency"))
-        figures["latency_ms"] = summarize(alone, unit="ms", conditions={"examples": rows(candidate.leaves), "unpaired": True})
+        figures["latency_ms"] = summarize(
+            alone, unit="ms", conditions={"examples": rows(candidate.leaves, candidate.signature), "unpaired": True}
+        )
     return figures
 
 

@@ -173,7 +173,7 @@ class Fitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it; raises ``InputError`` where another dimension than the batch does not fit."""
-        if self._allowed is None or (self._allowed.min == 1 and self._allowed.max is None):
+        if self._allowed is None or self._allowed == Dim(self._allowed.name):
             return self._executable(*args, **kwargs)
         try:
             leaves = self._full.bind(args, kwargs)
@@ -183,8 +183,8 @@ class Fitted:
         rows = self._rows(leaves)
         if not rows or rows in self._allowed:
             return self._executable(*args, **kwargs)
-        most = self._allowed.max or max(rows, self._allowed.min)
-        sizes = [min(max(rows - start, self._allowed.min), most) for start in range(0, rows, most)]
+        most = self._allowed.max or self._allowed.holding(rows)
+        sizes = [min(self._allowed.holding(rows - start), most) for start in range(0, rows, most)]
         parts = [self._part(leaves, number * most, size, rows) for number, size in enumerate(sizes)]
         whole = [
             self._join(list(pieces), spec.shape, rows)
@@ -258,7 +258,7 @@ def _shapes(leaves: Sequence[torch.Tensor]) -> str:
 
 
 def _number(value: Any, what: str) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if (isinstance(value, torch.Tensor) and value.numel() == 1) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if isinstance(value, (str, bytes)) or not isinstance(value, (int, float, np.number)):
         raise WorkloadError(f"Evaluation {what} returned {_shown(value)}; it must return one number.")

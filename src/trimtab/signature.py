@@ -17,22 +17,56 @@ MOST_PASSED = 256
 """Combinations of shapes that are remembered to fit."""
 
 
+STORED = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    }
+)
+"""Dtypes that safetensors holds."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """A dimension whose size may differ from call to call."""
+    """A dimension whose size may differ from call to call, between bounds and in multiples of ``step``.
+
+    Bounds that are no multiples are drawn in to the next ones.
+    """
 
     name: str
     min: int = 1
     max: int | None = None
+    step: int = 1
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
+        if not isinstance(self.name, str) or not self.name.isidentifier():
             raise UsageError(f"A dynamic dimension needs a name like 'batch'; got {self.name!r}.")
+        if self.step < 1:
+            raise UsageError(f"Dimension {self.name!r} has the step {self.step}; its sizes are multiples of 1 or more.")
         if self.min < 1 or (self.max is not None and self.max < self.min):
             raise UsageError(f"Dimension {self.name!r} has the bounds {self.min}..{self.max}; use 1 <= min <= max.")
+        least, most = -(-self.min // self.step) * self.step, None if self.max is None else self.max // self.step * self.step
+        if most is not None and most < least:
+            raise UsageError(f"Dimension {self.name!r} has no multiple of {self.step} in its bounds {self.min}..{self.max}.")
+        object.__setattr__(self, "min", least)
+        object.__setattr__(self, "max", most)
 
     def __contains__(self, size: int) -> bool:
-        return size >= self.min and (self.max is None or size <= self.max)
+        return size >= self.min and (self.max is None or size <= self.max) and size % self.step == 0
+
+    @property
+    def bounds(self) -> str:
+        """The sizes in words: ``1 to 512``, ``32 to any in multiples of 32``."""
+        return f"{self.min} to {self.max or 'any'}{f' in multiples of {self.step}' if self.step > 1 else ''}"
+
+    def holding(self, size: int) -> int:
+        """The smallest of its sizes, whatever the upper bound, that is no less than ``size``."""
+        return max(-(-size // self.step) * self.step, self.min)
+
+    def near(self, now: int, *steps: int) -> int:
+        """The first of the sizes so many ``steps`` from ``now`` that is allowed; ``now`` itself if none is."""
+        return next((size for step in steps if (size := now + step * self.step) in self), now)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +90,8 @@ class Signature:
 
     ``inputs`` and ``outputs`` list the tensors in flat order. ``input_structure`` is a tuple of two structures: the positional
     arguments (a tuple) and the keyword arguments (a dict). ``parameters`` names the positional ones, so that a caller may pass
-    them by keyword as the model itself allows.
+    them by keyword as the model itself allows. ``batched`` is false where the first axis of the inputs counts something else
+    than examples, such as the time of a sequence.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -65,6 +100,7 @@ class Signature:
     output_structure: Structure
     parameters: tuple[str, ...]
     dims: tuple[Dim, ...] = ()
+    batched: bool = True
 
     @cached_property
     def _flat(self) -> bool:
@@ -81,7 +117,9 @@ class Signature:
 
     @property
     def batch(self) -> str | None:
-        """The dynamic dimension that leads the first input, if it has one."""
+        """The dynamic dimension that counts the examples of a call: the one that leads the first input, if it has one."""
+        if not self.batched:
+            return None
         lead = self.inputs[0].shape[0] if self.inputs and self.inputs[0].shape else None
         return lead if isinstance(lead, str) else None
 
@@ -140,8 +178,7 @@ class Signature:
                         f"Dimension {want!r} is {known[want]} in one input and {size} in {spec.name!r}. Give one size in all."
                     )
                 elif size not in dims[want]:
-                    bounds = f"{dims[want].min} to {dims[want].max or 'any'}"
-                    raise InputError(f"Dimension {want!r} of {spec.name!r} is {size}; this was built for {bounds}.")
+                    raise InputError(f"Dimension {want!r} of {spec.name!r} is {size}; this was built for {dims[want].bounds}.")
         return known
 
     def without_dims(self, example: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Signature:
@@ -193,6 +230,27 @@ def dtype_name(dtype: torch.dtype) -> str:
 def specs(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str]) -> tuple[TensorSpec, ...]:
     """The static specs of ``leaves``."""
     return tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in zip(leaf_names, leaves, strict=True))
+
+
+def require_plain(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str], what: str) -> None:
+    """Refuse tensors that no runtime takes and no file holds.
+
+    Raises:
+        UsageError: one is sparse, or has a dtype that safetensors lacks.
+    """
+    for leaf, name in zip(leaves, leaf_names, strict=True):
+        if leaf.layout is not torch.strided:
+            kind = str(leaf.layout).removeprefix("torch.")
+            raise UsageError(
+                f"The {what} {name!r} is a sparse tensor ({kind}), which cannot cross to another runtime. Give it dense, with "
+                ".to_dense(), or wrap the model so that it makes it sparse itself from indices and values."
+            )
+        if leaf.dtype not in STORED:
+            fix = "Use complex64, or torch.view_as_real" if leaf.is_complex() else "Convert it, with .dequantize() or .float()"
+            raise UsageError(
+                f"The {what} {name!r} has the dtype {dtype_name(leaf.dtype)}, which no file of tensors can hold. {fix}, in a "
+                "module around the model."
+            )
 
 
 def parameter_names(forward: Any, count: int) -> tuple[str, ...]:

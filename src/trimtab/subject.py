@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from trimtab._tree import Structure, cloned, flatten, unflatten
+from trimtab._batches import rows_of
+from trimtab._independence import ROUNDING, Judge
+from trimtab._sizes import Specs, as_far_as_it_goes, specs_of
+from trimtab._tree import cloned, flatten, unflatten
+from trimtab._weights import tolerance
 from trimtab.candidate import Candidate, call_model
-from trimtab.capture import Call, arranged, difference
-from trimtab.dims import Dims, describe_dims, dim_names, find_dims, without
+from trimtab.capture import Call
+from trimtab.dims import BATCHES, Dims, describe_dims, find_dims
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.signature import TensorSpec, input_names, parameter_names, specs
+from trimtab.signature import input_names, parameter_names, require_plain
 from trimtab.splits import MOST_CALIBRATION, Batch, Splits, split
 from trimtab.workload import BY_HAND, Workload, as_call, user_code
 
@@ -56,10 +61,12 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         notes.append("The model came in training mode; it is measured, and ships, in evaluation mode.")
     model.eval()
     args, kwargs = as_call(workload.inputs)
-    _check_example(args, kwargs)
+    _check_example(model, args, kwargs)
     rows = _rows(args, kwargs)
-    splits = split(workload, rows if _is_plain(workload) and _batch_is_fixed(workload) else None)
-    dynamic = _dims(workload, model, splits, notes)
+    judge = Judge(model, tolerance(model, ROUNDING), _stated_otherwise(workload))
+    splits = split(workload, rows if _is_plain(workload) and _batch_is_fixed(workload) else None, judge)
+    calls = [] if workload.dynamic is not None else _calls(workload, model, splits)
+    dynamic = _dims(workload, calls, judge, notes)
     make = functools.partial(Candidate.of, model, args, kwargs, scratch=scratch)
     try:
         with user_code("The model failed on the example inputs", BY_HAND):
@@ -67,9 +74,10 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     except WorkloadError:
         if workload.dynamic is not None or not dynamic:
             raise
-        candidate = _as_far_as_it_goes(make, dynamic, notes)
+        candidate = as_far_as_it_goes(make, dynamic, calls, notes)
         if candidate.signature.batch is None and _is_plain(workload) and _is_lasting(workload):
-            splits = split(workload, rows)  # batches of other sizes were of our own cutting
+            splits = split(workload, rows, judge)  # batches of other sizes were of our own cutting
+    candidate = _counted(candidate, judge, notes)
     candidate = dataclasses.replace(candidate, calibration=tuple(_calibration(workload, model, splits)))
     if not candidate.signature.outputs:
         nothing = unflatten(candidate.signature.output_structure, [])
@@ -99,15 +107,16 @@ def _batch_is_fixed(workload: Workload) -> bool:
     return workload.dynamic is not None and not any(0 in axes for axes in (workload.stated_dims or {}).values())
 
 
-def _check_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse example inputs that could only fail later, with a worse explanation."""
-    leaves, _ = flatten((args, kwargs), "the example inputs")
+    leaves, structure = flatten((args, kwargs), "the example inputs")
     if not leaves:
         given = repr(kwargs or args)
         raise UsageError(
             f"The workload's inputs hold no tensor: they are {given if len(given) < 80 else given[:76] + ' ...'}. Give what "
             "the model is called with, such as inputs=images[:1]."
         )
+    require_plain(leaves, input_names(parameter_names(model.forward, len(args)), structure), "input")
     for leaf in leaves:
         if leaf.is_meta:
             raise UsageError("The workload's inputs are on the meta device, where tensors have no values. Give real ones.")
@@ -116,6 +125,18 @@ def _check_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
+    """Refuse weights without values, and those that no runtime can take over."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise WorkloadError(
+                f"The model's {name!r} has no shape yet, as in a lazy layer that was never called. Call it once on the inputs "
+                "before handing it over."
+            )
+        if tensor.layout is not torch.strided:
+            raise WorkloadError(
+                f"The model's {name!r} is a sparse tensor, which cannot cross to another runtime. Make it dense, with "
+                ".to_dense(), before you hand it over."
+            )
     bare = next(
         (name for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor) and tensor.is_meta), None
     )
@@ -151,49 +172,48 @@ def _is_plain(workload: Workload) -> bool:
     return workload.calibration is not None or workload.evaluation is None or workload.evaluation.run is None
 
 
-def _dims(workload: Workload, model: nn.Module, splits: Splits, notes: list[str]) -> Dims:
+def _calls(workload: Workload, model: nn.Module, splits: Splits) -> list[Specs]:
+    """The inputs that there are: the example, further examples, and the data where its items are the model's own inputs."""
+    data = (*splits.calibration, *splits.selection, *splits.test) if _is_plain(workload) else ()
+    given = [as_call(workload.inputs), *map(as_call, workload.examples), *(batch.call for batch in data)]
+    return specs_of(model, [Call(args, kwargs) for args, kwargs in given])
+
+
+def _dims(workload: Workload, calls: Sequence[Specs], judge: Judge, notes: list[str]) -> Dims:
     """The dynamic dimensions: as stated, else the sizes that differ between the example, further examples and the data."""
     if workload.dynamic is not None:
         return workload.stated_dims or {}
-    data = (*splits.calibration, *splits.selection, *splits.test) if _is_plain(workload) else ()
-    calls = [as_call(workload.inputs), *map(as_call, workload.examples), *(batch.call for batch in data)]
-    found: list[tuple[TensorSpec, ...]] = []
-    structures: list[Structure] = []
-    parameters = parameter_names(model.forward, len(calls[0][0]))
-    for args, kwargs in calls:
-        call = arranged(Call(args, kwargs), structures[0], parameters) if structures else Call(args, kwargs)
-        leaves, structure = flatten((call.args, dict(call.kwargs)), "inputs of the data" if found else "inputs")
-        structures.append(structure)
-        if structure != structures[0]:
-            how = difference(structures[0], structure, 1, len(structures))
-            raise UsageError(
-                f"The data's inputs are structured differently from the example inputs: with the example as call 1, {how}. "
-                "Make them alike."
-            )
-        found.append(specs(leaves, input_names(parameters, structure)))
-    dims = find_dims(found)
+    dims = find_dims(calls, batched=judge.verdict is None or judge.verdict.counted)
     if dims:
         notes.append(f"Dynamic dimensions, as the data shows them: {describe_dims(dims)}.")
     return dims
 
 
-def _as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, notes: list[str]) -> Candidate:
-    """A candidate with those of ``dims`` that the model takes at another size while everything else stays."""
-    refused = set()
-    for name in dim_names(dims):
-        others = {other for other in dim_names(dims) if other != name}
-        try:
-            with user_code("The model failed at another size"):
-                make(dynamic=without(dims, others))
-        except WorkloadError:
-            refused.add(name)
-    kept = without(dims, refused)
-    verb = "stays" if len(refused) == 1 else "stay"
-    notes.append(
-        f"The data shows varying sizes, but the model takes only the example's: {', '.join(sorted(refused))} {verb} fixed."
-    )
-    with user_code("The model failed on the example inputs", BY_HAND):
-        return make(dynamic=kept)
+def _stated_otherwise(workload: Workload) -> str | None:
+    """Why the workload's own words say that the first axis is not that of the examples; ``None`` where they do not."""
+    stated = workload.stated_dims or {}
+    if any(axes[0].name.lower() in BATCHES for axes in stated.values() if 0 in axes):
+        return None
+    for name, axes in stated.items():
+        for axis, dim in axes.items():
+            if dim.name.lower() in BATCHES:
+                lead = f", and axis 0 {axes[0].name!r}" if 0 in axes else ""
+                return f"dynamic calls axis {axis} of {name!r} {dim.name!r}{lead}"
+    return None
+
+
+def _counted(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
+    """``candidate`` knowing whether its first axis counts examples; the example itself tells where there was no data to."""
+    asked = judge.verdict is not None
+    if not asked and candidate.signature.batch is not None:
+        inputs = _inputs(candidate.signature.input_structure, candidate.leaves)
+        if (rows := rows_of(inputs, None)) > 1:
+            judge(Batch(inputs, None, rows))
+    if judge.verdict is None or judge.verdict.counted:
+        return candidate
+    if not asked:
+        notes.append(f"The first axis of the inputs is not taken for the batch: {judge.verdict.reason}.")
+    return dataclasses.replace(candidate, signature=dataclasses.replace(candidate.signature, batched=False))
 
 
 def _stand_ins(candidate: Candidate) -> tuple[Batch, ...]:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import pathlib
 import re
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
 
 from trimtab import _units
-from trimtab._fixes import with_fix
+from trimtab._user_code import BY_HAND, user_code
 from trimtab.candidate import Settings
 from trimtab.capture import Call, record
 from trimtab.dims import describe_dims
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.signature import Dim
+
+__all__ = ["BY_HAND", "PRESETS", "Evaluation", "Limits", "Training", "Workload", "as_call", "user_code"]
 
 PRESETS = {"mlperf-99": 0.01, "mlperf-99.9": 0.001}
 """Accuracy limits by name: the share of the model's own score that may be lost, as MLPerf Inference's targets state it."""
@@ -33,7 +31,8 @@ class Evaluation:
     data: Any
     """A :class:`torch.utils.data.Dataset` of single examples, or an iterable of batches; each item is ``(inputs, target)``.
     ``inputs`` is a tensor, a tuple of positional arguments or a dict of keyword arguments. A ``(inputs, target)`` tuple of
-    tensors that hold all examples works too."""
+    tensors that hold all examples works too. A batch is taken apart only where the model's answer for a row does not depend on
+    the other rows; where it does, as in a sequence whose first axis is time, items stay whole."""
     score: Callable[[Any, Any], Any] | None = None
     """``score(output, target)`` -> n per-example scores (numbers or booleans, shape ``(n,)``) for a batch of n."""
     metric: Callable[[Any, Any], float] | None = None
@@ -59,6 +58,9 @@ class Evaluation:
         for name in ("score", "metric", "run"):
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise UsageError(f"Evaluation {name} is {value!r}, which cannot be called. Give a function.")
+        for name in ("batch_size", "max_examples"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise UsageError(f"Evaluation {name} is {value!r}; give a whole number of 1 or more.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ class Workload:
     """Unlabelled batches of real inputs that quantizers may look at; without it some of the evaluation's data is set aside."""
     dynamic: Mapping[str, Mapping[int, str | Dim]] | None = None
     """Sizes that may differ from call to call: ``{"input_ids": {0: "batch", 1: "length"}}``. ``None``: what ``examples``
-    and the data show."""
+    and the data show. A :class:`~trimtab.signature.Dim` in place of a name states bounds, or that sizes are multiples."""
     examples: Sequence[Any] = ()
     """More example inputs, of other sizes: the axes that differ are dynamic, those that differ alike are one dimension."""
     mode: Literal["infer", "train"] = "infer"
@@ -188,6 +190,7 @@ class Workload:
             raise UsageError(f"Workload {self.name!r} has mode='train' but no training=...; give a trimtab.Training.")
         if self.mode == "infer" and self.inputs is None:
             raise UsageError(f"Workload {self.name!r} has no inputs=...; give what the model is called with.")
+        _check_dynamic(self.dynamic)
 
     @classmethod
     def capture(
@@ -267,6 +270,28 @@ class Workload:
         }
 
 
+def _check_dynamic(dynamic: Any) -> None:
+    """Refuse what is no ``{"name of an input": {axis: "name of a dimension"}}``, such as torch's own forms of it."""
+    form = 'Give {"name of the input": {0: "batch"}}, where a trimtab.Dim in place of the text states bounds.'
+    if dynamic is None:
+        return
+    if not isinstance(dynamic, Mapping):
+        raise UsageError(f"Workload dynamic is a {type(dynamic).__name__}. {form}")
+    for name, axes in dynamic.items():
+        if not isinstance(name, str) or not isinstance(axes, Mapping):
+            raise UsageError(f"Workload dynamic has {axes!r} for {name!r}, which does not name its axes. {form}")
+        for axis, dim in axes.items():
+            if isinstance(axis, bool) or not isinstance(axis, int):
+                raise UsageError(f"Workload dynamic has the axis {axis!r} of {name!r}; axes are numbers from 0. {form}")
+            if not isinstance(dim, (str, Dim)):
+                kind = type(dim)
+                torchs = ", which is torch's," if kind.__module__.startswith("torch.") else ""
+                raise UsageError(
+                    f"Workload dynamic has a {kind.__module__}.{kind.__qualname__} for axis {axis} of {name!r}{torchs} and not "
+                    f"a name. {form}"
+                )
+
+
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``(args, kwargs)`` of inputs in any of the forms that a workload takes."""
     if isinstance(inputs, Call):
@@ -278,34 +303,3 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, list):
         return tuple(inputs), {}
     return (inputs,), {}
-
-
-BY_HAND = "Call the model with these inputs yourself."
-"""What to do where the user's model fails."""
-
-
-class user_code:
-    """Turns whatever the user's code raises into a :class:`WorkloadError` that carries it as its cause, and says where and what
-    to do (``fix``)."""
-
-    def __init__(self, what: str, fix: str | None = None) -> None:
-        self.what, self.fix = what, fix
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (UsageError, WorkloadError)):
-            told = f"{self.what}: {type(error).__name__}: {error}{_place(error)}"
-            raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
-
-
-def _place(error: Exception) -> str:
-    """`` (model.py, line 12)``: the line of the user's own code that is nearest to where ``error`` was raised."""
-    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(pathlib.Path(__file__).parent))
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(("<", *(library + os.sep for library in libraries)))]
-    if not own:
-        return ""
-    path, here = pathlib.Path(own[-1].filename), pathlib.Path.cwd()
-    return f" ({path.relative_to(here) if path.is_relative_to(here) else path}, line {own[-1].lineno})"

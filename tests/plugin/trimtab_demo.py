@@ -35,7 +35,7 @@ class TracedExecutable(Executable):
 
     def run(self, leaves):
         with torch.no_grad():
-            return self.module(*leaves)
+            return [tensor.clone() for tensor in self.module(*leaves)]  # one may be a weight, or a view of one
 
     def save(self, folder):
         self.module.save(str(folder / "traced.pt"))

@@ -129,7 +129,7 @@ def sized(candidate: Candidate, sizes: dict[str, int]) -> Row:
 
 
 def _another_size(dim: Dim, now: int, index: int) -> int:
-    return next((size for size in (now + 1 + index, now + 1, now - 1) if size >= 1 and size in dim), now)
+    return dim.near(now, 1 + index, 1, -1)
 
 
 def _sizes_in_words(sizes: dict[str, int]) -> str:

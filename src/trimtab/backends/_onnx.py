@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 
 from trimtab._json import from_json, write_json
+from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._foreign import CONVERSION_ERRORS, Run, io_names, quiet, static_signature, wrong_graph
-from trimtab.backends._program import dynamic_shapes
+from trimtab.backends._program import dynamic_shapes, exportable
 from trimtab.backends._scratch import first_line, weight_bytes
 from trimtab.candidate import Candidate
 from trimtab.contracts import require
@@ -149,7 +150,7 @@ def _attempt(candidate: Candidate, signature: Signature, exporter: Exporter, fol
 def _export_dynamo(candidate: Candidate, signature: Signature, path: pathlib.Path) -> None:
     inputs, outputs = io_names(signature)
     program = torch.onnx.export(
-        candidate.flat(),
+        exportable(candidate),
         tuple(candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()),
         dynamo=True,
         dynamic_shapes=dynamic_shapes(signature) if signature.dims else None,
@@ -166,10 +167,12 @@ def _export_torchscript(candidate: Candidate, signature: Signature, path: pathli
     inputs, outputs = io_names(signature)
     if weight_bytes(candidate.model) > ONE_FILE_BYTES:
         raise ValueError("the tracing exporter is not used for weights over 1.9 GB")
+    leaves = candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()
+    refuse_decisions(candidate, leaves)
     named = zip([*inputs, *outputs], [*signature.inputs, *signature.outputs], strict=True)
     torch.onnx.export(
-        candidate.flat(),
-        tuple(candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()),
+        exportable(candidate),
+        tuple(leaves),
         str(path),
         dynamo=False,
         input_names=inputs,

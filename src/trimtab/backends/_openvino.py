@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 
 from trimtab._json import from_json, write_json
+from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._foreign import CONVERSION_ERRORS, Row, Run, io_names, quiet, static_signature, wrong_graph
-from trimtab.backends._program import export_program
+from trimtab.backends._program import export_program, exportable
 from trimtab.backends._scratch import first_line
 from trimtab.backends._signal_stack import signal_stack_kept
 from trimtab.candidate import Candidate
@@ -238,8 +239,8 @@ def _name_inputs(model: Any, signature: Signature) -> None:
 
 def _trace(candidate: Candidate, signature: Signature) -> Any:
     leaves = candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()
-    shapes = _shapes(signature)
-    return runtime().convert_model(candidate.flat(), example_input=tuple(leaves), input=shapes)
+    refuse_decisions(candidate, leaves)
+    return runtime().convert_model(exportable(candidate), example_input=tuple(leaves), input=_shapes(signature))
 
 
 def _export(candidate: Candidate, signature: Signature) -> Any:

@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
 from torch.export import Dim as ExportDim
 from torch.export import ExportedProgram
 from torch.jit.frontend import FrontendError
 
 from trimtab._archive import save_program as write_program
 from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
-from trimtab._weights import HALVES, weights
+from trimtab._weights import HALVES, is_composed, weights
 from trimtab.backends._causes import known_cause
 from trimtab.backends._graph_call import graph_call
-from trimtab.candidate import Candidate, resized
+from trimtab.candidate import Candidate, FlatModel, resized
 from trimtab.errors import CompileError, IntegrityError
-from trimtab.signature import Signature
+from trimtab.signature import Dim, Signature
 
 PROGRAM = "program.pt2"
 
@@ -89,6 +90,15 @@ def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[Exporte
     return program, frozen_signature(candidate, call)
 
 
+def exportable(candidate: Candidate) -> FlatModel:
+    """A flat copy of the model whose weights are plain tensors. Weights in classes of tensors made of others, as torchao's are,
+    become computations on those others: exporters cannot write the classes."""
+    flat = candidate.flat()
+    if any(is_composed(held) for held in (*flat.parameters(), *flat.buffers())):
+        unwrap_tensor_subclass_parameters(flat)
+    return flat
+
+
 def program_call(program: ExportedProgram) -> Call:
     """``program`` as a function of a flat list, without the input checks that an executable does itself."""
     call = graph_call(bare_module(program))
@@ -113,10 +123,30 @@ def frozen_signature(candidate: Candidate, call: Call) -> Signature:
         return candidate.signature.without_dims(candidate.leaves, call(candidate.own_leaves()))
 
 
+def lost_dims(whole: Signature, kept: Signature) -> list[str]:
+    """The dynamic dimensions of ``whole`` that ``kept`` has frozen."""
+    there = {dim.name for dim in kept.dims}
+    return [dim.name for dim in whole.dims if dim.name not in there]
+
+
+def frozen_note(lost: Sequence[str]) -> list[str]:
+    """What there is to say about dimensions that were frozen while saving; nothing if there are none."""
+    told = f"What is saved takes the example's {', '.join(lost)} only, because the model exports for one set of sizes only."
+    return [told] if lost else []
+
+
 def dynamic_shapes(signature: Signature) -> Any:
     """The ``dynamic_shapes`` argument of :func:`torch.export.export` for a :class:`~trimtab.candidate.FlatModel`."""
-    dims = {dim.name: ExportDim(dim.name, min=dim.min, max=dim.max) for dim in signature.dims}
+    dims = {dim.name: _export_dim(dim) for dim in signature.dims}
     return (tuple({i: dims[s] for i, s in enumerate(spec.shape) if isinstance(s, str)} or None for spec in signature.inputs),)
+
+
+def _export_dim(dim: Dim) -> Any:
+    """torch's own form of ``dim``; one in multiples is derived from the dimension that counts them."""
+    if dim.step == 1:
+        return ExportDim(dim.name, min=dim.min, max=dim.max)
+    most = None if dim.max is None else dim.max // dim.step
+    return dim.step * ExportDim(f"{dim.name}_of_{dim.step}", min=dim.min // dim.step, max=most)
 
 
 def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Signature:
@@ -153,7 +183,7 @@ def other_size(candidate: Candidate, name: str, step: int = 1) -> int:
     """A size of dimension ``name`` that its bounds allow and that, if possible, is neither the example's nor one."""
     dim = next(dim for dim in candidate.signature.dims if dim.name == name)
     now = candidate.signature.sizes(candidate.leaves)[name]
-    wanted = (now + step, now + 1, now + 2, now - 1, now - 2, now)
+    wanted = (now + step * dim.step, *(now + dim.step * way for way in (1, 2, -1, -2)), now)
     return next(size for size in wanted if size in dim and (size > 1 or size == now or dim.max == 1))
 
 
@@ -253,7 +283,7 @@ def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, p
     laid = dense(leaves, memory_formats(candidate.signature, candidate.settings.memory_format))
     try:
         with torch.no_grad(), quiet():
-            program = torch.export.export(candidate.flat(), tuple(laid), dynamic_shapes=shapes)
+            program = torch.export.export(exportable(candidate), tuple(laid), dynamic_shapes=shapes)
             return program.run_decompositions({}) if plain and candidate.settings.autocast else program
     except EXPORT_ERRORS as error:
         raise CompileError(f"torch.export cannot take this model: {type(error).__name__}: {first_line(error)}") from error

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab._weights import parts
 from trimtab.candidate import Candidate
 
 
@@ -59,9 +60,10 @@ def _absorb(digest: hashlib.blake2b, key: str, value: object) -> None:
     digest.update(f"\n{key} ".encode())
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        if value.numel() and value.layout is torch.strided and not value.is_quantized:
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().data)
+        for part in parts(value.detach()):
+            if part.numel() and part.layout is torch.strided and not part.is_quantized:
+                flat = part.detach().cpu().contiguous().reshape(-1)
+                digest.update(flat.view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):
         for inner, item in value.items():
             _absorb(digest, str(inner), item)

@@ -13,7 +13,17 @@ from torch.jit._trace import TracerWarning
 
 from trimtab._archive import load_torchscript
 from trimtab._tree import Structure
-from trimtab.backends._program import EXPORT_ERRORS, Call, disagreement, first_line, frozen_signature, quiet, verified
+from trimtab.backends._decisions import refuse_decisions
+from trimtab.backends._program import (
+    EXPORT_ERRORS,
+    Call,
+    disagreement,
+    exportable,
+    first_line,
+    frozen_signature,
+    quiet,
+    verified,
+)
 from trimtab.candidate import Candidate
 from trimtab.errors import CompileError
 from trimtab.signature import Signature
@@ -28,8 +38,8 @@ def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[
     """The candidate as TorchScript with a flat face, not frozen yet, and what there is to say about it.
 
     A trace follows one path. It is used where tracing saw no decision that depends on data and where it agrees with the
-    model on other inputs and sizes; else the model's source is compiled, and only where that is impossible too is a trace
-    used that is known to be right for the inputs that were tried.
+    model on other inputs and sizes; else the model's source is compiled. Where that is impossible too, a trace is used that the
+    tracer warned about, unless the model does decide on data.
 
     Raises:
         CompileError: neither a trace nor the compiled source is the same function as the model.
@@ -107,7 +117,11 @@ def load_script(folder: pathlib.Path) -> torch.jit.ScriptModule:
 
 def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[str], str | None]:
     """The traced module (if tracing did not fail), the tracer's warnings, and what is wrong with the result."""
-    flat = candidate.flat()
+    try:
+        refuse_decisions(candidate, candidate.leaves)
+    except CompileError as error:
+        return None, [], str(error).rstrip(".")
+    flat = exportable(candidate)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", TracerWarning)

@@ -18,6 +18,7 @@ from trimtab._fixes import with_fix
 from trimtab._json import from_json, write_json
 from trimtab._machine import no_compiler
 from trimtab.backends._inductor import Mode, options
+from trimtab.backends._owned import in_order
 from trimtab.backends._program import (
     EXPORT_ERRORS,
     dense,
@@ -77,8 +78,10 @@ class AotiExecutable(Executable):
             raise UsageError(_other_threads(self._build.threads, torch.get_num_threads()))
         if self._dynamic is not None and [leaf.shape for leaf in leaves] != self._shapes:
             strides = [_strides(leaf.shape, layout) for leaf, layout in zip(leaves, self._formats, strict=True)]
-            return self._dynamic(_exactly(leaves, strides, self._formats))
-        return self._example(_exactly(leaves, self._strides, self._formats))
+            outputs = self._dynamic(_exactly(leaves, strides, self._formats))
+        else:
+            outputs = self._example(_exactly(leaves, self._strides, self._formats))
+        return in_order(outputs) if self.settings.memory_format == "channels_last" else outputs
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Copy the packages and what they were built for."""

@@ -7,21 +7,24 @@ import json
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
 
 from trimtab._archive import load_program
 from trimtab._json import from_json, write_json
 from trimtab.backends._graph_call import graph_call
-from trimtab.backends._owned import owned
-from trimtab.backends._program import PROGRAM, bare_module, export_program, save_program
+from trimtab.backends._owned import held_by, in_order, owned
+from trimtab.backends._program import PROGRAM, bare_module, export_program, frozen_note, lost_dims, save_program
 from trimtab.backends._scratch import copy_files, fingerprint, shared_folder
 from trimtab.backends._script import SCRIPT, kept_signature, load_script, save_script, script_flat
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable
 from trimtab.errors import CompileError
 from trimtab.signature import Signature
+
+T = TypeVar("T")
 
 SIGNATURE = "signature.json"
 GRAD_MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -38,6 +41,8 @@ class EagerExecutable(Executable):
         self._candidate = candidate
         self._flat = candidate.flat(copied=False)
         self._grad_mode = GRAD_MODES[grad_mode]
+        self._inference = grad_mode == "inference"
+        self._held: frozenset[int] | None = None
         self._plain = candidate.settings.autocast is None and candidate.settings.memory_format == "contiguous"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,31 +51,56 @@ class EagerExecutable(Executable):
             return super().__call__(*args, **kwargs)
         with self._grad_mode():
             outputs = self._candidate.model(*args, **kwargs)
-        return owned(outputs)
+        return self._own(outputs)
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the module on flat inputs."""
         with self._grad_mode():
-            outputs: tuple[torch.Tensor, ...] = self._flat(*leaves)
-        return owned(outputs)
+            outputs: Sequence[torch.Tensor] = self._flat(*leaves)
+        return self._own(outputs if self._plain else _laid_out(outputs, self.settings))
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Write the module as an exported program; its signature becomes the one that the export keeps.
 
         Recipes of one study that differ in what no export knows, such as threads, share it. A module whose control flow depends
-        on data is written as frozen TorchScript, compiled from its source.
+        on data, or on sizes so that an export would be for one size only, is written as frozen TorchScript, compiled from its
+        source.
         """
         try:
             with shared_folder(self._candidate, f"program-{fingerprint(self._candidate)}", self._export) as made:
                 self.signature = from_json(Signature, json.loads((made / SIGNATURE).read_text(encoding="utf-8")))
-                return copy_files(made, [PROGRAM], folder)
+                lost = lost_dims(self._candidate.signature, self.signature)
+                written = self._scripted(folder, len(lost)) if lost else None
+                self.notes += frozen_note(lost) if written is None else []
+                return written or copy_files(made, [PROGRAM], folder)
         except CompileError as exported:
             try:
                 module = script_flat(self._candidate)
             except CompileError as scripted:
                 raise CompileError(f"The model has no form that stands alone. {exported} {scripted}") from exported
             self.signature = kept_signature(self._candidate, module)
+            self.notes += frozen_note(lost_dims(self._candidate.signature, self.signature))
             return save_script(module, folder)
+
+    def _scripted(self, folder: pathlib.Path, lost: int) -> list[str] | None:
+        """The files of the model compiled from its source, where that keeps more of its dynamic dimensions than an export does,
+        which keeps all of them but ``lost``."""
+        try:
+            module = script_flat(self._candidate)
+        except CompileError:
+            return None
+        signature = kept_signature(self._candidate, module)
+        still = lost_dims(self._candidate.signature, signature)
+        if len(still) >= lost:
+            return None
+        self.signature = signature
+        self.notes += ["Written as TorchScript, which keeps dynamic sizes that an export would freeze.", *frozen_note(still)]
+        return save_script(module, folder)
+
+    def _own(self, outputs: T) -> T:
+        if self._held is None:  # after a call, because some models make what they keep in the first one
+            self._held = held_by(self._candidate.model)
+        return owned(outputs, self._held, inference=self._inference)
 
     def _export(self, folder: pathlib.Path) -> None:
         program, signature = export_program(self._candidate)
@@ -79,18 +109,24 @@ class EagerExecutable(Executable):
 
 
 class FlatExecutable(Executable):
-    """A callable that takes tensors in a row and gives a sequence of tensors."""
+    """An exported graph or TorchScript, which takes tensors in a row and gives a sequence of tensors."""
 
-    def __init__(self, call: Callable[..., Any], signature: Signature, settings: Settings, grad_mode: str) -> None:
+    def __init__(self, module: nn.Module, signature: Signature, settings: Settings, grad_mode: str) -> None:
         super().__init__(signature, settings)
-        self._call = call
+        self._call = graph_call(module) if isinstance(module, torch.fx.GraphModule) else module
+        self._held = held_by(module)
         self._grad_mode = GRAD_MODES[grad_mode]
+        self._inference = grad_mode == "inference"
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the callable."""
         with self._grad_mode():
             outputs: Sequence[torch.Tensor] = self._call(*leaves)
-        return owned(outputs)
+        return owned(_laid_out(outputs, self.settings), self._held, inference=self._inference)
+
+
+def _laid_out(outputs: Sequence[torch.Tensor], settings: Settings) -> Sequence[torch.Tensor]:
+    return in_order(outputs) if settings.memory_format == "channels_last" else outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +156,8 @@ class Eager(Backend):
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
         """Read the exported program, or the TorchScript in its stead, and run it eagerly."""
         scripted = (folder / SCRIPT).exists()
-        call = load_script(folder) if scripted else graph_call(bare_module(load_program(folder / PROGRAM)))
-        return FlatExecutable(call, signature, settings, self.grad_mode)
+        module = load_script(folder) if scripted else bare_module(load_program(folder / PROGRAM))
+        return FlatExecutable(module, signature, settings, self.grad_mode)
 
     def script(self) -> str:
         """Runs the exported program with torch alone."""

@@ -14,21 +14,27 @@ from torch import nn
 from trimtab._archive import load_program
 from trimtab._machine import no_compiler
 from trimtab.backends._inductor import Mode, options
+from trimtab.backends._owned import copied, in_order, lent_twice
 from trimtab.backends._program import (
+    EXPORT_ERRORS,
     PROGRAM,
+    at_sizes,
     bare_module,
     dense,
     disagreement,
     export_program,
+    frozen_note,
     frozen_signature,
+    lost_dims,
     memory_formats,
+    other_size,
     save_program,
     verified,
 )
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable
 from trimtab.errors import ArtifactError, CompileError
-from trimtab.signature import Signature
+from trimtab.signature import Dim, Signature
 
 
 class FlatProgram(nn.Module):
@@ -51,6 +57,8 @@ class InductorExecutable(Executable):
         super().__init__(signature, settings)
         self._formats = memory_formats(signature, settings.memory_format)
         self._compiled = _compiled(module, mode)
+        self._lent: tuple[int, ...] | None = None
+        self._laid = settings.memory_format == "channels_last"
         self.candidate: Candidate | None = None
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -58,14 +66,24 @@ class InductorExecutable(Executable):
         # no inference mode: callers could not write into its outputs, and copies cost more than it saves; nor a caller's own,
         # for which everything would be compiled once more
         with torch.inference_mode(mode=False), torch.no_grad():
-            outputs: tuple[torch.Tensor, ...] = self._compiled(*dense(leaves, self._formats))
-        return outputs
+            if self._lent is None:
+                self._lent = self._find_lent(leaves)
+            outputs = copied(self._compiled(*dense(leaves, self._formats)), self._lent)
+            return in_order(outputs) if self._laid else outputs
+
+    def _find_lent(self, leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Which outputs are constants of the compiled code or lie in weights, found by two calls; it does not tell which."""
+        calls = ([leaf.clone() for leaf in dense(leaves, self._formats)] for _ in range(2))
+        first, second = (self._compiled(*call) for call in calls)
+        return lent_twice(first, second)
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Write the exported program that :meth:`Inductor.load` compiles; the signature becomes the one that it keeps."""
         if self.candidate is None:
             raise CompileError("This executable was loaded from files; copy those.")
-        program, self.signature = export_program(self.candidate, plain=True)
+        program, kept = export_program(self.candidate, plain=True)
+        self.notes += frozen_note(lost_dims(self.signature, kept))
+        self.signature = kept
         return save_program(program, folder)
 
 
@@ -132,7 +150,8 @@ def load(folder, threads):
     def _built(self, candidate: Candidate, module: nn.Module) -> InductorExecutable:
         """Compile ``module`` by running it on the example and, where sizes may differ, on one other size.
 
-        Sizes of one need no check of their own: the compiler guards on them and compiles again.
+        Sizes of one need no check of their own: the compiler guards on them and compiles again. The signature promises other
+        sizes only where one that was not seen yet runs what was compiled.
         """
         executable = InductorExecutable(module, self.mode, candidate.signature, candidate.settings)
         try:
@@ -141,7 +160,57 @@ def load(folder, threads):
             if reason := disagreement(candidate, executable.run, candidate.leaves):
                 raise CompileError(f"torch.compile does not get this model right: {reason}.") from None
             executable.signature = frozen_signature(candidate, executable.run)
+            return executable
+        if (sizes := _compiled_anew(candidate, executable)) is not None:
+            executable.signature = frozen_signature(candidate, executable.run)
+            executable.notes.append(
+                f"Built for the example's {', '.join(sizes)} only: other sizes would each be compiled anew, as for "
+                f"{', '.join(f'{name}={size}' for name, size in sizes.items())}, and torch.compile gives up after eight."
+            )
         return executable
+
+
+def _compiled_anew(candidate: Candidate, executable: InductorExecutable) -> dict[str, int] | None:
+    """Sizes for which the code that was compiled for two others does not do, as where a loop over them was unrolled.
+
+    One version more is allowed, because code may differ between, say, even and odd sizes.
+    """
+    dims = candidate.signature.dims
+    now = candidate.signature.sizes(candidate.leaves)
+    seen = {dim.name: {now[dim.name], other_size(candidate, dim.name, step)} for step, dim in enumerate(dims, start=1)}
+    for last in (False, True):
+        sizes = {dim.name: _unseen(dim, seen[dim.name], first) for first, dim in enumerate(dims, start=len(dims) + 1)}
+        leaves = at_sizes(candidate, sizes)
+        if all(size in seen[name] for name, size in sizes.items()) or not _answers(candidate, leaves):
+            return None
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                executable.run(leaves)
+        except EXPORT_ERRORS:
+            if last:
+                return sizes
+        else:
+            return None
+        executable.run(leaves)
+        for name, size in sizes.items():
+            seen[name].add(size)
+    return None
+
+
+def _unseen(dim: Dim, seen: set[int], first: int) -> int:
+    """A size of ``dim`` above one, ``first`` steps from those ``seen`` if bounds allow; one of them if there is no other."""
+    start = max(seen)
+    wanted = (start + step * dim.step for step in (first, *range(1, first), *range(-1, -start // dim.step - 1, -1)))
+    return next((size for size in wanted if size > 1 and size in dim and size not in seen), start)
+
+
+def _answers(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> bool:
+    try:
+        with torch.no_grad():
+            candidate.flat(copied=False)(*(leaf.clone() for leaf in leaves))
+    except EXPORT_ERRORS:
+        return False
+    return True
 
 
 def _compiled(module: nn.Module, mode: Mode) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trimtab.backends._owned import branches, copied, held_by, in_order, lent
 from trimtab.backends._program import EXPORT_ERRORS, first_line, quiet
 from trimtab.backends._script import frozen, kept_signature, load_script, save_script, trace_or_script
 from trimtab.candidate import Candidate, Settings
@@ -27,12 +28,18 @@ class TorchScriptExecutable(Executable):
         super().__init__(signature, settings)
         self._module = module
         self._source = source
+        self._held, self._branches = held_by(module), branches(module)
+        self._lent: tuple[int, ...] | None = None
+        self._laid = settings.memory_format == "channels_last"
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the module."""
         with torch.no_grad():  # callers could not write into what inference mode makes, and copies cost more than it saves
             outputs: Sequence[torch.Tensor] = self._module(*leaves)
-        return outputs
+            if self._lent is None or self._branches:
+                self._lent = lent(outputs, self._held)
+            outputs = copied(outputs, self._lent)
+            return in_order(outputs) if self._laid else outputs
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Write the module frozen, but not optimized for this machine: that form can be saved and not loaded."""

@@ -31,10 +31,16 @@ def import_graph(model: Any) -> fx.GraphModule:
     return _Importer(model).module()
 
 
-def identifier(name: str) -> str:
-    """``name`` as a parameter of a function may be called."""
-    word = re.sub(r"\W", "_", name)
-    return word if word.isidentifier() and not keyword.iskeyword(word) else f"input_{word}"
+def identifiers(names: Sequence[str]) -> list[str]:
+    """``names`` as the parameters of one function may be called."""
+    found: list[str] = []
+    for name in names:
+        word = re.sub(r"\W", "_", name)
+        word = word if word.isidentifier() and not keyword.iskeyword(word) and word != "self" else f"input_{word}"
+        while word in found:
+            word += "_"
+        found.append(word)
+    return found
 
 
 def graph_inputs(model: Any) -> list[Any]:
@@ -72,8 +78,9 @@ class _Importer:
         """Translate everything; what depends on constants alone is computed now."""
         graph = self._model.graph
         self._constants = {item.name: self._constant(item) for item in graph.initializer}
-        for item in graph_inputs(self._model):
-            self._nodes[item.name] = self._graph.placeholder(identifier(item.name))
+        names = [item.name for item in graph_inputs(self._model)]
+        for name, word in zip(names, identifiers(names), strict=True):
+            self._nodes[name] = self._graph.placeholder(word)
         for node in graph.node:
             if id(node) not in self._skipped:
                 self._translate(node)

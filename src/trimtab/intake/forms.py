@@ -7,24 +7,32 @@ import math
 import pathlib
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+from torch import nn
 
+from trimtab._batches import Batch, as_tensor
 from trimtab._fixes import no_file
+from trimtab._independence import ROUNDING, Judge
 from trimtab._tree import Structure, flatten, unflatten
+from trimtab._weights import tolerance
+from trimtab.candidate import resized
 from trimtab.capture import Call
-from trimtab.dims import BATCH, Dims
+from trimtab.dims import BATCH, BATCHES, Dims, fitting
 from trimtab.errors import UsageError
 from trimtab.signature import Dim, dtype_name
+from trimtab.workload import as_call
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-MOST_ROWS = 512
-"""Rows that are read from a file of inputs; quantizers look at no more than half of them."""
+MOST_ROWS, LEAST_CALLS = 512, 8
+"""Rows that are used of a file of inputs, of which quantizers look at no more than half; and calls, where one has many rows."""
+PIECE = 32
+"""Rows of a file in one call of the calibration."""
 ASSUMED = 16
 """The size of a dynamic dimension that neither the file nor the caller knows, other than the batch."""
 ASSUMED_IMAGE = 224
@@ -105,8 +113,11 @@ def parse_shape(text: str | Sequence[int], name: str) -> tuple[tuple[int, ...], 
     return sizes, getattr(torch, found[2]) if found[2] else None
 
 
-def inputs_of(form: Form, inputs: str | pathlib.Path | None, shapes: Shapes) -> Inputs:
-    """Real inputs from the file ``inputs``, or random ones in the sizes that ``shapes`` states.
+def inputs_of(
+    form: Form, inputs: str | pathlib.Path | None, shapes: Shapes, module: Callable[[], nn.Module] | None = None
+) -> Inputs:
+    """Real inputs from the file ``inputs``, or random ones in the sizes that ``shapes`` states. ``module`` makes the model,
+    which tells whether the rows of real ones are examples; without it they are taken for that.
 
     Raises:
         UsageError: the file or a shape does not fit the model; says what it takes.
@@ -115,7 +126,7 @@ def inputs_of(form: Form, inputs: str | pathlib.Path | None, shapes: Shapes) -> 
         raise UsageError(f"There is no input {unknown[0]!r} to give a shape to. {form.source} takes {form.describe()}.")
     stated = {name: parse_shape(shape, name)[0] for name, shape in shapes.items()}
     if inputs is not None:
-        return _real(form, read_tensors(inputs), pathlib.Path(inputs), stated)
+        return _real(form, read_tensors(inputs), pathlib.Path(inputs), stated, module)
     sizes, assumed = _sizes(form, stated)
     generator = torch.Generator().manual_seed(0)
     leaves = [
@@ -138,10 +149,10 @@ def read_tensors(path: str | pathlib.Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             return dict(safetensors.torch.load_file(path))
         if path.suffix == ".npy":
-            return {"": torch.from_numpy(np.load(path, allow_pickle=False))}
+            return {"": as_tensor(np.load(path, allow_pickle=False))}
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
-                return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])) for name in arrays.files}
+                return {name: as_tensor(arrays[name]) for name in arrays.files}
     except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
         raise UsageError(
             f"{path} cannot be read as inputs: {error}. Write it with numpy.savez or safetensors.torch.save_file."
@@ -184,7 +195,7 @@ def _bind(form: Form, name: str, shape: Sequence[int | Dim], given: Sequence[int
         fits = fits and (known.setdefault(want.name, size) == size and size in want if isinstance(want, Dim) else want == size)
     if not fits:
         limits = [
-            f"{dim.name} is {dim.min} to {dim.max or 'any size'}"
+            f"{dim.name} is {dim.bounds}"
             for dim in dict.fromkeys(size for shape in form.shapes for size in shape if isinstance(size, Dim))
         ]
         raise UsageError(
@@ -193,7 +204,13 @@ def _bind(form: Form, name: str, shape: Sequence[int | Dim], given: Sequence[int
         )
 
 
-def _real(form: Form, found: dict[str, torch.Tensor], path: pathlib.Path, stated: Mapping[str, tuple[int, ...]]) -> Inputs:
+def _real(
+    form: Form,
+    found: dict[str, torch.Tensor],
+    path: pathlib.Path,
+    stated: Mapping[str, tuple[int, ...]],
+    module: Callable[[], nn.Module] | None,
+) -> Inputs:
     """The first rows, or the first call, as the example, and the rest for the quantizers."""
     if len(found) == len(form.names) == 1:
         found = {form.names[0]: next(iter(found.values()))}
@@ -202,16 +219,18 @@ def _real(form: Form, found: dict[str, torch.Tensor], path: pathlib.Path, stated
             f"{path} holds {', '.join(sorted(found)) or 'nothing'}, but {form.source} takes {form.describe()}. Save them by "
             "these names."
         )
-    arrays = [_cast(found[name], dtype, name, path)[:MOST_ROWS] for name, dtype in zip(form.names, form.dtypes, strict=True)]
-    counted = len({shape[0] if shape else 0 for shape in form.shapes}) == 1 and len({_length(array) for array in arrays}) == 1
-    if counted and isinstance(form.shapes[0][0], Dim):
-        size = next((shape[0] for shape in stated.values() if shape), form.shapes[0][0].min)
-        example, parts = [array[:size].clone() for array in arrays], zip(*(torch.split(a, 32) for a in arrays), strict=True)
-        calls = [list(part) for part in parts] if _length(arrays[0]) > size else []
-        what = f"{_length(arrays[0])} examples"
+    arrays = [_cast(found[name], dtype, name, path) for name, dtype in zip(form.names, form.dtypes, strict=True)]
+    lead = _counting(form, arrays, module)
+    if lead is not None:
+        rows = min(_length(next(array for array in arrays if array.dim())), MOST_ROWS)
+        size = next((shape[0] for shape in stated.values() if shape), lead.min)
+        example = [array[:size].clone() if array.dim() else array for array in arrays]
+        starts = range(0, rows if rows > size else 0, PIECE)
+        calls = [[a[at : min(at + PIECE, rows)] if a.dim() else a for a in arrays] for at in starts]
+        what = f"{rows} examples"
     else:
-        example, *calls = _calls(form, arrays, counted)
-        what = f"{1 + len(calls)} calls"
+        example, *calls = _calls(form, arrays)
+        what = f"{1 + len(calls)} call{'s' if calls else ''}"
     known: dict[str, int] = {}
     for name, shape, leaf in zip(form.names, form.shapes, example, strict=True):
         _bind(form, name, shape, tuple(leaf.shape), known)
@@ -222,14 +241,84 @@ def _real(form: Form, found: dict[str, torch.Tensor], path: pathlib.Path, stated
     )
 
 
-def _calls(form: Form, arrays: Sequence[torch.Tensor], counted: bool) -> list[list[torch.Tensor]]:
+def _counting(form: Form, arrays: Sequence[torch.Tensor], module: Callable[[], nn.Module] | None) -> Dim | None:
+    """The dimension that counts the examples in ``arrays``; ``None`` where these are calls as they are.
+
+    It leads all inputs that have axes. Whether it counts examples, and not the samples of a sound, the model tells; its name
+    where the model cannot be asked, because it takes no few rows.
+    """
+    leads = {shape[0] for shape in form.shapes if shape}
+    lengths = {_length(array) for array, shape in zip(arrays, form.shapes, strict=True) if shape}
+    alike = all(array.dim() == len(shape) for array, shape in zip(arrays, form.shapes, strict=True))
+    lead = next(iter(leads), None)
+    if len(leads) != 1 or len(lengths) != 1 or not alike or not isinstance(lead, Dim):
+        return None
+    rows = lengths.pop()
+    if module is None or rows < 2:
+        return lead
+    model = module()
+
+    def answer(*led: torch.Tensor) -> Any:
+        rest = iter(led)
+        args, kwargs = as_call(form.place([next(rest) if array.dim() else array for array in arrays]))
+        return model(*args, **kwargs)
+
+    led = tuple(array[:MOST_ROWS] for array in arrays if array.dim())
+    verdict = Judge(answer, tolerance(model, ROUNDING))(Batch(led, None, len(led[0])))
+    return lead if verdict.kind == "own" or (verdict.kind == "fixed" and lead.name.lower() in BATCHES) else None
+
+
+def as_far_as_proven(
+    form: Form, leaves: Sequence[torch.Tensor], takes: Callable[[list[torch.Tensor]], bool]
+) -> tuple[Form, tuple[str, ...]]:
+    """``form`` with its dynamic sizes as far as the model ``takes`` the example at others, and notes about the rest: a size
+    that must be a multiple of something is stated so, and one that only works as it is is fixed."""
+    known: dict[str, int | Dim] = {}
+    for name, dim in {size.name: size for shape in form.shapes for size in shape if isinstance(size, Dim)}.items():
+
+        def works(size: int, name: str = name, dim: Dim = dim) -> bool:
+            return size in dim and takes(
+                [_at_size(leaf, shape, name, size) for leaf, shape in zip(leaves, form.shapes, strict=True)]
+            )
+
+        now = next(
+            leaf.shape[axis]
+            for leaf, shape in zip(leaves, form.shapes, strict=True)
+            for axis, size in enumerate(shape)
+            if isinstance(size, Dim) and size.name == name
+        )
+        if (other := dim.near(now, 1, -1)) == now or works(other):
+            continue
+        found = fitting(name, [now], works)
+        known[name] = now if found is None else Dim(name, dim.min, dim.max, found.step)
+    fixed = [name for name, size in known.items() if isinstance(size, int)]
+    notes = [f"The file leaves {', '.join(fixed)} open, but only the example's size works; it is fixed."] if fixed else []
+    notes += [
+        f"The file leaves {name} open, but not every size works: it goes from {size.bounds}."
+        for name, size in known.items()
+        if isinstance(size, Dim)
+    ]
+    shapes = tuple(
+        tuple(known.get(size.name, size) if isinstance(size, Dim) else size for size in shape) for shape in form.shapes
+    )
+    return dataclasses.replace(form, shapes=shapes), tuple(notes)
+
+
+def _at_size(leaf: torch.Tensor, shape: Sequence[int | Dim], name: str, size: int) -> torch.Tensor:
+    return resized(leaf, [want.name if isinstance(want, Dim) else want for want in shape], name, size)
+
+
+def _calls(form: Form, arrays: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Calls from arrays that hold rows for several, that have one more axis that counts them, or that are just one."""
     extra = {array.dim() - len(shape) for array, shape in zip(arrays, form.shapes, strict=True)}
-    if extra == {1} and len({_length(array) for array in arrays}) == 1:
-        return [[leaf.clone() for leaf in leaves] for leaves in zip(*arrays, strict=True)]
-    rows = form.shapes[0][0] if counted else 0
-    if extra == {0} and isinstance(rows, int) and rows and _length(arrays[0]) % rows == 0:
-        return [[leaf.clone() for leaf in part] for part in zip(*(torch.split(a, rows) for a in arrays), strict=True)]
+    lengths = {_length(array) for array in arrays}
+    leads = {shape[0] if shape else 0 for shape in form.shapes}
+    if extra == {1} and len(lengths) == 1:
+        return [[leaf.clone() for leaf in leaves] for leaves in zip(*(array[:MOST_ROWS] for array in arrays), strict=True)]
+    rows = leads.pop() if len(leads) == 1 else 0
+    if extra == {0} and isinstance(rows, int) and rows and len(lengths) == 1 and lengths.pop() % rows == 0:
+        most = max(MOST_ROWS // rows, LEAST_CALLS) * rows
+        return [[leaf.clone() for leaf in part] for part in zip(*(torch.split(a[:most], rows) for a in arrays), strict=True)]
     return [list(arrays)]
 
 

@@ -85,8 +85,8 @@ def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[
     else:
         model = (ProgramFile if path.suffix == ".pt2" else OnnxFile)(absolute)
         form = model.form()
-    found = inputs_of(form, inputs, shapes)
-    if isinstance(model, OnnxFile):
+    found = inputs_of(form, inputs, shapes, model)
+    if not isinstance(model, ScriptFile):
         form, notes = model.proven(form, found.example)
     return Workload(
         model=model,

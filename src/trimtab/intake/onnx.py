@@ -13,13 +13,12 @@ from torch import nn
 from trimtab._fixes import with_fix
 from trimtab._tree import flatten
 from trimtab._weights import tolerance
-from trimtab.candidate import resized
 from trimtab.contracts import require
-from trimtab.dims import BATCH, dim_names, without
+from trimtab.dims import BATCH
 from trimtab.errors import IntegrityError, UsageError
-from trimtab.intake._onnx_graph import graph_inputs, identifier, import_graph
+from trimtab.intake._onnx_graph import graph_inputs, identifiers, import_graph
 from trimtab.intake._onnx_ops import DTYPES
-from trimtab.intake.forms import Form, structure_of
+from trimtab.intake.forms import Form, as_far_as_proven, structure_of
 from trimtab.signature import Dim
 from trimtab.workload import as_call
 
@@ -47,7 +46,7 @@ class OnnxFile:
         """What the graph takes."""
         items = graph_inputs(read_model(self.path, weights=False))
         source = pathlib.Path(self.path).name
-        names = tuple(identifier(item.name) for item in items)
+        names = tuple(identifiers([item.name for item in items]))
         return Form(
             source=source,
             names=names,
@@ -76,26 +75,9 @@ class OnnxFile:
                 f"{form.source} was brought back to PyTorch, but {reason}. It cannot be used; please report the model, and "
                 "start from the PyTorch model that it was exported from."
             )
-        refused = set()
-        for name in dim_names(form.dims):
-            leaves = [_other(leaf, shape, name) for leaf, shape in zip(args, form.shapes, strict=True)]
-            if _apart(module, session, leaves):
-                refused.add(name)
-        kept = without(form.dims, refused)
-        sizes = [
-            tuple(
-                size if isinstance(size, int) or size.name not in refused else leaf.shape[axis]
-                for axis, size in enumerate(shape)
-            )
-            for shape, leaf in zip(form.shapes, args, strict=True)
-        ]
-        assert set(dim_names(kept)).isdisjoint(refused)
-        notes: tuple[str, ...] = (
-            f"{form.source} was brought back to PyTorch; its answers are those of ONNX Runtime on the example inputs.",
-        )
-        if refused:
-            notes += (f"The file leaves {', '.join(sorted(refused))} open, but only the example's size works; it is fixed.",)
-        return dataclasses.replace(form, shapes=tuple(sizes)), notes
+        found, notes = as_far_as_proven(form, list(args), lambda leaves: _apart(module, session, leaves) is None)
+        equal = f"{form.source} was brought back to PyTorch; its answers are those of ONNX Runtime on the example inputs."
+        return found, (equal, *notes)
 
 
 def read_model(path: str, *, weights: bool = True) -> Any:
@@ -117,8 +99,10 @@ def read_model(path: str, *, weights: bool = True) -> Any:
 
 def _session(path: str) -> Any:
     runtime, errors = require("onnxruntime"), require("onnxruntime.capi.onnxruntime_pybind11_state")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4  # sizes that it refuses are asked for on purpose
     try:
-        return runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except (errors.Fail, errors.InvalidGraph, errors.InvalidProtobuf, errors.NotImplemented, errors.RuntimeException) as error:
         told = f"{path} does not load into ONNX Runtime, so nothing can be compared with it: {error}"
         raise UsageError(with_fix(told, "Start from the PyTorch model that it was exported from.")) from error
@@ -131,6 +115,11 @@ def _answers(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
         RuntimeError: it does not take these inputs.
     """
     names = [item.name for item in session.get_inputs()]
+    if any(leaf.dtype == torch.bfloat16 for leaf in leaves):
+        raise UsageError(
+            "The ONNX model takes bfloat16, which ONNX Runtime does not take from Python, so nothing can be compared with it. "
+            "Start from the PyTorch model that it was exported from, or export it with float32 inputs."
+        )
     runtime = require("onnxruntime.capi.onnxruntime_pybind11_state")
     try:
         found: list[Any] = session.run(None, {name: leaf.numpy(force=True) for name, leaf in zip(names, leaves, strict=True)})
@@ -178,12 +167,6 @@ def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str |
 def _usual(values: torch.Tensor) -> torch.Tensor:
     """Where ``values`` are neither NaN nor infinite nor what stands for infinity in a mask."""
     return values.isfinite() & (values.abs() < HUGE)
-
-
-def _other(leaf: torch.Tensor, shape: tuple[int | Dim, ...], name: str) -> torch.Tensor:
-    words = [size.name if isinstance(size, Dim) else size for size in shape]
-    now = next((leaf.shape[axis] for axis, word in enumerate(words) if word == name), None)
-    return leaf if now is None else resized(leaf, words, name, now + 1)
 
 
 def _dtype(item: Any, source: str) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import pathlib
 from collections.abc import Iterator
@@ -14,11 +15,13 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from torch.utils import _pytree as pytree
 
 from trimtab._archive import load_program
-from trimtab._tree import flatten
+from trimtab._tree import flatten, unflatten
+from trimtab.candidate import MODEL_ERRORS
 from trimtab.dims import name_groups
 from trimtab.errors import UsageError
-from trimtab.intake.forms import Form
+from trimtab.intake.forms import Form, as_far_as_proven
 from trimtab.signature import Dim, input_names, parameter_names
+from trimtab.workload import as_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,28 @@ class ProgramFile:
                 "model.eval()."
             )
         return _form(program, module, pathlib.Path(self.path).name)
+
+    def proven(self, form: Form, example: Any) -> tuple[Form, tuple[str, ...]]:
+        """``form`` with those dynamic sizes that really may vary, and notes: what a program needs of its sizes stands in
+        guards, which are not read."""
+        program = load_program(self.path)
+        module = _module(program)
+        args, kwargs = as_call(example)
+        leaves = flatten((args, kwargs), "the example inputs")[0]
+
+        def takes(changed: list[torch.Tensor]) -> bool:
+            args, kwargs = unflatten(form.structure, [leaf.clone() for leaf in changed])
+            try:
+                with torch.no_grad():
+                    module(*args, **kwargs)
+            except MODEL_ERRORS:
+                return False
+            return True
+
+        found, notes = as_far_as_proven(form, leaves, takes)
+        if tied := [f"{name} (axis {axis})" for name, axis in _tied(program, form)]:
+            notes += (f"{form.source} computes sizes of {', '.join(tied)} from others; they are fixed at the example's.",)
+        return found, notes
 
 
 def _module(program: ExportedProgram) -> fx.GraphModule:
@@ -96,6 +121,17 @@ def _user_inputs(program: ExportedProgram) -> Iterator[fx.Node]:
     return (node for node in program.graph.nodes if node.op == "placeholder" and node.name in wanted)
 
 
+def _tied(program: ExportedProgram, form: Form) -> Iterator[tuple[str, int]]:
+    """The axes whose size the program leaves open and the form does not."""
+    found = (node.meta["val"] for node in _user_inputs(program) if isinstance(node.meta.get("val"), torch.Tensor))
+    for name, tensor, shape in zip(form.names, found, form.shapes, strict=True):
+        yield from (
+            (name, axis)
+            for axis, size in enumerate(tensor.shape)
+            if isinstance(size, torch.SymInt) and isinstance(shape[axis], int)
+        )
+
+
 def _stand_in(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty([1] * value.dim(), dtype=value.dtype, device="meta")
@@ -105,7 +141,7 @@ def _stand_in(value: Any) -> Any:
 def _shapes(
     program: ExportedProgram, names: list[str], tensors: list[torch.Tensor]
 ) -> tuple[tuple[tuple[int | Dim, ...], ...], dict[str, int]]:
-    """Sizes with a dimension for every plain symbol; sizes that are computed from symbols keep what they were."""
+    """Sizes with a dimension for every symbol, or multiple of one, that is in no other size; those keep what they were."""
     places: dict[str, list[tuple[str, int]]] = {}
     sizes: dict[str, Any] = {}
     for name, tensor in zip(names, tensors, strict=True):
@@ -113,8 +149,12 @@ def _shapes(
             if isinstance(size, torch.SymInt):
                 places.setdefault(str(size.node.expr), []).append((name, axis))
                 sizes[str(size.node.expr)] = size.node
-    computed = {str(symbol) for node in sizes.values() if not node.expr.is_Symbol for symbol in node.expr.free_symbols}
-    free = {text: where for text, where in places.items() if sizes[text].expr.is_Symbol and text not in computed}
+    uses = collections.Counter(str(symbol) for node in sizes.values() for symbol in node.expr.free_symbols)
+    free = {
+        text: where
+        for text, where in places.items()
+        if _multiple(sizes[text].expr) and all(uses[str(symbol)] == 1 for symbol in sizes[text].expr.free_symbols)
+    }
     dims = dict(zip(free, name_groups(list(free.values())), strict=True))
     bounded = {text: _dim(program, sizes[text].expr, name) for text, name in dims.items()}
 
@@ -128,12 +168,19 @@ def _shapes(
     return tuple(tuple(size_of(size) for size in tensor.shape) for tensor in tensors), hints
 
 
-def _dim(program: ExportedProgram, symbol: Any, name: str) -> Dim:
+def _multiple(expression: Any) -> int:
+    """How often ``expression`` holds the symbol that it is a multiple of; 0 where it is none."""
+    times, rest = expression.as_coeff_Mul()
+    return int(times) if rest.is_Symbol and times.is_Integer and times > 0 else 0
+
+
+def _dim(program: ExportedProgram, expression: Any, name: str) -> Dim:
+    step, (symbol,) = _multiple(expression), expression.free_symbols
     found = program.range_constraints.get(symbol)
     if found is None:
-        return Dim(name)
-    upper = int(found.upper) if found.upper.is_number and found.upper < 2**31 else None
-    return Dim(name, max(int(found.lower), 1), upper)
+        return Dim(name, step=step)
+    upper = int(found.upper) * step if found.upper.is_number and found.upper < 2**31 else None
+    return Dim(name, max(int(found.lower), 1) * step, upper, step)
 
 
 def _bounds(program: ExportedProgram, names: list[str]) -> dict[str, int]:

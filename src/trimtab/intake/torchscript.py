@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from trimtab._archive import load_torchscript
-from trimtab._tree import flatten
+from trimtab._batches import Batch
+from trimtab._independence import FEW, ROUNDING, Judge
+from trimtab._weights import tolerance
 from trimtab.dims import BATCH
 from trimtab.errors import IntegrityError, UsageError
 from trimtab.intake.forms import Form, Shapes, parse_shape, random_tensor, read_tensors, structure_of
@@ -109,19 +111,11 @@ def _forward(names: tuple[str, ...]) -> Any:
 
 
 def _any_batch(module: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether twice as many rows give twice as many answers, the same ones: then the first axis counts examples."""
+    """Whether rows have answers of their own, among twice as many: then the first axis counts examples."""
     generator = torch.Generator().manual_seed(0)
-    leaves = [random_tensor(shape, dtype, generator) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    try:
-        with torch.no_grad():
-            once, twice = (flatten(module(*(torch.cat([x] * n) for x in leaves)), "output")[0] for n in (1, 2))
-    except RuntimeError:
-        return False  # of another size it fails, or the values do not suit it; then the first axis stays as it is
-    return all(a.dim() > 0 and b.shape == (2 * len(a), *a.shape[1:]) and _same(a, b) for a, b in zip(once, twice, strict=True))
-
-
-def _same(once: torch.Tensor, twice: torch.Tensor) -> bool:
-    return torch.allclose(torch.cat([once, once]).double(), twice.double(), rtol=1e-3, atol=1e-5, equal_nan=True)
+    rows = max(2 * shapes[0][0], FEW)
+    leaves = tuple(random_tensor((rows, *shape[1:]), dtype, generator) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return Judge(module, tolerance(module, ROUNDING))(Batch(leaves, None, rows)).kind == "own"
 
 
 def _arguments(script: torch.jit.ScriptModule) -> list[Any]:

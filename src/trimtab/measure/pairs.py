@@ -241,8 +241,12 @@ def _result(
     used = session.quiet + sorted(session.noisy, key=lambda quad: quad.mean("disturbed") + session.slowed(quad))[:missing]
     sides = {"candidate": [q.candidate for q in used], "rival": [q.rival for q in used]}
     timed = {name: _measurement(session, name, pairs, conditions) for name, pairs in sides.items()}
+    ratio = widened(_ratio(used), process_noise)
+    if missing:  # of calls that neighbours starve, blocks may tell another story than all calls together; neither is sure
+        plain = timed["rival"].median / timed["candidate"].median
+        ratio = Interval(ratio.value, min(ratio.low, plain), max(ratio.high, plain))
     return Comparison(
-        ratio=widened(_ratio(used), process_noise),
+        ratio=ratio,
         pairs=2 * len(used),
         candidate=timed["candidate"],
         rival=timed["rival"],

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from trimtab.measure.pairs import PROCESS_NOISE
+from trimtab.measure.pairs import FEW_QUADS, PROCESS_NOISE
 from trimtab.measure.quantiles import normal_quantile, t_quantile
 from trimtab.measurement import UNLIKE, Comparison, Interval, Measurement
 
@@ -53,6 +53,15 @@ def settled(rounds: Sequence[Comparison]) -> bool:
     """Whether the rounds so far are so much alike that no more are needed."""
     ratios = [found.ratio.value for found in rounds]
     return not ratios or max(ratios) <= (1 + UNLIKE) * min(ratios)
+
+
+def slow(found: Comparison, seconds: float) -> bool:
+    """Whether calls are so slow that a round of ``seconds`` has no time for a few quads.
+
+    More rounds would take minutes, and what such calls take is large against how processes differ.
+    """
+    quad_s = 2 * (found.candidate.median + found.rival.median) / 1e3
+    return FEW_QUADS * quad_s > seconds
 
 
 def _half(ratio: Interval) -> float:

@@ -146,7 +146,7 @@ def _answer(runner: Runner, verb: str, calls: int) -> dict[str, Any]:
         return {"ns": runner.pace()}
     if verb != "block" or not 1 <= calls <= MAX_CALLS:
         return {
-            "error": f"There is no request {verb!r} for {calls} calls; ask for hello, pace, stop or a block of 1 to {MAX_CALLS}."
+            "error": f"There is no request {verb!r} for {calls} calls; ask for hello, pace, stop, a block of 1 to {MAX_CALLS}."
         }
     try:
         return {"ns": runner.block(calls)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,9 +64,14 @@ class Attention(Pass):
         return candidate.with_settings(attention=self.kernel)
 
     def _failure(self, candidate: Candidate, kernels: list[SDPBackend]) -> str | None:
-        """Why a call fails that may use ``kernels`` only, with gradients, because fused layers of evaluation hide the call."""
+        """Why a call fails that may use ``kernels`` only, with gradients, because fused layers of evaluation hide the call.
+
+        It has the precision that the settings ask for: some kernels take 16 bits only.
+        """
+        device, named = torch.device(candidate.settings.device).type, candidate.settings.autocast
+        precision = torch.autocast(device, dtype=getattr(torch, named)) if named else contextlib.nullcontext()
         try:
-            with sdpa_kernel(kernels), torch.random.fork_rng(), torch.enable_grad():
+            with sdpa_kernel(kernels), torch.random.fork_rng(), torch.enable_grad(), precision:
                 args, kwargs = candidate.own_inputs()
                 candidate.model(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from trimtab.candidate import Candidate
-from trimtab.contracts import Pass
+from trimtab.contracts import MODEL_ERRORS, Pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Autocast(Pass):
         try:
             with torch.no_grad():
                 self.apply(candidate).flat(copied=False)(*candidate.own_leaves())
-        except (RuntimeError, TypeError, ValueError) as error:
+        except MODEL_ERRORS as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             return f"The model fails under autocast to {self.dtype}: {first.rstrip('.')}."
         return None

@@ -38,7 +38,7 @@ class Batch(Pass):
             return "batch needs a model whose first input has a dynamic batch dimension; say so with the workload's dynamic=..."
         dim = next(dim for dim in candidate.signature.dims if dim.name == name)
         if self.size not in dim:
-            return f"batch asks for {self.size} examples, and {name!r} goes from {dim.min} to {dim.max or 'any size'}."
+            return f"batch asks for {self.size} examples, and {name!r} goes from {dim.bounds}."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:

@@ -36,5 +36,10 @@ class ChannelsLast(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model with NHWC weights; the settings make backends lay out the inputs alike."""
-        model = candidate.own_model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = candidate.own_model()
+        model._apply(_laid_out)  # type: ignore[no-untyped-call]  # `to(memory_format=...)` fails where a 3-D convolution has weights of five dimensions
         return candidate.with_model(model, memory_format="channels_last")
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,16 +14,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import flatten
+from trimtab._user_code import user_code
 from trimtab._weights import tolerance
 from trimtab.candidate import Candidate, call_model
-from trimtab.contracts import Pass
-from trimtab.errors import CompileError
+from trimtab.contracts import MODEL_ERRORS, Pass
+from trimtab.errors import CompileError, UsageError, WorkloadError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-MODEL_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NameError, ArithmeticError)
-"""What a symbolic trace, or a model with a wrong fold in it, may raise."""
 
 DOUBLE_TOLERANCE, SINGLE_TOLERANCE = 1e-8, 1e-3
 """Largest error relative to the largest output that a right fold may make in float64 and in float32."""
@@ -72,9 +72,12 @@ class _Proof:
     def __init__(self, candidate: Candidate) -> None:
         self._structure = candidate.signature.input_structure
         generator = torch.Generator().manual_seed(0)
-        self._inputs = [candidate.leaves, _resampled(candidate.leaves, generator)]
+        self._inputs = [candidate.leaves]
         self._model, self._tolerance = candidate.own_model(), tolerance(candidate.model, SINGLE_TOLERANCE)
         _stir(self._model, generator)
+        resampled = _resampled(candidate.leaves, generator)
+        if self._answers(resampled):  # some inputs go with each other, such as sequences and their lengths in falling order
+            self._inputs.append(resampled)
         self._double()
         self._reference = [self._outputs(self._model, leaves) for leaves in self._inputs]
 
@@ -87,6 +90,13 @@ class _Proof:
         except MODEL_ERRORS:
             return False
         return all(_close(a, b, self._tolerance) for a, b in zip(self._reference, found, strict=True))
+
+    def _answers(self, leaves: Sequence[torch.Tensor]) -> bool:
+        try:
+            self._outputs(self._model, leaves)
+        except MODEL_ERRORS:
+            return False
+        return True
 
     def _double(self) -> None:
         """Go to double precision if the model works in it; some cast to float32 by name."""
@@ -119,7 +129,7 @@ def _safe(proof: Callable[[Sequence[Pair]], bool], pairs: Sequence[Pair]) -> lis
 
 def _pairs(model: nn.Module) -> list[Pair]:
     """Names of (layer, batch norm) that may be folded; each name occurs once, and what a trace says comes first."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     found: list[Pair] = []
     taken: set[str] = set()
     for layer, norm in (*_traced(model), *_registered(model)):
@@ -130,23 +140,31 @@ def _pairs(model: nn.Module) -> list[Pair]:
 
 
 def _traced(model: nn.Module) -> list[Pair]:
-    """Pairs where one module's output goes to the other module and nowhere else; empty if the model cannot be traced."""
+    """Pairs where one module's output goes to the other module and nowhere else; empty if the model cannot be traced.
+
+    A trace knows a module that has several names by one of them only, whichever it was called by, so such pairs are left out.
+    """
     try:
-        graph = torch.fx.Tracer().trace(model)
-    except MODEL_ERRORS:
+        # it runs the user's own code on symbols, which may refuse them with any exception; that of a copy, because models keep
+        # what they computed, which would be symbols afterwards
+        with user_code("The model cannot be traced"):
+            graph = torch.fx.Tracer().trace(copy.deepcopy(model))
+    except (UsageError, WorkloadError):
         return []
     calls = [node for node in graph.nodes if node.op == "call_module"]
-    return [
+    names = collections.Counter(map(id, dict(model.named_modules(remove_duplicate=False)).values()))
+    pairs = [
         (str(node.args[0].target), str(node.target))
         for node in calls
         if node.args and node.args[0] in calls and len(node.args[0].users) == 1
     ]
+    return [pair for pair in pairs if all(names[id(model.get_submodule(name))] == 1 for name in pair)]
 
 
 def _registered(model: nn.Module) -> list[Pair]:
     """Neighbours in the order in which modules register their children."""
     found = []
-    for prefix, parent in model.named_modules():
+    for prefix, parent in model.named_modules():  # a layer that two parents share can be folded in each of them
         names = [f"{prefix}.{name}" if prefix else name for name, child in parent.named_children() if _concerned(child)]
         found += list(itertools.pairwise(names))
     return found
@@ -215,9 +233,13 @@ def _resampled(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> li
 
 
 def _close(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor], tolerance: float) -> bool:
-    for a, b in zip(want, got, strict=True):
-        if a.dtype.is_floating_point:
-            scale = torch.nan_to_num(a).abs().max().item() if a.numel() else 0.0
-            if not torch.allclose(a, b, rtol=0.0, atol=tolerance * scale + 1e-12, equal_nan=True):
-                return False
-    return True
+    return all(_same(a, b, tolerance) for a, b in zip(want, got, strict=True))
+
+
+def _same(want: torch.Tensor, got: torch.Tensor, tolerance: float) -> bool:
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return False
+    if is_discrete(want.dtype):
+        return too_many_differ(want, got) is None
+    scale = torch.nan_to_num(want).abs().max().item() if want.numel() else 0.0
+    return torch.allclose(want, got, rtol=0.0, atol=tolerance * scale + 1e-12, equal_nan=True)

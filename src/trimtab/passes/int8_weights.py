@@ -7,7 +7,9 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from trimtab._weights import is_composed
 from trimtab.candidate import Candidate, call_model
 from trimtab.contracts import Pass, require
 from trimtab.errors import CompileError
@@ -67,7 +69,10 @@ class Int8Weights(Pass):
         return candidate.with_model(model)
 
     def _takes(self, module: nn.Module) -> bool:
-        if not isinstance(module, nn.Linear) or hasattr(module, "parametrizations"):
+        # attention reads the weight of its last layer by itself, which is of a class of its own for this reason
+        if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
+            return False
+        if hasattr(module, "parametrizations") or is_composed(module.weight):
             return False
         wide = self.activations == "float" or module.in_features >= MINIMUM
         return wide and module.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -49,8 +49,10 @@ class RemoveDropout(Pass):
 
 
 def _removable(module: nn.Module) -> bool:
-    """A dropout layer in evaluation mode that nothing is hooked to."""
-    return isinstance(module, _DropoutNd) and not (module.training or module._forward_hooks or module._forward_pre_hooks)
+    """A dropout layer in evaluation mode that nothing is hooked to and that does what torch's own do; others may do more."""
+    if not isinstance(module, _DropoutNd) or module.training or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return "forward" not in vars(module) and type(module).forward.__module__ == _DropoutNd.__module__
 
 
 def _identity() -> nn.Module:

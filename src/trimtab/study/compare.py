@@ -13,7 +13,7 @@ from trimtab._manifest import MANIFEST
 from trimtab.errors import ArtifactError
 from trimtab.evaluate import Objective
 from trimtab.measure import pairs
-from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled
+from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled, slow
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measurement import Comparison
 from trimtab.study.handing import handed
@@ -104,7 +104,7 @@ def in_turns(
     while len(rounds) < count or (len(rounds) < MOST_ROUNDS and count > 1 and not settled(rounds)):
         found, sizes = _round(jobs, objective=objective, seconds=seconds / count, width=width)
         rounds.append(found)
-        if found.few:
+        if slow(found, seconds / count):
             break
     return pooled(rounds), sizes
 

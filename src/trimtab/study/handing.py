@@ -26,9 +26,10 @@ def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, str]:
     path = folder / "workload.pkl"
     try:
         path.write_bytes(cloudpickle.dumps(workload))
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
+    except (TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+        reason = " ".join(str(error).split()).rstrip(".!")
         raise UsageError(
-            f"The workload cannot be handed to worker processes: {error}. Put it into a file and give its reference, "
-            "such as 'model.py:workload'."
+            f"The workload cannot be handed to worker processes: {reason}. Put it into a file and give its reference, such as "
+            "'model.py:workload', or give model= a function that builds it."
         ) from error
     return {"pickle": str(path.resolve()), "path": os.pathsep.join(map(os.path.abspath, sys.path))}

@@ -18,7 +18,7 @@ from torch import nn
 
 from trimtab._json import dumps, from_json, to_json, write_json
 from trimtab._tree import unflatten
-from trimtab._weights import weights
+from trimtab._weights import parts, weights
 from trimtab.artifact import Golden, open_artifact, write_artifact
 from trimtab.candidate import resized
 from trimtab.confirm import Confirmation, confirm, in_round, load, started
@@ -136,7 +136,7 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     leaves = artifact.golden().cases[0].inputs
     sizes = [list(leaf.shape) for leaf in leaves]
     if job["objective"] == "throughput":
-        runner = together(executable, _at_its_batch(leaves, executable), rows(leaves))
+        runner = together(executable, _at_its_batch(leaves, executable), rows(leaves, executable.signature))
     else:
         args, kwargs = unflatten(executable.signature.input_structure, leaves)
         runner = LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize)
@@ -361,7 +361,8 @@ def _absorb(digest: hashlib.blake2b, items: Iterable[tuple[object, Any]]) -> Non
     for name, tensor in items:
         digest.update(str(name).encode())
         if isinstance(tensor, torch.Tensor):
-            digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+            for part in parts(tensor.detach()):
+                digest.update(part.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
 
 
 JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {

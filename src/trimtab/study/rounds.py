@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab._json import from_json, to_json
-from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, settled
+from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, settled, slow
 from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
 from trimtab.study.process import Outcome
@@ -24,12 +24,10 @@ Earlier = dict[str, list[Comparison]]
 
 
 def expected(study: Study, trial: Trial, seconds: float) -> int:
-    """How many rounds, the confirmation's own included, ``seconds`` of timing are divided among.
-
-    Slow calls have one: what they take is large against how processes differ, and more would take minutes.
-    """
-    slow = trial.comparison is None or trial.comparison.few
-    return 1 if slow or not study.ships else max(1, min(ROUNDS, int(seconds / LEAST_S)))
+    """How many rounds, the confirmation's own included, ``seconds`` of timing are divided among; slow calls have one."""
+    if trial.comparison is None or slow(trial.comparison, seconds / ROUNDS) or not study.ships:
+        return 1
+    return max(1, min(ROUNDS, int(seconds / LEAST_S)))
 
 
 def earlier(

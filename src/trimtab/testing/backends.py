@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pathlib
 import subprocess
@@ -31,9 +32,9 @@ from trimtab.testing.checks import (
     refusal,
 )
 from trimtab.testing.exchange import OUTPUTS, prepare
-from trimtab.testing.models import CASES, deciding
+from trimtab.testing.models import CASES, clipping, deciding
 
-QUICK, SLOW = tuple(CASES), ("convnet", "branches")
+QUICK, SLOW = tuple(CASES), ("convnet", "branches", "anchored")
 """Cases for backends that compile in seconds, and for those that take a minute."""
 
 SCRIPT_LINES = 16
@@ -139,6 +140,8 @@ class BackendSuite:
     def test_outputs_can_be_changed_in_place(self, backend: Backend, built: Built) -> None:
         """Post-processing writes into outputs. Neither does a runtime forbid it, nor does a later call see it."""
         for name, (candidate, executable) in built.items():
+            with torch.no_grad():  # before anything is changed: an output may lie in what the model keeps
+                want = copy.deepcopy(candidate.model(*candidate.args, **dict(candidate.kwargs)))
             leaves = [leaf.clone() for leaf in candidate.leaves]  # an output may be an input given back
             args, kwargs = unflatten(candidate.signature.input_structure, leaves)
             for outputs in (
@@ -148,7 +151,6 @@ class BackendSuite:
             ):
                 for tensor in outputs:
                     tensor.zero_()
-            want = candidate.model(*candidate.args, **dict(candidate.kwargs))
             got = executable(*candidate.args, **dict(candidate.kwargs))
             assert_close(want, got, exact=backend.exact, where=f"{backend} on {name}, after its outputs were changed")
 
@@ -173,16 +175,17 @@ class BackendSuite:
                 assert_close(want, found[str(i)], exact=backend.exact, where=f"{backend} on {name}, loaded")
 
     def test_control_flow_on_data(self, backend: Backend) -> None:
-        """Both ways through a branch are right, or the model is refused in a sentence."""
-        candidate = deciding()
-        made: list[Executable] = []
-        error = refusal(lambda: made.append(backend.compile(candidate)))
-        assert error is None or len(str(error).split()) > 4
-        for sign, executable in itertools.product((1.0, -1.0), made):
-            rows = sign * candidate.args[0].abs()
-            assert_close(candidate.model(rows), executable(rows), exact=backend.exact, where=f"{backend} on a branch")
-        for executable in made:
-            executable.close()
+        """Both ways through a branch are right, or the model is refused in a sentence; the branch may ask for sign or size."""
+        for make in (deciding, clipping):
+            candidate = make()
+            made: list[Executable] = []
+            error = refusal(lambda c=candidate, m=made: m.append(backend.compile(c)))  # type: ignore[misc]
+            assert error is None or len(str(error).split()) > 4
+            for factor, executable in itertools.product((1.0, -1.0, 50.0), made):
+                rows = factor * candidate.args[0].abs()
+                assert_close(candidate.model(rows), executable(rows), exact=backend.exact, where=f"{backend} on a branch")
+            for executable in made:
+                executable.close()
 
     def test_script(self, backend: Backend) -> None:
         """The source for ``run.py`` is short, is Python, defines ``load`` and does without trimtab."""

@@ -111,6 +111,42 @@ class Structured(nn.Module):
         return Scores(self.head(features), features)
 
 
+class Anchored(nn.Module):
+    """Gives away what it keeps: a buffer, and a view of it."""
+
+    anchors: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(9, 16), nn.Linear(16, 3)
+        self.register_buffer("anchors", torch.randn(5, 4))
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``rows`` (batch, 9) -> scores (batch, 3), the anchors (5, 4) and some of them (3, 4)."""
+        return self.head(torch.tanh(self.body(rows))), self.anchors, self.anchors[2:]
+
+
+class Shared(nn.Module):
+    """One convolution for two levels, a batch norm for each; it keeps what it computed, and takes nothing but tensors."""
+
+    class Refusal(Exception):
+        """What libraries that check types raise derives from nothing that anybody could name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolution = nn.Conv2d(3, 3, 3, padding=1)
+        self.levels = nn.ModuleList([nn.Sequential(convolution, nn.BatchNorm2d(3)) for _ in range(2)])
+        self.features: torch.Tensor | None = None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """``images`` (batch, 3, 8, 8) -> (batch, 3)."""
+        self.features = self.levels[0](images)
+        if not isinstance(images, torch.Tensor):
+            raise self.Refusal("tensors only")
+        means: torch.Tensor = self.features.mean((2, 3)) + self.levels[1](images[..., ::2, ::2]).mean((2, 3))
+        return means
+
+
 class Deciding(nn.Module):
     """Control flow on data: no exporter may follow one branch and forget the other."""
 
@@ -121,6 +157,22 @@ class Deciding(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows`` (batch, 6) -> (batch, 4), by another layer if their sum is negative."""
         scores: torch.Tensor = self.warm(rows) if rows.sum() > 0 else self.cold(rows)
+        return scores
+
+
+class Clipping(nn.Module):
+    """Control flow on data that is the same for inputs of the other sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` (batch, 6) -> (batch, 4), cut to a norm of ten."""
+        norm = rows.norm()
+        if norm > 10:
+            rows = rows * (10 / norm)
+        scores: torch.Tensor = self.layer(rows)
         return scores
 
 
@@ -161,9 +213,24 @@ def structured() -> Candidate:
     return _candidate(Structured, lambda: ((torch.randn(4, 9),), {}), {})
 
 
+def anchored() -> Candidate:
+    """Batch of 2 rows, dynamic batch; two of the outputs do not depend on the input."""
+    return _candidate(Anchored, lambda: ((torch.randn(2, 9),), {}), {"rows": {0: Dim("batch", max=64)}})
+
+
+def shared() -> Candidate:
+    """Batch of 2 images, all sizes fixed, through a layer that two parents share."""
+    return _candidate(lambda: _settled(Shared()), lambda: ((torch.randn(2, 3, 8, 8),), {}), {})
+
+
 def deciding() -> Candidate:
     """Batch of 2 rows, of either sign, through a model that decides on data."""
     return _candidate(Deciding, lambda: ((torch.randn(2, 6),), {}), {})
+
+
+def clipping() -> Candidate:
+    """Batch of 2 rows, short enough to be left as they are."""
+    return _candidate(Clipping, lambda: ((torch.randn(2, 6),), {}), {})
 
 
 CASES: dict[str, Callable[[], Candidate]] = {
@@ -172,6 +239,7 @@ CASES: dict[str, Callable[[], Candidate]] = {
     "recurrent": recurrent,
     "branches": branches,
     "structured": structured,
+    "anchored": anchored,
 }
 """What every technique must take, or refuse in a sentence. :func:`deciding` is apart: most runtimes cannot take it."""
 

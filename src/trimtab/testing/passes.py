@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from trimtab.backends.eager import Eager
 from trimtab.candidate import Candidate, Settings
@@ -25,7 +26,7 @@ from trimtab.testing.checks import (
     outputs_of,
     refusal,
 )
-from trimtab.testing.models import CASES
+from trimtab.testing.models import CASES, shared
 
 
 class PassSuite:
@@ -67,6 +68,19 @@ class PassSuite:
             assert technique.blocked(candidate) == reason, name
             assert model_state(candidate.model) == before, name
             assert global_state() == shared, name
+
+    def test_looks_at_any_model(self, technique: Pass) -> None:
+        """Asking neither raises nor changes anything, whatever the model's own code does with what is not a tensor."""
+        candidate = shared()
+        before = model_state(candidate.model)
+        for ask in (technique.why_not, technique.blocked):
+            assert_sentence(ask(candidate))
+        assert model_state(candidate.model) == before
+        assert isinstance(candidate.model.features, torch.Tensor), "asking ran the model itself on symbols"
+        if technique.blocked(candidate) is None:
+            rewritten = technique.apply(candidate)
+            want = candidate.model(*rewritten.args)
+            assert_close(want, rewritten.model(*rewritten.args), exact=technique.exact, where=f"{technique} on a shared layer")
 
     def test_runs_somewhere(self, technique: Pass) -> None:
         """It takes at least one case, unless something is missing on this machine; then it says so each time."""

@@ -21,10 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from trimtab.errors import WorkloadError
 from trimtab.passes.threads import usable_cores
 from trimtab.train.compiling import WORTH_S, CompiledStep
+from trimtab.train.draws import draws
 from trimtab.train.events import Adjusted, Event, Progressed
 from trimtab.train.feed import Feed, Seekable
-from trimtab.train.peek import kept_random
-from trimtab.train.runtime import random_state
 from trimtab.workload import user_code
 
 if TYPE_CHECKING:
@@ -212,10 +211,10 @@ class Workers:
             return "the loader's dataset divides itself, so that other workers would give other batches."
         try:
             with user_code("Some of its examples could not be read"):
-                draws = _draws(self.loader.dataset)
+                random = draws(self.loader.dataset)
         except WorkloadError as error:
             return f"whether the dataset draws random numbers could not be found out. {error}"
-        if draws:
+        if random:
             return "the dataset draws random numbers, which would be others with other workers. Use trimtab.train.Loader."
         return None
 
@@ -362,21 +361,3 @@ def _typical(windows: Iterable[Window]) -> Window:
     """The median of each figure."""
     rows = zip(*(dataclasses.astuple(window) for window in windows), strict=True)
     return Window(*map(statistics.median, rows))
-
-
-def _draws(dataset: Any) -> bool:
-    """Whether getting an example draws from a random generator of this process."""
-    count = len(dataset)
-    with kept_random():
-        before = _comparable(random_state())
-        for index in sorted({0, count // 2, count - 1}):
-            dataset[index]
-        return bool(_comparable(random_state()) != before)
-
-
-def _comparable(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.tolist()
-    if isinstance(state, Mapping):
-        return {key: _comparable(value) for key, value in state.items()}
-    return [_comparable(value) for value in state] if isinstance(state, (list, tuple)) else state

@@ -125,10 +125,11 @@ class _Decisions:
         if trainer.world.any(failure is not None):
             self.trainer.note(f"{', '.join(fields)} cannot be measured and stay off. {failure or 'Another process failed.'}")
             return
-        options = {name: [(technique, self._against_trying(technique)) for technique in _techniques(name)] for name in fields}
+        options = self._options(fields)
         tried = sum(reason is None for name, found in options.items() for _, reason in found if name != "compile")
         seconds = self._seconds() / max(tried, 1)
-        for name in fields:
+        for index, name in enumerate(fields):
+            options |= self._options_anew(fields[index:])
             told: dict[str, list[str]] = {}
             for technique, reason in options[name]:
                 what, text = self._decided(technique, reason, seconds)
@@ -136,6 +137,19 @@ class _Decisions:
             for text, whats in told.items():
                 shown = name if len(told) == 1 < len(whats) else ", ".join(whats)
                 trainer.note(f"{shown} {'is' if shown == name or len(whats) == 1 else 'are'} {text}")
+
+    def _options(self, fields: Sequence[str]) -> dict[str, list[tuple[Pass, str | None]]]:
+        """The techniques for each field, and why one of them cannot pay."""
+        return {name: [(technique, self._against_trying(technique)) for technique in _techniques(name)] for name in fields}
+
+    def _options_anew(self, fields: Sequence[str]) -> dict[str, list[tuple[Pass, str | None]]]:
+        """Those of ``fields`` where the precision is another one by now: some kernels take 16 bits only."""
+        assert self.candidate is not None
+        precision = self.trainer.settings.autocast
+        if precision == self.candidate.settings.autocast:
+            return {}
+        self.candidate = self.candidate.with_settings(autocast=precision)
+        return self._options(fields)
 
     def _against_trying(self, technique: Pass) -> str | None:
         """Why ``technique`` cannot pay, as far as that is known beforehand."""

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,8 +27,9 @@ from trimtab.train.budget import Verified, choose
 from trimtab.train.clock import HostClock
 from trimtab.train.feed import join, split
 from trimtab.train.live import peak_activations
-from trimtab.train.memory_errors import out_of_memory
+from trimtab.train.memory_errors import go_on
 from trimtab.train.objective import Batch, examples
+from trimtab.train.peek import untouched
 from trimtab.train.rehearsal import rehearsal
 from trimtab.train.runtime import running
 from trimtab.train.step import Step
@@ -113,10 +114,12 @@ def find_batch(
         if value is not None and not value > 0:
             raise UsageError(f"find_batch {name} is {value}; it must be above zero.")
     drawn, load_s = _drawn(batches, largest)
-    count = sum(examples(batch) for batch in drawn)
+    own, world = sum(examples(batch) for batch in drawn), trainer.world
+    count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # per example; all processes try the same sizes
     pool, workers = join(drawn), getattr(batches, "num_workers", 0) or 0
+    called = world.wrap(trainer.model, trainer.settings, fresh=False)
     move = prepare.laid_out(trainer.model, trainer.settings, trainer.device)
-    step = Step(trainer.model, trainer.objective, trainer.optimizer, trainer.settings, trainer.world, HostClock())
+    step = Step(called, trainer.objective, trainer.optimizer, trainer.settings, world, HostClock())
     sizes = [2**power for power in range(count.bit_length()) if 2**power <= min(count, largest or count)]
     was = {module: module.training for module in trainer.model.modules()}
     trainer.modes.look()
@@ -128,8 +131,8 @@ def find_batch(
     finally:
         for module, training in was.items():
             module.training = training
-    tried = tuple(entry.tried(load_s / count, alone=workers > 0) for entry in entries)
-    return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=count / load_s if load_s else None)
+    tried = tuple(entry.tried(load_s, alone=workers > 0) for entry in entries)
+    return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
 
 
 def micro_batch(trainer: Trainer, step: Step, group: Sequence[Batch], *, seconds: float = 5.0) -> int:
@@ -168,6 +171,8 @@ class _Entry:
 
     size: int
     group: Sequence[Batch]
+    examples: float
+    """In ``group``: the mean of all processes."""
     plan: Verified | None = None
     peak: float | None = None
     reason: str = ""
@@ -175,10 +180,6 @@ class _Entry:
     """That are timed in a row."""
     seconds: list[float] = dataclasses.field(default_factory=list)
     finalist: bool = False
-
-    @property
-    def examples(self) -> int:
-        return sum(examples(batch) for batch in self.group)
 
     @property
     def rate(self) -> float:
@@ -239,9 +240,8 @@ class _Search:
         best, behind, growing = 0.0, 0, False
         for size, group in candidates:
             growing = bool(entries) and size > entries[-1].size
-            entry = _Entry(size, group)
-            entry.reason = self._beyond(entries[-1], size) if growing and entries[-1].peak else ""
-            entry.reason = entry.reason or self._attempt(entry)
+            entry = _Entry(size, group, self.world.agreed(float(sum(map(examples, group)))))
+            entry.reason = self._agreed(self._beyond(entries[-1], size) if growing else "") or self._attempt(entry)
             entries.append(entry)
             if entry.reason:
                 if growing:  # what is larger will not fit either
@@ -268,22 +268,29 @@ class _Search:
         return max(entry.rate for entry in last) > leader.rate * (1 + TIE)
 
     def _attempt(self, entry: _Entry) -> str:
-        """Run ``entry`` for the first time; returns why it cannot run, or nothing."""
-        try:
-            reason = self._fit(entry)
-            if not reason:
-                self._time(entry)
-                entry.seconds += [self._time(entry), self._time(entry)]
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            reason = "it does not fit into memory"
-        if self.world.any(bool(reason)):
+        """Run ``entry`` for the first time; returns why it cannot run, or nothing, the same in all processes."""
+        reason = self._tried(self._fit, entry) or self._tried(self._first_times, entry)  # updates are of all processes
+        if reason:
             self.step.discard()
-            if self.trainer.device.type == "cuda":
-                torch.cuda.empty_cache()
-            return reason or "it does not fit into the memory of another process"
+            torch.cuda.empty_cache()  # does nothing where there is no GPU
+        return reason
+
+    def _tried(self, action: Callable[[_Entry], str], entry: _Entry) -> str:
+        """The reason that ``action`` gives, or that there is no memory for it."""
+        try:
+            reason = action(entry)
+        except (RuntimeError, MemoryError) as error:
+            go_on(error, repeats=self.world.repeats)
+            reason = "it does not fit into memory"
+        return self._agreed(reason)
+
+    def _first_times(self, entry: _Entry) -> str:
+        entry.seconds += [self._time(entry) for _ in range(3)][1:]
         return ""
+
+    def _agreed(self, reason: str) -> str:
+        """``reason`` if there is one, else whether another process has one: what follows is the same for all."""
+        return reason or "it does not fit into the memory of another process" if self.world.any(bool(reason)) else ""
 
     def _fit(self, entry: _Entry) -> str:
         """Measure the activations of ``entry``, and see to their budget; returns why that cannot be kept, or nothing."""
@@ -375,11 +382,12 @@ def backward(step: Step, batch: Batch) -> None:
 def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], float]:
     """Batches with up to ``largest`` examples, 16 batches by default, and the seconds that the loader took for them."""
     begun, drawn, count = time.perf_counter(), list[Batch](), 0
-    for batch in itertools.islice(batches, None if largest else 16):
-        drawn.append(batch)
-        count += examples(batch)
-        if largest and count >= largest:
-            break
+    with untouched(batches) as peeked:
+        for batch in itertools.islice(peeked, None if largest else 16):
+            drawn.append(batch)
+            count += examples(batch)
+            if largest and count >= largest:
+                break
     if not drawn:
         raise WorkloadError("The loader gave no batch, so no batch size can be found. Give one with examples in it.")
     return drawn, time.perf_counter() - begun

@@ -15,7 +15,7 @@ from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.live import peak_activations
-from trimtab.train.memory_errors import out_of_memory
+from trimtab.train.memory_errors import go_on
 from trimtab.train.plans import Plan, front
 from trimtab.train.recompute import Recomputed
 from trimtab.train.rehearsal import rehearsal
@@ -62,8 +62,10 @@ def choose(
 
     Raises:
         UsageError: no plan keeps the budget; the message names the smallest that one does keep.
-        WorkloadError: the forward pass has a backward pass in it.
+        WorkloadError: the forward pass has a backward pass in it, or memory ran out where other processes cannot be told of it.
     """
+    world = world or World()
+    failed: BaseException | None = None
     with rehearsal(model) as kept:
         try:
             traced = trace(model, forward, device)
@@ -73,14 +75,15 @@ def choose(
                 "make micro-batches smaller: Settings(batch=...)."
             ) from error
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            raise UsageError(_impossible(budget, {})) from error
+            go_on(error, repeats=world.repeats)
+            failed = error
+        if world.any(failed is not None):  # all of them, because what follows asks all
+            raise UsageError(_impossible(budget, {})) from failed
         changing = tuple(kept.changed())
         plans = front(model, traced)
-        if world is not None and world.size > 1:
+        if world.size > 1:
             plans = _those_of_the_first(model, plans, world)
-        search = _Search(model, forward, device, plans, changing, budget, world or World())
+        search = _Search(model, forward, device, plans, changing, budget, world)
         index = search.run()
         if index is None:
             raise UsageError(_impossible(budget, search.peaks))
@@ -146,8 +149,7 @@ class _Search:
         try:
             return peak_activations(self._step, self.model.parameters(), self.device)
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
+            go_on(error, repeats=self.world.repeats)
             return math.inf
         finally:
             recomputed.undo()

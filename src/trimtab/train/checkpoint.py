@@ -25,7 +25,14 @@ from trimtab._json import dumps
 from trimtab.errors import StorageError, UsageError
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
-SCHEMA = 2
+SCHEMA = 3
+SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""What tensors of other layouts are made of: methods that give strided ones."""
+LAYOUTS = {str(layout): layout for layout in SPARSE}
 _NAME = re.compile(r"update-(\d{8})")
 
 
@@ -166,7 +173,8 @@ class Encoder:
             UsageError: something inside can be neither.
         """
         if isinstance(value, torch.Tensor):
-            return {"tensor": self._keep(value.detach())}
+            value = value.detach()
+            return {"tensor": self._keep(value)} if value.layout == torch.strided else self._sparse(value)
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
             return {"float": str(float(value))}
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -181,6 +189,18 @@ class Encoder:
             f"A {type(value).__module__}.{type(value).__qualname__} cannot be kept in a checkpoint. Use tensors, numbers, "
             "strings, lists, tuples and dicts in what state_dict() returns."
         )
+
+    def _sparse(self, tensor: torch.Tensor) -> Any:
+        """A tensor that is made of others."""
+        if (names := SPARSE.get(tensor.layout)) is None:
+            raise UsageError(
+                f"A tensor with the layout {tensor.layout} cannot be kept in a checkpoint. Make it dense, or one of "
+                f"{', '.join(LAYOUTS)}; or give register_buffer(..., persistent=False) for what is made anew each time."
+            )
+        parts = [getattr(tensor, name)().contiguous() for name in names]
+        sorted_once = tensor.layout == torch.sparse_coo and tensor.is_coalesced()
+        keys = [self._keep(part) for part in parts]
+        return {"sparse": str(tensor.layout), "size": list(tensor.shape), "parts": keys, "coalesced": sorted_once}
 
     def _keep(self, tensor: torch.Tensor) -> str:
         storage = tensor.untyped_storage().data_ptr()
@@ -203,11 +223,22 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tree
     if "tensor" in tree:
         return tensors[tree["tensor"]]
+    if "sparse" in tree:
+        return _made_of([tensors[key] for key in tree["parts"]], tree)
     if "float" in tree:
         return float(tree["float"])
     if "tuple" in tree:
         return tuple(decode(item, tensors) for item in tree["tuple"])
     return {decode(key, tensors): decode(item, tensors) for key, item in tree["items"]}
+
+
+def _made_of(parts: Sequence[torch.Tensor], facts: Mapping[str, Any]) -> torch.Tensor:
+    """The sparse tensor that :meth:`Encoder.encode` took apart."""
+    if (layout := LAYOUTS[facts["sparse"]]) == torch.sparse_coo:
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, facts["size"], is_coalesced=facts["coalesced"])
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(compressed, plain, values, facts["size"], layout=layout)
 
 
 def sha256(path: pathlib.Path) -> str:

@@ -95,7 +95,7 @@ def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
     moved = mover(trainer.device)(batch)
     trainer.modes.train(model)
     made = Candidate.of(_Loss(model, objective, moved), tuple(tensors(moved)))
-    return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads")})
+    return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads", "autocast")})
 
 
 def why_not_alone(trainer: Trainer) -> str | None:

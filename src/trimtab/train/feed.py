@@ -12,8 +12,10 @@ import torch
 
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.clock import Clock
-from trimtab.train.objective import Batch, examples, length, tensors
+from trimtab.train.draws import datasets_of
+from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
+from trimtab.train.rows import inside, length, rows_of
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
@@ -62,6 +64,13 @@ class Feed:
         """What :attr:`micro` was before an attempt that a batch may still put an end to."""
         self.taken = 0
         """Batches of the running epoch that were given out, or skipped."""
+        self.short = False
+        """Whether the loader had fewer batches than were to be skipped."""
+        self.drew = False
+        """Whether reading has drawn from torch's random numbers in the middle of the epoch, between those that the model draws:
+        gone through again without the model, the loader then gives something else."""
+        self.renewed: bool | None = None
+        """Whether workers that stay are started anew for each epoch, once that is known."""
         self._transfer = transfer or Transfer(move)
         self._running: Iterator[Any] = iter(())
 
@@ -74,10 +83,14 @@ class Feed:
         if isinstance(batches, Seekable):
             batches.seek(epoch, skip)
             skip = 0
-        running = iter(batches)
-        for _ in itertools.islice(running, skip):
-            pass
+        running = self._watched(iter(batches)) if _draws_here(batches) else iter(batches)
+        self.short = sum(1 for _ in itertools.islice(running, skip)) < skip
         self._running = self._transfer.start(running, ahead=_may_run_ahead(batches))
+
+    def renew(self) -> None:
+        """Have workers that stay go, so that the next epoch starts others."""
+        self._running = iter(())  # which holds them, and would be part of those that are forked next
+        set_workers(self.batches, running=False)
 
     def length(self) -> int | None:
         """How many groups are left of the epoch, where the loader can say."""
@@ -96,6 +109,16 @@ class Feed:
             yield group
         if not self.taken:
             raise WorkloadError(f"The loader gave no batch. {_why_empty(self.batches)}")
+
+    def _watched(self, running: Iterator[Batch]) -> Iterator[Batch]:
+        """``running``, watching what is drawn after the first batch: before that the model draws nothing."""
+        for number in itertools.count():
+            before = torch.get_rng_state()
+            batch = next(running, _END)
+            if batch is _END:
+                return
+            self.drew |= number > 0 and not torch.equal(before, torch.get_rng_state())
+            yield batch
 
     def _group(self) -> list[Batch]:
         group: list[Batch] = []
@@ -128,9 +151,9 @@ class Feed:
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:
-    """Tell the loader, its samplers, and what its batch sampler draws from, which epoch begins."""
+    """Tell the loader, its samplers, what its batch sampler draws from, and its dataset, which epoch begins."""
     groups = getattr(batches, "batch_sampler", None)
-    places = [batches, getattr(batches, "sampler", None), groups, getattr(groups, "sampler", None)]
+    places = [batches, getattr(batches, "sampler", None), groups, getattr(groups, "sampler", None), *datasets_of(batches)]
     for place in {id(place): place for place in places}.values():
         set_epoch = getattr(place, "set_epoch", None)
         if set_epoch is not None:
@@ -140,6 +163,12 @@ def _set_epoch(batches: Any, epoch: int) -> None:
 def _may_run_ahead(batches: Any) -> bool:
     """Whether a batch can be read before its turn without drawing random numbers that belong to somebody else."""
     return isinstance(batches, Seekable) or bool(getattr(batches, "num_workers", 0))
+
+
+def _draws_here(batches: Any) -> bool:
+    """Whether what comes next may be drawn in this process when its turn comes, and not as the epoch begins."""
+    streams = isinstance(getattr(batches, "dataset", None), torch.utils.data.IterableDataset)
+    return isinstance(batches, Iterator) or (streams and not getattr(batches, "num_workers", 0))
 
 
 def keeps_workers(batches: Any) -> bool:
@@ -182,20 +211,33 @@ def mover(device: torch.device, *, channels_last: bool = False) -> Callable[[Bat
 
 
 def split(batch: Batch, size: int) -> list[Batch]:
-    """``batch`` in parts of at most ``size`` examples, cut along the first axis of every tensor as long as the batch.
+    """``batch`` in parts of at most ``size`` examples, as even as can be: BatchNorm has no use for a last one of one example.
 
-    Lists as long as the batch, of names or numbers say, are cut alike; whatever else there is goes to every part.
+    Cut are the first axis of every tensor as long as the batch, and lists with an entry per example; whatever else there is
+    goes to every part.
+
+    Raises:
+        WorkloadError: its tensors differ in their first axis, or it may be a list of examples or of columns.
     """
     count = examples(batch)
     if count <= size:
         return [batch]
-    if any(tensor.dim() and len(tensor) != count for tensor in tensors(batch)):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(batch))
+    rows = {id(row) for row in rows_of(batch) if len(row) == count}
+    columns = _columns(batch, rows)
+    if any(tensor.dim() and len(tensor) != count for tensor in columns):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in columns)
         raise WorkloadError(
             f"A batch cannot be taken apart into micro-batches of {size}: its tensors differ in their first axis ({shapes}). "
             "Make the loader's batches smaller and set accumulate instead."
         )
-    return [rebuilt(batch, _part(start, start + size, count)) for start in range(0, count, size)]
+    if isinstance(batch, list) and 2 < len(batch) > count and all(isinstance(each, torch.Tensor) for each in batch):
+        raise WorkloadError(
+            f"A batch cannot be taken apart into micro-batches of {size}: it is a list of {len(batch)} tensors, which may be "
+            f"{len(batch)} examples, or columns of {count} each. Stack examples, and give columns in a tuple."
+        )
+    number = -(-count // size)
+    ends = list(itertools.accumulate(count // number + (part < count % number) for part in range(number)))
+    return [rebuilt(batch, _part(*bounds, count, rows)) for bounds in zip([0, *ends], ends, strict=False)]
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -204,41 +246,49 @@ def join(batches: Sequence[Batch]) -> Batch:
     Raises:
         WorkloadError: their tensors differ in more than the first axis.
     """
-    return _joined(batches, [length(batch) for batch in batches])
+    rows = {id(row) for batch in batches for row in rows_of(batch)}
+    return _joined(batches, [length(batch) for batch in batches], rows)
 
 
-def _joined(batches: Sequence[Batch], counts: Sequence[int | None]) -> Batch:
+def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[int]) -> Batch:
     first = batches[0]
     if isinstance(first, torch.Tensor):
         if len({(batch.dtype, batch.shape[1:]) for batch in batches}) > 1:
             shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
             raise WorkloadError(f"exact_batchnorm needs batches of one shape, but these are {shapes}. Pad them alike.")
         return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
-    if all(_per_example(batch, count) for batch, count in zip(batches, counts, strict=True)):
+    if all(_per_example(batch, count, rows) for batch, count in zip(batches, counts, strict=True)):
         return np.concatenate(batches) if isinstance(first, np.ndarray) else type(first)(itertools.chain(*batches))
     if isinstance(first, Mapping):
-        return {key: _joined([batch[key] for batch in batches], counts) for key in first}
+        return {key: _joined([batch[key] for batch in batches], counts, rows) for key in first}
     if isinstance(first, (tuple, list)):
-        items = [_joined(items, counts) for items in zip(*batches, strict=True)]
+        items = [_joined(items, counts, rows) for items in zip(*batches, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else items
     return first
 
 
-def _part(start: int, end: int, count: int) -> Callable[[Batch], Batch]:
+def _part(start: int, end: int, count: int, rows: set[int]) -> Callable[[Batch], Batch]:
     def part(item: Batch) -> Batch:
         whole = isinstance(item, torch.Tensor) and item.dim()
-        return item[start:end] if whole or _per_example(item, count) else rebuilt(item, part)
+        return item[start:end] if whole or _per_example(item, count, rows) else rebuilt(item, part)
 
     return part
 
 
-def _per_example(item: Any, count: int | None) -> bool:
+def _columns(batch: Batch, rows: set[int]) -> list[torch.Tensor]:
+    """The tensors in ``batch`` that are not in a list with an entry per example."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    return [] if id(batch) in rows else [tensor for item in inside(batch) for tensor in _columns(item, rows)]
+
+
+def _per_example(item: Any, count: int | None, rows: set[int]) -> bool:
     """Whether ``item`` is no tensor, but has one value for each of so many examples; of any number where none is known."""
     if isinstance(item, np.ndarray):
         return item.ndim > 0 and count in (None, len(item))
     if not isinstance(item, (list, tuple)) or hasattr(item, "_fields") or count not in (None, len(item)):
         return False
-    return not any(isinstance(each, (torch.Tensor, np.ndarray, Mapping, list, tuple)) for each in item)
+    return id(item) in rows or not any(isinstance(each, (torch.Tensor, np.ndarray, Mapping, list, tuple)) for each in item)
 
 
 def rebuilt(batch: Batch, change: Callable[[Batch], Batch]) -> Batch:

@@ -20,6 +20,8 @@ def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused
         raise UsageError(f"{reason} Leave Settings(optimizer=...) out.")
     for group in optimizer.param_groups:
         group |= {name: kernels == name for name in ("foreach", "fused") if name in optimizer.defaults}
+    if hasattr(optimizer, "_step_supports_amp_scaling"):  # of one made with fused=True: only those kernels take float16's scale
+        optimizer._step_supports_amp_scaling = kernels == "fused"
     for parameter, state in optimizer.state.items():  # fused kernels count steps on the device, the others on the host
         if isinstance(step := state.get("step"), torch.Tensor) and not optimizer.defaults.get("capturable"):
             state["step"] = step.to(parameter.device if kernels == "fused" else "cpu")

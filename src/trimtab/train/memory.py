@@ -11,7 +11,8 @@ import torch
 from trimtab.errors import WorkloadError
 from trimtab.measure.memory import PeakMemory, PeakUse
 from trimtab.train.batch_size import micro_batch, parts, plan_for
-from trimtab.train.memory_errors import out_of_memory
+from trimtab.train.distributed.group import PeerMemoryError
+from trimtab.train.memory_errors import out_of_memory, said
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.recompute import Recomputed, longest_chain
 from trimtab.train.rehearsal import Kept
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 AGAIN_AFTER = 100
 """Updates after which whole batches are tried again where memory did not suffice; twice as many after each failure."""
+_ASSERTED = (
+    "The GPU stopped at an index that is out of range (CUDA error: device-side assert triggered): most often a label that the "
+    "model has no output for, or a token that its embedding has no row for. Run a few updates with Settings(device='cpu'), "
+    "which says which one it is. This process cannot use the GPU any more."
+)
 _SLACK = 1.05
 """A batch of so many times the elements of the one that the plan was made for gets a new plan."""
 
@@ -133,7 +139,7 @@ class Fitting:
         """The update from ``group``.
 
         Raises:
-            WorkloadError: a single example does not fit, or batches may not be taken apart.
+            WorkloadError: a single example does not fit, batches may not be taken apart, or the GPU met an impossible index.
         """
         size = largest = max(map(examples, group))
         if self.limit is not None and self._since < self._wait:
@@ -147,6 +153,8 @@ class Fitting:
                 update = step(group)
                 break
             except (RuntimeError, MemoryError) as error:
+                if "device-side assert" in str(error):
+                    raise WorkloadError(_ASSERTED) from error
                 if not out_of_memory(error):
                     raise
                 self._may_split(step, size, error)
@@ -161,8 +169,8 @@ class Fitting:
         return update
 
     def _may_split(self, step: Step, size: int, error: BaseException) -> None:
-        words = str(error).strip().partition("\n")[0]
-        if step.world.any(size == 1):
+        words = said(error)
+        if step.world.any(size == 1 and not isinstance(error, PeerMemoryError)):  # whoever ran out of memory has a larger one
             raise WorkloadError(
                 f"A single example does not fit into memory ({words}). Recompute activations with Settings(activation_mb=...), "
                 "use a smaller model or shorter inputs."

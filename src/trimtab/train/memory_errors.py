@@ -1,8 +1,13 @@
-"""How allocators say that they ran dry."""
+"""How allocators say that they ran dry, and what is told where that ends a run."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+
+from trimtab.errors import WorkloadError
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -11,3 +16,45 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
+
+
+def said(error: BaseException) -> str:
+    """The first line of what ``error`` says."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+@contextlib.contextmanager
+def final(sentence: str) -> Iterator[None]:
+    """A block that cannot be tried again, because it has begun to change what a second try would begin with.
+
+    Raises:
+        WorkloadError: memory ran out in it; the error says ``sentence``, with the allocator's words for its ``{words}``.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise WorkloadError(sentence.format(words=said(error))) from error
+
+
+def no_second_try(error: BaseException) -> WorkloadError:
+    """What ends a run of several processes in which memory ran out where the others cannot be told of it."""
+    return WorkloadError(
+        f"This process ran out of memory ({said(error)}), and several processes cannot make this update again in smaller "
+        "parts, because the others wait for this one in the middle of it. Give smaller batches, or recompute activations with "
+        "Settings(activation_mb=...)."
+    )
+
+
+def go_on(error: BaseException, *, repeats: bool) -> None:
+    """Return if ``error`` says that memory ran out, in something that can be tried in another way.
+
+    Raises:
+        BaseException: it says something else: ``error`` itself.
+        WorkloadError: the other processes of the run are left waiting, so that nothing is repeated.
+    """
+    if not out_of_memory(error):
+        raise error
+    if not repeats:
+        raise no_second_try(error) from error

@@ -22,6 +22,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.rows import length
+from trimtab.workload import user_code
 
 Weight = float | torch.Tensor
 Batch = Any
@@ -32,6 +34,10 @@ IGNORED = -100
 _EITHER = (
     "Give the mean alone, or (mean, weight) where the weight says how much the mean is over, such as the number of tokens; "
     "other figures are for metrics=... and callbacks."
+)
+_NOT_ALONE = (
+    "One example has no statistics of its own. If it is what is left for the last batch, leave it out with drop_last=True; "
+    "else make batches, or Settings(batch=...), larger."
 )
 _MODEL_NAMES = frozenset({"model", "module", "net", "network"})
 _CLASSES = (functional.cross_entropy, functional.nll_loss)
@@ -50,6 +56,14 @@ _MODULES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
     nn.PoissonNLLLoss: functional.poisson_nll_loss,
 }
+
+
+class in_step(user_code):
+    """Says what to do about a batch of one example that BatchNorm does not take, as the last one of an epoch may be."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        alone = isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")
+        user_code(self.what, _NOT_ALONE if alone else self.fix).__exit__(kind, error, trace)
 
 
 class Objective:
@@ -73,6 +87,11 @@ class Objective:
         self.summed = _options(loss).get("reduction") == "sum"
         """Whether the loss is a sum, so that those of several batches add up as they are."""
         self._with_model = loss is not None and _takes_model(loss)
+        self.calls_model = loss is None or self._with_model
+        """Whether nobody but the loss sees the model's outputs."""
+        self._weighs = False
+        """Whether what the last loss is a mean over was known."""
+        self._doubted = False
         self._elementwise = _kind(loss) in _ELEMENTWISE
 
     def __call__(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight]:
@@ -112,7 +131,30 @@ class Objective:
             )
         if self.summed or not weighed:
             return loss, 1.0, outputs
+        self._weighs = weight is not None
         return loss, examples(batch) if weight is None else weight, outputs
+
+    def doubt(self, group: Sequence[Batch], *, alone: bool) -> str | None:
+        """Why the losses of ``group``, from which an update was made, may count for something else than they are a mean over.
+
+        It is asked after each update, by one process ``alone`` or several, and looks at the first to which it matters.
+        """
+        if self._doubted or (alone and len(group) == 1):
+            return None
+        self._doubted = True
+        if self.summed or self._weighs:
+            return None
+        if any(length(batch) is None for batch in group):
+            return (
+                "Nothing tells how many examples a batch has, so that all batches count alike. If they are not alike, return "
+                "(mean, weight) from loss(model, batch)."
+            )
+        if not self.calls_model and any(map(_ignores, group)):
+            return (
+                f"Some targets are {IGNORED}. If the loss leaves them out, as torch's own do, its mean is over fewer than the "
+                "examples that it counts for: return (mean, weight) from loss(model, batch), or give one of torch's losses."
+            )
+        return None
 
     def _refuse_broadcast(self, outputs: Any, targets: Any) -> None:
         """Stop where torch would only warn, and then compare outputs with the targets of other examples."""
@@ -184,23 +226,18 @@ def opaque(batch: Batch) -> bool:
 
 
 def examples(batch: Batch) -> int:
-    """The number of examples in ``batch``: the length of its first tensor that has one, 1 if there is none."""
+    """The number of examples in ``batch``; 1 if nothing tells."""
     found = length(batch)
     return 1 if found is None else found
 
 
-def length(batch: Batch) -> int | None:
-    """The length of the first tensor in ``batch`` that has one."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else None
-    if isinstance(batch, PackedSequence):  # whose data has a row for every step
-        return int(batch.batch_sizes[0])
-    items = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, Mapping) else ()
-    return next((found for item in items if (found := length(item)) is not None), None)
+def is_pair(batch: Batch) -> bool:
+    """Whether ``batch`` is of inputs and targets."""
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
 def _pair(batch: Batch) -> tuple[Any, Any]:
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+    if is_pair(batch):
         return batch[0], batch[1]
     shape = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
     raise WorkloadError(
@@ -284,6 +321,11 @@ def _ignored(loss: Callable[..., Any]) -> int:
     """The label that ``loss`` leaves out."""
     ignored = _options(loss).get("ignore_index")
     return IGNORED if ignored is None else int(ignored)
+
+
+def _ignores(batch: Batch) -> bool:
+    """Whether there are labels in a pair of inputs and targets that are commonly left out of a mean."""
+    return any(not (t.is_floating_point() or t.is_complex()) and bool((t == IGNORED).any()) for t in tensors(batch[1]))
 
 
 def _wrong_label(loss: Callable[..., Any], outputs: Any, targets: Any, error: IndexError) -> str:

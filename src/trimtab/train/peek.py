@@ -7,11 +7,11 @@ import copy
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
-from trimtab.train.feed import Seekable
+from trimtab.train.draws import generators_of, set_states, states_of
+from trimtab.train.feed import Seekable, set_workers
 from trimtab.train.objective import Batch
 from trimtab.train.runtime import random_state, set_random_state
 
@@ -25,18 +25,25 @@ def first_batches(loader: Iterable[Batch], count: int) -> tuple[list[Batch], Ite
     Generators of random numbers, torch's own and those of the loader and its samplers, are put back, so that the run draws what
     it would have drawn. What can be gone through only once gets its batches put back in front.
     """
-    if isinstance(loader, Iterator):
+    with untouched(loader) as peeked:
+        batches = _some(iter(peeked), count)
+    return batches, itertools.chain(batches, loader) if isinstance(loader, Iterator) else loader
+
+
+@contextlib.contextmanager
+def untouched(loader: Iterable[Batch]) -> Iterator[Iterable[Batch]]:
+    """A block that gets what gives the batches of ``loader``, from their beginning; no random generator shows it afterwards."""
+    peeked = copy.copy(loader) if isinstance(loader, torch.utils.data.DataLoader) else loader
+    set_workers(peeked, running=False)  # it has workers of its own: random numbers of those that stay go on
+    generators = generators_of(loader)
+    before = states_of(generators)
+    try:
         with kept_random():
-            batches = _some(loader, count)
-        return batches, itertools.chain(batches, loader)
-    if isinstance(loader, torch.utils.data.DataLoader):
-        peeked: Iterable[Batch] = copy.copy(loader)  # with workers of its own: random numbers of those that stay go on
-        with kept_random(), _kept_generators(loader):
-            return _some(iter(peeked), count), loader
-    with kept_random(), _kept_generators(loader):
-        if isinstance(loader, Seekable):
-            loader.seek(0, 0)
-        return _some(iter(loader), count), loader
+            if isinstance(loader, Seekable):
+                loader.seek(0, 0)
+            yield peeked
+    finally:
+        set_states(generators, before)
 
 
 @contextlib.contextmanager
@@ -47,26 +54,6 @@ def kept_random() -> Iterator[None]:
         yield
     finally:
         set_random_state(before)
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators of ``loader``, its sampler and its batch sampler, each once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = {id(g): g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
-    return list(found.values())
-
-
-@contextlib.contextmanager
-def _kept_generators(loader: Any) -> Iterator[None]:
-    """A block after which the generators of ``loader``, its sampler and its batch sampler stand where they stood."""
-    found = generators_of(loader)
-    before = [generator.get_state() for generator in found]
-    try:
-        yield
-    finally:
-        for generator, state in zip(found, before, strict=True):
-            generator.set_state(state)
 
 
 def _some(batches: Iterator[Batch], count: int) -> list[Batch]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,11 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
+from trimtab.train import epoch, lengths
 from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.clock import Clock, clock_for
 from trimtab.train.compiling import CompiledStep, CompileWatch
-from trimtab.train.epoch import random_of
 from trimtab.train.feed import Feed, mover
 from trimtab.train.kernels import use_kernels
 from trimtab.train.prefetch import transfer_for
@@ -61,7 +63,7 @@ def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int
     trainer.world.timed(clock)
     called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None)
     step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock, trainer.log_every)
-    updates = steps if steps is not None else updates_of(train, settings.accumulate, epochs or 0)
+    updates = steps if steps is not None else lengths.updates_of(train, settings.accumulate, epochs or 0)
     updates = None if updates is None else max(trainer.world.gathered(updates))
     scheduler = trainer.scheduler = _scheduler(trainer, updates)
     made = Ready(feed, step, scheduler, clock, move, updates)
@@ -135,12 +137,25 @@ def check_device(name: str) -> None:
         UsageError: torch cannot put a tensor on it.
     """
     try:
-        torch.empty(0, device=name)
+        device, local = torch.device(name), os.environ.get("LOCAL_RANK")
+        if device.type == "cuda" and device.index is None and local is not None:
+            device = torch.device("cuda", int(local))  # what is made on another process's GPU takes memory there
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise UsageError(
             f"Settings device is {name!r}, which cannot be used here: {reason}. Use 'cpu', or mend that."
         ) from error
+
+
+def loss_on(loss: Any, device: torch.device) -> Any:
+    """``loss`` with the tensors of its own, such as the weights of classes, on ``device``."""
+    if isinstance(loss, nn.Module):
+        return loss.to(device)
+    if not isinstance(loss, functools.partial):
+        return loss
+    options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in loss.keywords.items()}
+    return functools.partial(loss.func, *loss.args, **options)
 
 
 def check_place(model: nn.Module, device: torch.device) -> None:
@@ -155,30 +170,6 @@ def check_place(model: nn.Module, device: torch.device) -> None:
                 f"The model is on {there}, and Settings device is {device.type!r}, where it would be trained. Give "
                 f"Settings(device={there!r}), or move the model first: model.to({device.type!r})."
             )
-
-
-def check_lengths(epochs: int | None, steps: int | None) -> None:
-    """Refuse a run of no stated length.
-
-    Raises:
-        UsageError: neither or both are given, or one is below 1.
-    """
-    if (epochs is None) == (steps is None):
-        raise UsageError(f"fit() takes epochs=... or steps=...; {'both' if epochs is not None else 'neither'} were given.")
-    name, value = ("epochs", epochs) if epochs is not None else ("steps", steps)
-    if not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-
-
-def check_counts(**counts: int | None) -> None:
-    """Refuse a number of updates below 1.
-
-    Raises:
-        UsageError: one is.
-    """
-    for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name} is {value!r}; it is a number of updates: a whole number of at least 1.")
 
 
 def check_folder(trainer: Trainer) -> None:
@@ -200,17 +191,6 @@ def check_folder(trainer: Trainer) -> None:
         )
 
 
-def begin_other(trainer: Trainer, before: Any, given: Any) -> None:
-    """Have data begin at its beginning if it is not that of the run before, which may have ended in mid-epoch."""
-    dataset, batch = getattr(given, "dataset", None), trainer.position.batch
-    anew = dataset is not None and dataset is getattr(before, "dataset", None)
-    if before is given or (anew and updates_of(before, 1, 1) == updates_of(given, 1, 1)):
-        return
-    if batch and trainer.resuming is None:
-        trainer.note(f"The run before ended after batch {batch} of an epoch of other data; this data begins at its beginning.")
-        trainer.position.batch = 0
-
-
 def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
     """Everything that the next update depends on; of several processes, all must ask for it."""
     world = trainer.world
@@ -220,9 +200,11 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "scheduler": schedules.state_of(ready.scheduler),
         "step": ready.step.state_dict(),
         "ema": None if trainer.ema is None else world.whole(trainer.ema.shadow),
+        "ema_updates": None if trainer.ema is None else trainer.ema.updates,
         "best": world.whole(trainer.best_parameters),
         "position": dataclasses.asdict(trainer.position),
-        "random": world.gathered(random_of(ready.feed.batches)),
+        "batches": lengths.batches_in_all(ready.feed.batches, world),
+        "random": world.gathered(epoch.random_of(ready.feed.batches)),
         "epoch_random": world.gathered(trainer.epoch_random),
         "unsent": world.unsent(),
         "processes": world.size,
@@ -271,6 +253,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.model.load_state_dict({name: world.part(value, now[name]) for name, value in state["model"].items()})
     world.seed = state["seed"]
     if trainer.ema is not None:
+        trainer.ema.updates = state["ema_updates"]
         trainer.ema.follow(trainer.model)  # a lazy one has its shapes only now
         for name, value in trainer.ema.shadow.items():
             if name in state["ema"] and state["ema"][name].shape == value.shape:  # some buffers are made by a forward pass
@@ -348,19 +331,11 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def updates_of(train: Iterable[Any], accumulate: int, epochs: int) -> int | None:
-    """How many updates so many epochs are; ``None`` where the loader cannot say."""
-    try:
-        return -(-len(train) // accumulate) * epochs  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
 def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
     schedule = trainer.schedule
     if schedule is None or isinstance(schedule, LRScheduler):
-        if isinstance(schedule, LRScheduler) and schedule.optimizer is not trainer.optimizer:
-            raise UsageError("The schedule is of another optimizer than the one given. Make it from the same object.")
+        if schedule is not None:
+            schedules.refuse_foreign(schedule, trainer.optimizer)
         return schedule
     if updates is None:
         raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
@@ -368,7 +343,7 @@ def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
     kept = [dict(group) for group in groups]
     for group in groups if before is not None else ():  # a second run shapes the rates that the first one began with
         group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
-    made = schedule(trainer.optimizer, updates)
+    made = schedules.made(schedule, trainer.optimizer, updates)
     if before is not None:
         for group, values in zip(groups, kept, strict=True):
             group.update(values)
@@ -379,17 +354,28 @@ def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
 
 def _load_rest(made: Ready, state: Mapping[str, Any], world: World) -> None:
     optimizer = made.step.optimizer
-    optimizer.load_state_dict(state["optimizer"])  # not before, because making a scheduler changes the learning rates
-    _like_parameters(optimizer, world)
+    # Not before, because making a scheduler changes the learning rates.
+    optimizer.load_state_dict({**state["optimizer"], "state": _shared_out(state["optimizer"], optimizer, world)})
+    _like_parameters(optimizer)
     made.step.load_state_dict(state["step"])
     schedules.load(made.scheduler, state["scheduler"])
 
 
-def _like_parameters(optimizer: Optimizer, world: World) -> None:
+def _shared_out(state: Mapping[str, Any], optimizer: Optimizer, world: World) -> dict[Any, Any]:
+    """This process's part of the state per parameter: the optimizer would put the whole of it on the device."""
+    found = dict(state["state"])
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, parameter in zip(places, parameters, strict=True):
+        if place in found:
+            values = found[place].items()
+            found[place] = {n: world.part(v, parameter) if isinstance(v, torch.Tensor) else v for n, v in values}
+    return found
+
+
+def _like_parameters(optimizer: Optimizer) -> None:
     """Lay out the optimizer's tensors as their parameters are: checkpoints know no layouts, and mixed ones are slow."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[name] = value = world.part(value, parameter)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

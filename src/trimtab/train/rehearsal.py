@@ -86,4 +86,6 @@ def _put_back_options(optimizer: Optimizer, options: list[dict[str, tuple[Any, A
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout != torch.strided:  # torch compares no sparse ones
+        a, b = a.detach().to_dense(), b.to_dense()
     return torch.equal(a.detach(), b) or bool(torch.all((a == b) | ((a != a) & (b != b))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, On
 
 from trimtab.errors import UsageError
 from trimtab.train.stopping import EarlyStopping
+from trimtab.workload import user_code
 
 Schedule = Callable[[Optimizer, int], LRScheduler]
 """``schedule(optimizer, updates)`` -> a scheduler that the Trainer steps once per update of ``updates`` in all."""
@@ -43,6 +45,66 @@ def cosine(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
 def linear(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
     """From nothing to the optimizer's own rate in the first ``warmup`` share, then straight to ``floor`` of it."""
     return _shaped(warmup, floor, lambda done: 1 - done)
+
+
+def check_given(schedule: Any) -> None:
+    """Refuse what is no schedule.
+
+    Raises:
+        UsageError: it is neither one of torch's schedulers nor can it be called with an optimizer and a number of updates.
+    """
+    if schedule is None or isinstance(schedule, LRScheduler):
+        return
+    name = getattr(schedule, "__name__", None) or repr(schedule)
+    fix = "Give one such as trimtab.train.schedule.cosine(), or a function: lambda optimizer, updates: StepLR(optimizer, 10)."
+    if not callable(schedule):
+        raise UsageError(f"schedule is {name}, a {type(schedule).__name__}, and no schedule. {fix}")
+    try:
+        inspect.signature(schedule).bind(None, 1)
+    except TypeError as error:
+        raise UsageError(f"schedule is {name}, which cannot be called with (optimizer, updates): {error}. {fix}") from error
+    except ValueError:  # builtins have no signature
+        return
+
+
+def made(schedule: Schedule, optimizer: Optimizer, updates: int) -> LRScheduler:
+    """What ``schedule`` makes for a run of ``updates``.
+
+    Raises:
+        UsageError: it is no scheduler, or one of another optimizer.
+        WorkloadError: the function raised.
+    """
+    with user_code("The schedule raised"):
+        found = schedule(optimizer, updates)
+    if not isinstance(found, LRScheduler):
+        raise UsageError(
+            f"The schedule returned a {type(found).__name__}, not one of torch.optim.lr_scheduler. Let it return one."
+        )
+    refuse_foreign(found, optimizer)
+    return found
+
+
+def refuse_foreign(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Refuse a scheduler that steers another optimizer.
+
+    Raises:
+        UsageError: it does.
+    """
+    if scheduler.optimizer is not optimizer:
+        raise UsageError("The schedule is of another optimizer than the one given. Make it from the same object.")
+
+
+def advance(scheduler: LRScheduler) -> str | None:
+    """One update was made. Where the schedule has come to its end the rate stays as it is, and this is a sentence about it."""
+    if isinstance(scheduler, ReduceLROnPlateau):  # which goes by the validation
+        return None
+    if _ended(scheduler):
+        return (
+            f"The schedule ended after {scheduler.last_epoch} updates, and the run makes more, as where the loader gives more "
+            "batches than its len() says: the learning rate stays as it is."
+        )
+    scheduler.step()
+    return None
 
 
 def state_of(scheduler: LRScheduler | None) -> dict[str, Any] | None:
@@ -90,6 +152,16 @@ def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStop
             f"with mode={watched.mode!r}. Give both one mode: EarlyStopping(metric=..., mode={scheduler.mode!r}) names the "
             "figure; with a large patience it ends nothing."
         )
+
+
+def _ended(scheduler: LRScheduler) -> bool:
+    """Whether one more step would be an error."""
+    if isinstance(scheduler, SequentialLR):
+        coming = scheduler.last_epoch + 1
+        return coming not in scheduler._milestones and _ended(_inside(scheduler)[bisect.bisect(scheduler._milestones, coming)])
+    if isinstance(scheduler, ChainedScheduler):
+        return any(map(_ended, _inside(scheduler)))
+    return isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps
 
 
 def _inside(scheduler: LRScheduler) -> list[LRScheduler]:

@@ -15,10 +15,17 @@ from torch import nn
 from trimtab.candidate import Settings
 from trimtab.errors import NonFiniteError
 from trimtab.train.clock import Clock
+from trimtab.train.memory_errors import final
 from trimtab.train.objective import Batch, Objective, Weight, examples
 from trimtab.train.recompute import buffers_of
 from trimtab.train.rehearsal import Kept
 from trimtab.train.world import World
+
+_NO_ROOM = (
+    "The gradients fit into memory, but what the optimizer needs beside them does not ({words}). Share them out with "
+    "Settings(sharding='shard'), take an optimizer with less state, or one without temporary copies of it, with "
+    "Settings(optimizer='loop') or 'fused'."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,18 +90,19 @@ class Step:
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
+            WorkloadError: memory ran out after the gradients were there, so that the update cannot be made again.
         """
         clock, world = self.clock, self.world
         if len(self._parameters) != self._known:  # what came to the optimizer may have gathered gradients all the time
             self._known = len(self._parameters)
             self.discard()
-        before = Kept(buffer for module, name in self._statistics if (buffer := module._buffers[name]) is not None)
         if self._typical is None and world.size > 1:
             self._typical = world.agreed(max(map(examples, batches)))
         alone = len(batches) == 1 and world.size == 1  # then what the loss is a mean over makes no difference
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
         with world.together(self.model):
+            before = Kept(buffer for module, name in self._statistics if (buffer := module._buffers[name]) is not None)
             for index, batch in enumerate(batches):
                 with world.exchanging(self.model, now=index == len(batches) - 1):  # gradients cross once per update
                     clock.enter("forward")
@@ -106,6 +114,17 @@ class Step:
                     weights.append(weight)
                     clock.enter("backward")
                     self.scaler.scale(self._weighted(loss, weight, len(batches))).backward()  # type: ignore[no-untyped-call]
+        with final(_NO_ROOM):  # others may have made the update by now, and parameters or the optimizer's state may be changed
+            update = self._finish(losses, weights)
+            if not update.applied:
+                before.put_back()
+        self.discard()
+        clock.enter("other")
+        return update
+
+    def _finish(self, losses: list[torch.Tensor], weights: list[Weight]) -> Update:
+        """The update from the gradients that all processes have now."""
+        clock, world = self.clock, self.world
         clock.enter("communication")
         loss, total = world.mean(losses, weights, summed=self.objective.summed)
         clock.enter("optimizer")
@@ -116,13 +135,8 @@ class Step:
         norm = world.norm(grads) if clip_norm is not None or self._made % self._norm_every == 0 else None
         self._made += 1
         if clip_norm is not None and norm is not None:
-            self.world.scale(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does it
-        update = self._apply(Update(loss, world.total(grads) if norm is None else norm, norm, True))
-        if not update.applied:
-            before.put_back()
-        self.discard()
-        clock.enter("other")
-        return update
+            world.scale(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does it
+        return self._apply(Update(loss, world.total(grads) if norm is None else norm, norm, True))
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """The precision that the forward pass runs in."""

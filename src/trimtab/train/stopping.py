@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -46,14 +48,30 @@ class EarlyStopping:
 class Ema:
     """A running average of the parameters, which often generalises better than the last of them.
 
-    Source: Polyak & Juditsky 1992; Tarvainen & Valpola 2017, https://arxiv.org/abs/1703.01780
+    It forgets faster in the beginning, so that a short run is no average of where it began: after ``n`` updates the decay is
+    ``(1 + n) / (10 + n)``, until that exceeds ``decay``. What has fewer than 32 bits is averaged in float32, where the small
+    share of one update does not round to nothing.
+
+    Source: Polyak & Juditsky 1992; Tarvainen & Valpola 2017, https://arxiv.org/abs/1703.01780; on the decay of the beginning,
+    TensorFlow's ExponentialMovingAverage.
+
+    Raises:
+        UsageError: the decay is none.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         if not 0 < decay < 1:
             raise UsageError(f"ema is {decay}; the decay of the average lies between 0 and 1, such as 0.999.")
         self.decay = decay
-        self.shadow = {name: value.detach().clone() for name, value in self._values(model).items()}
+        self.begin(model)
+
+    def begin(self, model: nn.Module) -> None:
+        """Average from here on: the parameters as they are now are the first."""
+        self.updates = 0
+        """That are in the average."""
+        self.shadow = {name: _taken(value) for name, value in self._values(model).items()}
+        self._exact: dict[str, torch.Tensor] = {}
+        """The average itself of what the model has rounded, while the model shows it."""
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -61,20 +79,39 @@ class Ema:
         values = self.follow(model)
         kinds: dict[Any, list[str]] = {}  # what is sharded over other processes, or not at all, cannot be in one operation
         for name, value in values.items():
-            if value.is_floating_point():
-                kinds.setdefault(getattr(value, "device_mesh", None), []).append(name)
+            if value.layout != torch.strided:
+                self.shadow[name] = _taken(value)
+            elif value.is_floating_point() or value.is_complex():
+                kinds.setdefault((getattr(value, "device_mesh", None), value.is_complex()), []).append(name)
             else:
                 self.shadow[name].copy_(value)
+        share = 1 - min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
         for names in kinds.values():
-            torch._foreach_lerp_([self.shadow[n] for n in names], [values[n] for n in names], 1 - self.decay)
+            kept = [self.shadow[name] for name in names]
+            torch._foreach_lerp_(kept, [values[name].to(shadow.dtype) for name, shadow in zip(names, kept, strict=True)], share)
 
     @torch.no_grad()
     def exchange(self, model: nn.Module) -> None:
         """Put the average into the model and the model's own values into the average; twice is as it was."""
         for name, value in self.follow(model).items():
-            kept = value.detach().clone()
-            value.copy_(self.shadow[name])
-            self.shadow[name].copy_(kept)
+            kept, shadow = value.detach().clone(), self.shadow[name]
+            value.copy_(shadow)
+            if name in self._exact:
+                self.shadow[name] = self._exact.pop(name)
+            elif shadow.dtype != value.dtype:
+                self._exact[name], self.shadow[name] = shadow, kept.to(shadow.dtype)
+            else:
+                shadow.copy_(kept)
+
+    @contextlib.contextmanager
+    def shown(self, model: nn.Module) -> Iterator[None]:
+        """A block in which ``model`` has the average."""
+        self.exchange(model)
+        try:
+            yield
+        finally:
+            self.exchange(model)
 
     def buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """What the average has for the buffers of ``model``."""
@@ -89,8 +126,10 @@ class Ema:
 
     def _kept(self, name: str, value: torch.Tensor) -> torch.Tensor:
         kept = self.shadow.get(name)
-        same = kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype)
-        return kept if same and kept is not None else value.detach().clone()
+        if kept is not None and (kept.shape, kept.dtype) == (value.shape, _wide(value)):
+            return kept
+        self._exact.pop(name, None)
+        return _taken(value)
 
     @staticmethod
     def _values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -98,7 +137,73 @@ class Ema:
         return {name: value for name, value in values.items() if not is_lazy(value)}  # until a forward pass has made it
 
 
+class Shown:
+    """What a run leaves in its model in place of what its last update left: the average, or the best parameters.
+
+    The run that goes on with the same data begins with the latter again; its optimizer goes with those.
+    """
+
+    def __init__(self, model: nn.Module, ema: Ema | None) -> None:
+        self.model, self.ema = model, ema
+        self._average = False
+        self._best: Mapping[str, Any] | None = None
+        self._last: dict[str, Any] = {}
+        """What the model had before the best parameters were put into it."""
+
+    def show(self, best: Mapping[str, Any] | None) -> None:
+        """Put into the model what its owner is to have."""
+        if self.ema is not None:
+            self.ema.exchange(self.model)
+            self._average = True
+        if best is not None:
+            self._best, self._last = best, copied_state(self.model)
+            self.model.load_state_dict(best)
+
+    def take_back(self, *, update: int, same: bool) -> None:
+        """Put back what the last of ``update`` updates left; other data begins with the best parameters, if they were shown.
+
+        Parameters that somebody has changed since the run are left to him.
+        """
+        best, last, average = self._best, self._last, self._average
+        self.forget()
+        stays = best is not None and not (same and _equal(self.model.state_dict(), best))
+        if best is not None and not stays:
+            self.model.load_state_dict(last)
+        if self.ema is None:
+            return
+        if stays or not update:  # parameters may be loaded after the Trainer is made
+            self.ema.begin(self.model)
+        elif average:
+            self.ema.exchange(self.model)
+
+    def forget(self) -> None:
+        """The model has what an update left: a checkpoint was put into it."""
+        self._average, self._best, self._last = False, None, {}
+
+
 def copied_state(model: nn.Module) -> dict[str, Any]:
     """A copy of all that is in the state of ``model``; what a module adds there as its extra state need not be a tensor."""
     state = model.state_dict()
     return {n: v.detach().clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for n, v in state.items()}
+
+
+def _wide(value: torch.Tensor) -> torch.dtype:
+    """What ``value`` is averaged in."""
+    return torch.float32 if value.is_floating_point() and value.itemsize < 4 else value.dtype
+
+
+def _taken(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone().to(_wide(value))
+
+
+def _equal(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether two states have the same tensors; what a module keeps as its extra state is not compared."""
+    pairs = [(now.get(name), value) for name, value in before.items() if isinstance(value, torch.Tensor)]
+    return all(isinstance(one, torch.Tensor) and _alike(one, other) for one, other in pairs)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = (getattr(each, "to_local", lambda each=each: each)() for each in (one, other))  # each process its own shard
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

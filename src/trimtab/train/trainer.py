@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
 from trimtab.errors import StorageError, UsageError, WorkloadError
-from trimtab.train import auto, epoch, prepare, progress, validation
+from trimtab.train import auto, epoch, lengths, prepare, progress, validation
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed.processes import join
@@ -23,17 +23,16 @@ from trimtab.train.feed import WORKER_ENDED, check_loader
 from trimtab.train.memory import Room
 from trimtab.train.meter import Meter
 from trimtab.train.modes import Modes
-from trimtab.train.objective import Batch, Objective
+from trimtab.train.objective import Batch, Objective, in_step
 from trimtab.train.runtime import running
 from trimtab.train.schedule import Schedule
 from trimtab.train.step import Update
-from trimtab.train.stopping import EarlyStopping, Ema, copied_state
+from trimtab.train.stopping import EarlyStopping, Ema, Shown, copied_state
 from trimtab.train.summary import Summary
 from trimtab.train.validation import Metric
 from trimtab.train.world import World
-from trimtab.workload import user_code
 
-_STEP = user_code("The model or its loss raised")
+_STEP = in_step("The model or its loss raised")
 
 
 @dataclasses.dataclass
@@ -50,6 +49,8 @@ class Position:
     skipped: int = 0
     due: bool = False
     """Whether the last epoch has come to its end, and its validation has not."""
+    drew: bool = False
+    """Whether the loader has drawn random numbers in the middle of the epoch, from where the model does."""
 
 
 class Trainer:
@@ -95,16 +96,16 @@ class Trainer:
         progress: bool | None = None,
         world: World | None = None,
     ) -> None:
-        prepare.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
+        lengths.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
+        schedules.check_given(schedule)
         self.model = model
-        self.objective = Objective(loss)
         self.settings = settings
         self.world = world or join(settings)
         prepare.check_device(settings.device)
         self.device = self.world.device(settings.device)
         prepare.check_place(model, self.device)
-        self.model.to(self.device)
         self.world.place(self.model, settings)
+        self.objective = Objective(prepare.loss_on(loss, self.device))
         self.optimizer = prepare.optimizer_for(model, optimizer)
         self.early_stopping, self.schedule = early_stopping, schedule
         self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
@@ -132,7 +133,7 @@ class Trainer:
         self.goes_on = False
         """Whether the run that begins has the very iterator that the last one had begun."""
         self.room = Room(self)
-        self._shows_average = False
+        self.shown = Shown(model, self.ema)
         self._stop: str | None = None
         self.interrupted = False
         """Whether a signal ends the run, which cuts off a validation too."""
@@ -148,7 +149,8 @@ class Trainer:
         """Train on the batches of ``train`` for so many epochs or updates in all, and validate after each epoch.
 
         After :meth:`resume` this goes on where the checkpoint was written, and ends where it would have ended. So does a second
-        call with the same data: that object, or a loader of that dataset with as many batches. Other data begins anew.
+        call with the same data: that object, or a loader of that dataset with as many batches. Other data begins at its
+        beginning, and early stopping with it; epochs and updates are counted on.
 
         Ctrl-C, or SIGTERM, ends the run after the update that is under way, with a checkpoint if there is a folder for them. It
         cuts off a validation, with which the run that goes on begins.
@@ -175,7 +177,7 @@ class Trainer:
         steps: int | None = None,
     ) -> Generator[Update, None, Summary]:
         """What :meth:`fit` does, for who drives it: each ``next()`` makes one update and everything that belongs to it."""
-        prepare.check_lengths(epochs, steps)
+        lengths.check_lengths(self, epochs, steps)
         check_loader(train, "train")
         if validate is not None:
             check_loader(validate, "validate")
@@ -187,11 +189,11 @@ class Trainer:
             self.goes_on = isinstance(given, Iterator) and last is not None and last[0] is given and self.resuming is None
             train = last[1] if last is not None and self.goes_on else train
             validate = None if validate is None else self.world.share(validate, "validate")
-            validation.check(validate, self.metrics, self.early_stopping, self.world)
-            updates = steps or prepare.updates_of(train, self.settings.accumulate, epochs or 0)
+            validate = validation.checked(self, validate)
+            updates = steps or lengths.updates_of(train, self.settings.accumulate, epochs or 0)
             with progress.shown(self, self.progress, updates):
-                if last is not None:
-                    prepare.begin_other(self, last[0], given)
+                self.shown.take_back(update=self.position.update, same=not lengths.begin_other(self, last, given))
+                lengths.check_epoch(self, train)
                 train = auto.decide(self, train, updates)
                 self._last = (given, train)
                 with running(self.settings), self.room:
@@ -219,7 +221,8 @@ class Trainer:
             )
         state = self.checkpoints.load()
         prepare.restore(self, state)
-        self.resuming, self._shows_average = state, False
+        self.resuming = state
+        self.shown.forget()
         return self
 
     def stop(self, reason: str) -> None:
@@ -236,6 +239,10 @@ class Trainer:
         self.notes.append(text)
         self.emit(Remarked(update=self.position.update, epoch=self.position.epoch, text=text))
 
+    def _note_once(self, text: str | None) -> None:
+        if text is not None and text not in self.notes:
+            self.note(text)
+
     def emit(self, event: Event) -> None:
         """Tell the callbacks; of several processes only those of the first one."""
         for callback in (*self.watchers, *(self.callbacks if self.world.leads else ())):
@@ -246,9 +253,6 @@ class Trainer:
     ) -> Generator[Update, None, Summary]:
         """The loop itself: epochs of updates, a validation after each."""
         position = self.position
-        if self.ema is not None and self._shows_average:  # the run before ended with it in the model
-            self.ema.exchange(self.model)
-            self._shows_average = False
         ready = prepare.ready(self, train, epochs, steps)
         step, meter = ready.step, Meter(self, ready.clock, ready.updates)
         to_come = None if ready.updates is None else ready.updates - position.update
@@ -276,7 +280,7 @@ class Trainer:
         try:
             for group in self.world.rounds(feed.groups(), feed.length()):
                 update = self._update(ready, group)
-                position.batch, position.update = feed.taken, position.update + 1
+                position.batch, position.update, position.drew = feed.taken, position.update + 1, feed.drew
                 position.skipped += not update.applied
                 meter.count(update, group if self.world.counts else [])
                 if not (update.applied or update.overflowed) and self.settings.nonfinite == "stop":
@@ -313,8 +317,9 @@ class Trainer:
         """One update, and what goes along with it."""
         with _STEP:
             update = self.room.update(ready, group)
-        if ready.scheduler is not None and update.applied and not isinstance(ready.scheduler, ReduceLROnPlateau):
-            ready.scheduler.step()
+        if ready.scheduler is not None and update.applied:
+            self._note_once(schedules.advance(ready.scheduler))
+        self._note_once(self.objective.doubt(group, alone=self.world.size == 1))
         if self.ema is not None and update.applied:
             self.ema.update(self.model)
         return update
@@ -326,7 +331,7 @@ class Trainer:
             position.due = False
             return
         prepare.settle(self)
-        with self._averaged():
+        with contextlib.nullcontext() if self.ema is None else self.ema.shown(self.model):
             found = validation.validate(self.model, self.objective, held_out, self.metrics, ready, lambda: self.interrupted)
             if found is None:
                 self.note("The validation was cut off; the run that goes on begins with it.")
@@ -360,18 +365,6 @@ class Trainer:
         path = self.world.led(lambda: checkpoints.save(self.position.update, state))
         self.emit(Saved(update=self.position.update, epoch=self.position.epoch, path=str(path)))
 
-    @contextlib.contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """A block in which the model has the running average of its parameters, if one is kept."""
-        if self.ema is None:
-            yield
-            return
-        self.ema.exchange(self.model)
-        try:
-            yield
-        finally:
-            self.ema.exchange(self.model)
-
     def _finish(self, ready: prepare.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
         """The last checkpoint, then the parameters that the user is to have, then the summary."""
         newest = None if self.checkpoints is None else self.checkpoints.newest()
@@ -380,11 +373,7 @@ class Trainer:
         if made and self.world.any(old):
             self._save(ready)
         prepare.settle(self)
-        if self.ema is not None:
-            self.ema.exchange(self.model)
-            self._shows_average = True
-        if self.best_parameters is not None:
-            self.model.load_state_dict(self.best_parameters)
+        self.shown.show(self.best_parameters)
         self.model.eval()
         count, what = (steps, "update") if steps is not None else (epochs, "epoch")
         done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."

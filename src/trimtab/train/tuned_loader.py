@@ -120,6 +120,7 @@ class _Trial:
             self._batches = _endless(self.loader)
         for _ in range(1 + self.way.workers * self.way.prefetch):
             self.use(next(self._batches))
+        _wait_for_gpu()
         count, waited, began = 0, 0.0, time.perf_counter()
         while count < 3 or time.perf_counter() - began < BLOCK_S:
             asked = time.perf_counter()
@@ -127,6 +128,7 @@ class _Trial:
             waited += time.perf_counter() - asked
             self.use(batch)
             count += 1
+        _wait_for_gpu()  # a step that was only asked for has not used its batch
         took = time.perf_counter() - began
         self.samples.append(took / count * 1e3)
         self.waited = waited / took
@@ -170,6 +172,12 @@ def _told(way: Way, interval: Interval, best: Way, times: dict[Way, Interval]) -
 def _endless(loader: Loader) -> Iterator[Batch]:
     while True:
         yield from loader
+
+
+def _wait_for_gpu() -> None:
+    """Until what was asked of it is done; a GPU that nobody has used yet is not woken."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
 
 
 def _waiting(seconds: float) -> Callable[[Batch], object]:

@@ -10,14 +10,13 @@ from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.feed import WORKER_ENDED, Seekable, has_workers, keeps_workers, set_workers
-from trimtab.train.objective import Batch, Objective, Weight, call, examples
-from trimtab.train.peek import kept_random
+from trimtab.train.objective import Batch, Objective, Weight, call, examples, is_pair
+from trimtab.train.peek import first_batches, kept_random
 from trimtab.workload import user_code
 
 if TYPE_CHECKING:
     from trimtab.train.prepare import Ready
-    from trimtab.train.stopping import EarlyStopping
-    from trimtab.train.world import World
+    from trimtab.train.trainer import Trainer
 
 Metric = Callable[[Any, Any], Any]
 """``metric(outputs, targets)`` -> one value per example. Loss and metrics get the same outputs, so none may change them."""
@@ -26,19 +25,21 @@ _READING, _END = user_code("The validation loader raised"), object()
 _MODEL = user_code("In validation the model or its loss raised")
 
 
-def check(
-    held_out: Iterable[Batch] | None, metrics: Mapping[str, Metric], stopping: EarlyStopping | None, world: World
-) -> None:
+def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batch] | None:
     """Refuse before the run what its first validation would fail with; ``held_out`` is this process's part of the data.
 
+    Returns the loader to use, which still has all of its batches.
+
     Raises:
-        UsageError: there is no validation data, or early stopping watches a figure that there is not.
+        UsageError: there is no validation data, early stopping watches a figure that there is not, or metrics cannot be had.
+        WorkloadError: the loader raised.
     """
+    metrics, stopping, world = trainer.metrics, trainer.early_stopping, trainer.world
     if held_out is None:
         if stopping is not None or metrics:
             asking = "EarlyStopping goes" if stopping is not None else f"metrics={{{', '.join(map(repr, metrics))}}} go"
             raise UsageError(f"{asking} by the validation, and there is none. Give fit(train, validate, ...).")
-        return
+        return None
     if stopping is not None and stopping.metric not in (names := ("loss", *metrics)):
         raise UsageError(
             f"EarlyStopping watches {stopping.metric!r}, but the validation has {', '.join(names)}. Name one of these, or give "
@@ -52,6 +53,12 @@ def check(
             f"validate has no batch for the process of rank {lengths.index(0)}, and all processes must call a sharded model "
             f"together. Give it at least {len(lengths)} batches, smaller ones for instance."
         )
+    if metrics and trainer.objective.calls_model:
+        with _READING:
+            first, held_out = first_batches(held_out, 1)
+        if world.any(any(not is_pair(batch) for batch in first)):
+            raise UsageError(_no_pair(next(iter(metrics))))
+    return held_out
 
 
 @torch.no_grad()
@@ -139,11 +146,14 @@ def _length(batches: Iterable[Batch]) -> int | None:
 
 def _outputs(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Any:
     """What the model gives for ``metrics``, where it is the loss that calls it."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        name = next(iter(metrics))
-        raise UsageError(f"The metric {name!r} needs batches of (inputs, targets); compute it in a callback instead.")
+    if not is_pair(batch):
+        raise UsageError(_no_pair(next(iter(metrics))))
     with _MODEL:
         return call(model, batch[0])
+
+
+def _no_pair(name: str) -> str:
+    return f"The metric {name!r} needs batches of (inputs, targets); compute it in a callback instead."
 
 
 def _per_example(name: str, metric: Metric, outputs: Any, batch: Batch) -> torch.Tensor:

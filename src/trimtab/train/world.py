@@ -20,7 +20,13 @@ class World:
     """A process that trains alone; ``distributed/`` has those that do not."""
 
     rank: int = 0
+    """Among the processes that have different data."""
     size: int = 1
+    """How many of those there are."""
+    index: int = 0
+    """Among all processes: where layers are split, some have the same data."""
+    processes: int = 1
+    """How many there are in all."""
     seed: int | None = None
     """Of the order in which the processes share out data; it goes into checkpoints."""
     averages: bool = False
@@ -29,6 +35,8 @@ class World:
     """Whether what this process computes counts; not while it only keeps step with others that have more data."""
     shared: bool = False
     """Whether each process holds only a part of the model, so that all of them must call it at the same time."""
+    repeats: bool = True
+    """Whether an update in which memory ran out can be made again: not if others then wait for this process in a layer."""
 
     @property
     def leads(self) -> bool:
@@ -43,7 +51,8 @@ class World:
         """Tell ``clock`` when the backward pass does nothing any more but wait for others."""
 
     def place(self, model: nn.Module, settings: Settings) -> None:
-        """Leave of the model, which is on its device, what this process is to hold; before there is an optimizer."""
+        """Put on its device of the model what this process is to hold; before there is an optimizer."""
+        model.to(self.device(settings.device))
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
         """What the step calls for ``model``; ``fresh`` where the run begins and is not gone on with."""
@@ -84,6 +93,7 @@ class World:
         if summed:
             return torch.stack(list(losses)).sum(), None
         count, value = weighted(losses, weights)
+        count = torch.where(count > 0, count, 1.0)  # what stands for nothing has no gradient, and is no 0/0
         return value / count, count
 
     def norm(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -95,9 +105,9 @@ class World:
         return found
 
     def total(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A number that is finite if all gradients are: their sum, or their norm where float16 could not hold that."""
+        """A real number that is finite if all gradients are: their sum, or their norm where float16 could not hold that."""
         kinds = {(grad.device, grad.dtype) for grad in grads}
-        if len(kinds) != 1 or grads[0].dtype == torch.float16:
+        if len(kinds) != 1 or grads[0].dtype == torch.float16 or grads[0].is_complex():
             return self.norm(grads)
         return torch.stack([grad.sum() for grad in grads]).sum()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 from torch.utils.data.distributed import DistributedSampler
 
 from trimtab.errors import UsageError
+from trimtab.train.loader import Loader
 
 
 class Share(Sampler[int]):
@@ -37,19 +39,30 @@ class Share(Sampler[int]):
         return len(range(self.rank, self.count, self.size))
 
 
-def share(batches: Iterable[Any], what: str, rank: int, size: int, seed: int) -> Iterable[Any]:
-    """The part of ``batches`` that is for process ``rank`` of ``size``.
+def share(batches: Iterable[Any], what: str, rank: int, size: int, seed: int, *, rows: bool = False) -> Iterable[Any]:
+    """The part of ``batches`` that is for process ``rank`` of ``size``, or, with ``rows``, for several, which split layers.
 
     - A loader that shares out by itself is left alone: trimtab's own, a DataLoader with a DistributedSampler, and whatever has
-      an attribute ``sharded = True``.
+      an attribute ``sharded = True``. With ``rows`` trimtab's own is told of them.
     - A DataLoader that goes through its dataset in order or at random is made anew over this process's examples, in an order
       that depends on ``seed`` and the epoch. Its batches stay as large as they are, so an update stands for ``size`` as many.
       One whose class has an ``__iter__`` of its own is not, because only that class knows what it gives.
     - Of a list every ``size``-th batch.
 
     Raises:
-        UsageError: it is anything else, which each process would go through as a whole.
+        UsageError: it is anything else, which each process would go through as a whole, or shares out among other processes.
     """
+    if rows and isinstance(batches, Loader) and batches.size is None:
+        told = copy.copy(batches)
+        told.rank, told.size = rank, size
+        return told
+    for sampler in _samplers(batches):
+        if isinstance(sampler, DistributedSampler) and (sampler.num_replicas != size or (rows and sampler.rank != rank)):
+            raise UsageError(
+                f"{what} has a DistributedSampler for process {sampler.rank} of {sampler.num_replicas}, but the data is shared "
+                f"out to {size}, of which this is {rank}. Make it with num_replicas={size} and rank={rank}: the size and rank "
+                "of what join() gives."
+            )
     if _is_shared(batches):
         return batches
     if isinstance(batches, DataLoader) and _is_plain(batches):
@@ -67,9 +80,13 @@ def _is_shared(batches: Any) -> bool:
     own = getattr(batches, "sharded", None)
     if own is not None:
         return bool(own)
-    samplers = [getattr(batches, name, None) for name in ("sampler", "batch_sampler")]
-    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
-    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    return any(isinstance(sampler, DistributedSampler) for sampler in _samplers(batches))
+
+
+def _samplers(batches: Any) -> list[Any]:
+    """What a loader draws its places from, in whichever of torch's forms."""
+    found = [getattr(batches, name, None) for name in ("sampler", "batch_sampler")]
+    return found + [getattr(sampler, "sampler", None) for sampler in found]
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

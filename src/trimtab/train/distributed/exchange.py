@@ -34,13 +34,17 @@ class Exchange:
         """Buckets of the running update."""
         self.complete = False
         """Whether its last bucket was among them."""
+        self.torn = False
+        """Whether sending a bucket failed, so that nobody knows how much of it the others still wait for."""
 
     def bucket(self, bucket: Any) -> Future[torch.Tensor]:
         """What DDP calls when the gradients of a bucket, a ``GradBucket``, are there."""
         self.launched += 1
-        began = time.perf_counter()
-        future = self.add_up(bucket.parameters(), bucket.buffer())
-        self.meter.flying(future, began, last=bucket.is_last())
+        began, flat, self.torn = time.perf_counter(), bucket.buffer(), True
+        future = self.add_up(bucket.parameters(), flat)
+        self.torn = False
+        if not flat.is_cuda:  # there a future calls back when its work is queued, long before it is done
+            self.meter.flying(future, began, last=bucket.is_last())
         self.complete = bucket.is_last()
         if self.complete and self.clock is not None:  # what is left of the backward pass is waiting
             self.clock.enter("communication")
@@ -53,7 +57,7 @@ class Exchange:
 
     def reset(self) -> None:
         """Forget what updates left behind: one of them failed, and the next makes it again. All processes do it at once."""
-        self.launched, self.complete = 0, False
+        self.launched, self.complete, self.torn = 0, False, False
 
     def state_dict(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """What later updates depend on, by the names of ``parameters``; every process has its own."""

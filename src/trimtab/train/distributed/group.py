@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.distributed.data import share
-from trimtab.train.memory_errors import out_of_memory
+from trimtab.train.memory_errors import no_second_try, out_of_memory
 from trimtab.train.objective import Weight
 from trimtab.train.world import World, weighted
 
@@ -53,6 +53,8 @@ class Group(World):
     def __init__(self, settings: Settings, data: dist.ProcessGroup | None = None) -> None:
         self.settings, self.data = settings, data
         self.rank, self.size = dist.get_rank(data), dist.get_world_size(data)
+        self.index, self.processes = dist.get_rank(), dist.get_world_size()
+        self.repeats = not (self.shared or settings.exact_batchnorm)  # there they wait for each other within layers
         self.everyone = dist.new_group(backend="gloo")
         self.counts = True
         self._wish = self._stopping = False
@@ -60,7 +62,7 @@ class Group(World):
     @property
     def leads(self) -> bool:
         """Whether this is the process that logs, saves and prints."""
-        return dist.get_rank() == 0
+        return self.index == 0
 
     def device(self, name: str) -> torch.device:
         """The GPU of this process where the settings say just ``cuda``."""
@@ -71,6 +73,18 @@ class Group(World):
 
     def place(self, model: nn.Module, settings: Settings) -> None:
         """See that all processes have the same model, and give BatchNorm the statistics of all where they must be exact."""
+        self.compare(model)
+        super().place(model, settings)
+        if settings.exact_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+
+    def compare(self, model: nn.Module) -> None:
+        """See that all processes have the same model.
+
+        Raises:
+            UsageError: it has parameters without a shape.
+            WorkloadError: they have different ones.
+        """
         state = model.state_dict()
         if lazy := [name for name, value in state.items() if is_lazy(value)]:
             raise UsageError(
@@ -82,14 +96,12 @@ class Group(World):
             raise WorkloadError(
                 "The processes have different models: their parameters differ in name or shape. Build the same one in each."
             )
-        if settings.exact_batchnorm:
-            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
 
     def share(self, batches: Iterable[Any], what: str) -> Iterable[Any]:
         """This process's part of the batches; see :func:`~trimtab.train.distributed.data.share`."""
         if self.seed is None:
             self.seed = self.gathered(int(torch.empty((), dtype=torch.int64).random_().item()))[0]
-        return share(batches, what, self.rank, self.size, self.seed)
+        return share(batches, what, self.rank, self.size, self.seed, rows=self.size != self.processes)
 
     def rounds(self, groups: Iterator[T], length: int | None) -> Iterator[T]:
         """``groups``, and while others have more, the last one again: it then counts for nothing (:attr:`counts`).
@@ -125,6 +137,7 @@ class Group(World):
         Raises:
             PeerMemoryError: another process ran out of memory in it.
             PeerError: another process failed in it.
+            WorkloadError: this one ran out of memory in an update, where the others cannot be told of it.
         """
         try:
             yield
@@ -155,6 +168,7 @@ class Group(World):
             both = torch.stack([torch.ones_like(value), value])
         else:
             both = torch.stack(weighted(losses, weights))
+        both = both.to(self.device(self.settings.device))  # a metric may be on the CPU, in some processes only
         dist.all_reduce(both, group=self.data)
         return (both[1], None) if summed else (both[1] / both[0], both[0])
 
@@ -245,13 +259,31 @@ class Group(World):
         return first, second
 
     def _failed(self, error: BaseException, *, update: bool) -> None:
-        """Tell the others, who wait in the exchange of an ``update`` or for a decision, that this process failed."""
+        """Tell the others, who wait in the exchange of an ``update`` or for a decision, that this process failed.
+
+        Where that cannot be done, they are ended with this one: by torchrun, or because their connection to it breaks.
+
+        Raises:
+            WorkloadError: it ran out of memory, and the others cannot make the update again because they cannot be told.
+        """
         if lost(error) or isinstance(error, (PeerError, PeerMemoryError)):
             return
+        if update and not self._released():
+            if out_of_memory(error):
+                raise no_second_try(error) from error
+            return
         with contextlib.suppress(RuntimeError):  # the others may be gone too; what failed here is what counts
-            if update:
-                self.release()
             self._exchanged(OUT_OF_MEMORY if out_of_memory(error) else FAILED, dist.get_rank() + 1, 0, 0)
+
+    def _released(self) -> bool:
+        """Whether the others, who may be in the midst of an update, now come to where they can be told that it failed here."""
+        if not self.repeats:
+            return False
+        try:
+            self.release()
+        except (RuntimeError, MemoryError):
+            return False
+        return True
 
     def _exchanged(self, *values: int) -> list[int]:
         """The largest of each of four values; all that the processes say to each other on the way has this form."""

@@ -73,7 +73,9 @@ class PowerSgd(Exchange):
             errors.zero_()
             return self.summed(flat)
         rest = torch.cat([errors[start:end] for start, end in plain]) if plain else flat.new_empty(0)
-        tall = [matrix.of(errors) @ self._basis(matrix) for matrix in matrices]
+        bases = [self._basis(matrix) for matrix in matrices]
+        _used_here(bases)
+        tall = [matrix.of(errors) @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         tall = _unpacked(self.summed(torch.cat([rest, *(p.flatten() for p in tall)])).wait(), tall, rest)
         tall = [torch.linalg.qr(p.float())[0].to(p.dtype) for p in tall]
         wide = [matrix.of(errors).T @ p for matrix, p in zip(matrices, tall, strict=True)]
@@ -85,6 +87,7 @@ class PowerSgd(Exchange):
         future = self.summed(torch.cat([q.flatten() for q in wide]))
 
         def multiplied(done: Future[torch.Tensor]) -> torch.Tensor:
+            _used_here([*tall, rest])
             for (start, end), values in zip(plain, torch.split(rest, [end - start for start, end in plain]), strict=True):
                 flat[start:end] = values
             for matrix, p, q in zip(matrices, tall, _unpacked(done.value(), wide), strict=True):
@@ -121,6 +124,16 @@ class PowerSgd(Exchange):
             drawn = torch.randn(matrix.shape[1], self.rank, generator=random)
             self._fresh[key] = drawn.to(matrix.parameter.device, matrix.parameter.dtype)
         return self._fresh[key]
+
+
+def _used_here(tensors: Sequence[torch.Tensor]) -> None:
+    """Keep the memory of ``tensors``, made on another stream, from being given away before this one is done with them.
+
+    On a GPU the callback of a future has a stream of its own, which nobody who frees memory waits for.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _unpacked(packed: torch.Tensor, like: Sequence[torch.Tensor], rest: torch.Tensor | None = None) -> list[torch.Tensor]:

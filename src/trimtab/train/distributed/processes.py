@@ -21,6 +21,7 @@ from trimtab.errors import TrimtabError, UsageError
 from trimtab.train.distributed.group import PeerError, PeerMemoryError, lost
 from trimtab.train.distributed.replicas import Replicas
 from trimtab.train.distributed.shards import Shards
+from trimtab.train.prepare import check_device
 from trimtab.train.world import World
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def start(device: str = "cpu") -> None:
     """Meet the other processes; they part when the interpreter ends.
 
     Raises:
-        UsageError: the launcher did not say where they meet.
+        UsageError: the launcher did not say where they meet, or the device is not there.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -69,6 +70,7 @@ def start(device: str = "cpu") -> None:
         )
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
+        check_device(device)
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     # torchrun keeps one store for all its attempts, and with it the addresses of processes that are gone; who connects to one

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
@@ -19,6 +20,7 @@ from trimtab.train.distributed.exchange import Exchange, Narrow, in_a_row, shape
 from trimtab.train.distributed.group import Group
 from trimtab.train.distributed.powersgd import PowerSgd
 from trimtab.train.distributed.topk import TopK
+from trimtab.train.memory_errors import final
 
 T = TypeVar("T")
 
@@ -31,7 +33,10 @@ COMMUNICATION: dict[str | None, Callable[[], Exchange]] = {
 }
 """What ``Settings.communication`` means."""
 
-
+_NO_ROOM = (
+    "The gradients fit into memory, but what their exchange takes beside them does not ({words}). Leave "
+    "Settings(communication=...) out, share the model out with sharding='shard', or use a smaller one."
+)
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS_STAY: dict[str, Any] = {
     (
@@ -53,6 +58,8 @@ class Replicas(Group):
         self.exchange = COMMUNICATION[settings.communication]()
         self.engine: DistributedDataParallel | None = None
         self._called: nn.Module = nn.Identity()
+        self._inside = False
+        """Whether an update is under way."""
         self._idle: bool | None = None
         """Whether some parameters get no gradient; ``None`` until an update has shown it."""
 
@@ -73,10 +80,10 @@ class Replicas(Group):
     @contextlib.contextmanager
     def together(self, model: nn.Module | None = None) -> Iterator[None]:
         """A block that succeeds in all processes or in none; after that of an update, all have the sum of the gradients."""
-        if model is not None and self.engine is not None:  # once; before anything can fail, because the processes talk about it
-            self.engine.reducer._rebuild_buckets()
+        self._rebuild(model is not None)
         engine = self.engine
         with super().together(model):
+            self._inside = model is not None
             yield
             if model is not None and engine is not None and not self.exchange.complete:
                 raise WorkloadError(
@@ -85,6 +92,7 @@ class Replicas(Group):
                 )
             if model is not None:
                 self.exchange.landed()
+            self._inside = False
         if model is not None and engine is None:
             self._add_up()
             with super().together(model):
@@ -102,12 +110,23 @@ class Replicas(Group):
         return found
 
     def release(self) -> None:
-        """Send zeros for the buckets that the others wait for."""
+        """Send zeros for the buckets that the others wait for.
+
+        Raises:
+            RuntimeError: there is no memory for them, or one was sent in part.
+        """
+        self._rebuild(not self._inside)  # else the others do that first
         if (engine := self.engine) is not None:
-            buckets = engine.reducer._get_zeros_like_grad_buckets()
+            if self.exchange.torn:
+                raise RuntimeError("A bucket was sent in part.")
+            with _Thin():  # type: ignore[no-untyped-call]
+                buckets = engine.reducer._get_zeros_like_grad_buckets()
             missing = buckets[self.exchange.launched :]
-            for future in [engine.reducer._run_comm_hook(bucket) for bucket in missing]:
-                future.wait()
+            for bucket in missing:  # one after the other: there may not be memory for zeros in all of them
+                thin = bucket.buffer()
+                bucket.set_buffer(thin.contiguous())
+                engine.reducer._run_comm_hook(bucket).wait()
+                bucket.set_buffer(thin)
             if missing and engine.find_unused_parameters:
                 engine._match_unused_params_allreduce()  # type: ignore[no-untyped-call]
         self.renew()
@@ -117,6 +136,7 @@ class Replicas(Group):
         if self.engine is not None:
             del self.engine.reducer, self.engine.logger  # both hold torch's reducer, which removes its hooks when it goes
             self.engine = None
+        self._inside = False
         self.exchange.reset()
 
     def unsent(self) -> list[dict[str, Any]] | None:
@@ -155,10 +175,19 @@ class Replicas(Group):
         buckets = [[p for p in parameters if p.dtype is dtype] for dtype in sorted({p.dtype for p in parameters}, key=str)]
         with super().together():  # a copy of all gradients may be too much for memory, which all must know before one sends
             packed = [self._packed(bucket) for bucket in buckets]
-        for bucket, (grads, flat) in zip(buckets, packed, strict=True):
-            parts = torch.split(self.exchange.add_up(bucket, flat).wait(), [p.numel() for p in bucket])
-            for parameter, grad, part in zip(bucket, grads, parts, strict=True):
-                parameter.grad = grad.copy_(shaped(part, parameter))
+        with final(_NO_ROOM):
+            for bucket, (grads, flat) in zip(buckets, packed, strict=True):
+                parts = torch.split(self.exchange.add_up(bucket, flat).wait(), [p.numel() for p in bucket])
+                for parameter, grad, part in zip(bucket, grads, parts, strict=True):
+                    parameter.grad = grad.copy_(shaped(part, parameter))
+
+    def _rebuild(self, due: bool) -> None:
+        """Have DDP order its buckets as gradients come, once, where that is ``due``: the processes talk about it.
+
+        It is done before anything of an update can fail.
+        """
+        if due and self.engine is not None:
+            self.engine.reducer._rebuild_buckets()
 
     def _packed(self, parameters: list[nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The gradients, zeros where there are none, and all of them in a row."""
@@ -185,6 +214,16 @@ class Replicas(Group):
         )
         engine.register_comm_hook(None, lambda _, bucket: self.exchange.bucket(bucket))
         return engine
+
+
+class _Thin(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A block in which zeros like another tensor are one zero, seen in all places: DDP would make those of all buckets."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """One zero in place of many."""
+        if func is torch.ops.aten.zeros_like.default:
+            return args[0].new_zeros(()).expand(args[0].shape)
+        return func(*args, **(kwargs or {}))
 
 
 class _Asked(nn.Module):

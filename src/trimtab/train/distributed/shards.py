@@ -16,6 +16,7 @@ from trimtab.contracts import require
 from trimtab.errors import UsageError
 from trimtab.train.distributed.group import Group
 from trimtab.train.objective import Weight
+from trimtab.train.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,26 +45,37 @@ class Shards(Group):
     def place(self, model: nn.Module, settings: Settings) -> None:
         """Leave of every parameter this process's share; the units are the elements of lists of layers, and what is left.
 
+        They come to the device one by one, because the whole model need not fit there.
+
         Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277
         """
-        super().place(model, settings)
-        with torch.no_grad():
-            for value in (*model.parameters(), *model.buffers()):
-                dist.broadcast(_local(value), group=self.data, group_src=0)
-        if self.size == 1:
-            return
+        self.compare(model)
+        if settings.exact_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         fsdp = require("torch.distributed.fsdp")
         narrow = {} if settings.communication is None else {"reduce_dtype": getattr(torch, settings.communication)}
         options = {"mesh": self.mesh, "mp_policy": fsdp.MixedPrecisionPolicy(**narrow)}
-        for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
-            for layer in layers:
-                fsdp.fully_shard(layer, **options)
-        self._model = fsdp.fully_shard(model, **options)
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        within = [layer for layers in reversed(lists) for layer in layers]  # a unit within another comes first
+        units = [layer for layer in within if not isinstance(layer, (nn.ModuleList, nn.ModuleDict))]  # which nobody calls
+        done: set[int] = set()
+        for unit in (*units, model):
+            World.place(self, unit, settings)
+            self._begin_alike([v for v in (*unit.parameters(), *unit.buffers()) if id(v) not in done])
+            if self.size > 1:
+                self._model = fsdp.fully_shard(unit, **options)
+            done.update(map(id, (*unit.parameters(), *unit.buffers())))
+
+    @torch.no_grad()
+    def _begin_alike(self, values: Sequence[torch.Tensor]) -> None:
+        """Give all processes what the first has; of what was split between some, those with the same part what theirs has."""
+        for value in values:
+            dist.broadcast(_local(value), group=self.data if hasattr(value, "to_local") else None, group_src=0)
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
         """The model as it is; the processes draw random numbers of their own."""
         if fresh:
-            torch.manual_seed(torch.initial_seed() + self.rank)
+            torch.manual_seed(self.gathered(torch.initial_seed())[0] + self.rank)  # those with the same data draw the same
         return model
 
     def rounds(self, groups: Iterator[Any], length: int | None) -> Iterator[Any]:
@@ -79,10 +91,6 @@ class Shards(Group):
         if self._model is not None:
             self._model.set_requires_gradient_sync(now)
         return contextlib.nullcontext()
-
-    def release(self) -> None:
-        """There is nothing that could be sent in place of layers that do not run: the others are ended by torchrun."""
-        raise RuntimeError("Sharded models cannot go on.")
 
     def norm(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all parameters, whole or not."""
@@ -122,8 +130,14 @@ class Shards(Group):
             return value
         given: Any = of
         tensor = require("torch.distributed.tensor")
-        found: torch.Tensor = tensor.distribute_tensor(
-            value.to(_local(of).device), given.device_mesh, given.placements, src_data_rank=None
+        share = tensor.distribute_tensor(value, given.device_mesh, given.placements, src_data_rank=None)
+        found: torch.Tensor = tensor.DTensor.from_local(
+            _local(share).clone(),  # which else keeps the memory of the whole
+            given.device_mesh,
+            given.placements,
+            run_check=False,
+            shape=share.shape,
+            stride=share.stride(),
         )
         return found
 

@@ -1,0 +1,41 @@
+"""The boundary between trimtab and the code of its user: what that raises is told as his, with where and what to do."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sysconfig
+import traceback
+
+from trimtab._fixes import with_fix
+from trimtab.errors import UsageError, WorkloadError
+
+BY_HAND = "Call the model with these inputs yourself."
+"""What to do where the user's model fails."""
+
+
+class user_code:
+    """Turns whatever the user's code raises into a :class:`WorkloadError` that carries it as its cause, and says where and what
+    to do (``fix``)."""
+
+    def __init__(self, what: str, fix: str | None = None) -> None:
+        self.what, self.fix = what, fix
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (UsageError, WorkloadError)):
+            told = f"{self.what}: {type(error).__name__}: {error}{_place(error)}"
+            raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
+
+
+def _place(error: Exception) -> str:
+    """`` (model.py, line 12)``: the line of the user's own code that is nearest to where ``error`` was raised."""
+    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(pathlib.Path(__file__).parent))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(("<", *(library + os.sep for library in libraries)))]
+    if not own:
+        return ""
+    path, here = pathlib.Path(own[-1].filename), pathlib.Path.cwd()
+    return f" ({path.relative_to(here) if path.is_relative_to(here) else path}, line {own[-1].lineno})"

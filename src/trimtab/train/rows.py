@@ -1,0 +1,103 @@
+"""Which lists in a batch have an entry per example.
+
+A list of tensors may be that, as detection's images of several sizes are, or the columns of a batch, as the inputs of a model
+that takes two. What lies beside it tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+
+def rows_of(batch: Any) -> list[Any]:
+    """The lists in ``batch`` with an entry per example, those within such lists left out."""
+    if alone(batch):
+        return [batch]
+    items = inside(batch)
+    found = [item for item in items if _is_rows(item, items)]
+    ids = set(map(id, found))
+    return found + [row for item in items if id(item) not in ids for row in rows_of(item)]
+
+
+def length(batch: Any) -> int | None:
+    """The number of examples in ``batch``, if anything tells: its first tensor or array, or else a list of examples."""
+    if (found := _column(batch)) is not None or alone(batch):
+        return len(batch) if found is None else found
+    items = inside(batch)
+    later = []
+    for item in items:
+        if alone(item):  # names, say, which need not be those of the examples
+            later.append(len(item))
+        elif (found := len(item) if _is_rows(item, items) else length(item)) is not None:
+            return found
+    return next(iter(later), None)
+
+
+def alone(item: Any) -> bool:
+    """Whether ``item`` is a list of examples, whatever lies beside it: of texts, of mappings, of tensors as of no one batch."""
+    if not _is_list(item):
+        return False
+    first = item[0]
+    if isinstance(first, (str, bytes)):
+        return all(isinstance(each, (str, bytes)) for each in item)
+    if isinstance(first, Mapping):
+        alike = all(isinstance(each, Mapping) and each.keys() == first.keys() for each in item)
+        return alike and not (len(item) == 2 and _one_batch(item))  # inputs and targets may have the same names
+    return isinstance(item, list) and _ragged(item)
+
+
+def inside(batch: Any) -> list[Any]:
+    """What a container holds."""
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) else []
+
+
+def _is_rows(item: Any, beside: list[Any]) -> bool:
+    """Whether ``item``, which lies ``beside`` others and itself, has an entry per example."""
+    if alone(item):
+        return True
+    if not _is_list(item) or not all(isinstance(each, torch.Tensor) for each in item):
+        return False
+    count, axes = len(item), {_column(each) for each in item}
+    others = [other for other in beside if other is not item and _is_list(other) and len(other) == count]
+    if any(isinstance(other[0], Mapping) and alone(other) for other in others):
+        return True
+    if axes == {count}:
+        return False
+    if any(alone(other) for other in others):
+        return True
+    columns = {_column(other) for other in beside}
+    if count in columns:
+        return not axes & columns
+    tensors = [other for other in others if all(isinstance(each, torch.Tensor) for each in other)]
+    return bool(tensors) and len(axes.union(*({_column(each) for each in other} for other in tensors))) > 1
+
+
+def _column(item: Any) -> int | None:
+    """How many examples a tensor or an array is of; a packed sequence has a row for every step."""
+    if isinstance(item, PackedSequence):
+        return int(item.batch_sizes[0])
+    return int(item.shape[0]) if isinstance(item, (torch.Tensor, np.ndarray)) and item.ndim else None
+
+
+def _is_list(item: Any) -> bool:
+    return isinstance(item, (list, tuple)) and bool(item) and not hasattr(item, "_fields")
+
+
+def _one_batch(items: Any) -> bool:
+    """Whether the tensors in mappings are all as long as each other, as those of a batch are."""
+    axes = {_column(value) for item in items for value in item.values()}
+    return len(axes) == 1 and None not in axes
+
+
+def _ragged(items: list[Any]) -> bool:
+    """Whether these are tensors of one kind that differ in length alone."""
+    if not all(isinstance(each, torch.Tensor) and each.dim() for each in items):
+        return False
+    return len({(each.dtype, each.shape[1:]) for each in items}) == 1 < len({each.shape[0] for each in items})
