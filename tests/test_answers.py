@@ -181,7 +181,7 @@ def test_an_artifact_and_its_workload_are_counted_in_the_same_unit(tmp_path) -> 
     found = run(tmp_path, body, objective="throughput", trials=2)
     assert found.best is not None
     assert found.best.artifact is not None
-    timing = compare(found.best.artifact.path, write(tmp_path, body), objective="throughput", seconds=2.0)
+    timing = compare(found.best.artifact.path, write(tmp_path, body), objective="throughput", seconds=1.0)
     assert timing.comparison.ratio.value > 0.3, "eight requests are not one"
 
 

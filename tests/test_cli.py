@@ -156,7 +156,21 @@ def test_a_reader_that_has_enough_leaves_the_exit_code_alone() -> None:
 def test_a_search_that_nobody_reads_goes_on_to_its_end(tmp_path: pathlib.Path) -> None:
     run = tmp_path / "run"
     workload = write(tmp_path, "def made(): return workload()")
-    done = unread("-m", "trimtab", "optimize", workload, "--out", str(run), "--max-drop", "10%", "--trials", "1", "--plain")
+    done = unread(
+        "-m",
+        "trimtab",
+        "optimize",
+        workload,
+        "--out",
+        str(run),
+        "--max-drop",
+        "10%",
+        "--trials",
+        "1",
+        "--timing",
+        "300ms",
+        "--plain",
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert (run / "artifact" / "manifest.json").is_file()
     for form in ("--json", "--text"):

@@ -126,7 +126,7 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
     batches = [_batch(item, None, whole=False, where=f"Item {i} of the calibration data") for i, item in enumerate(found)]
     if total is not None and total > MOST_CALIBRATION:
         notes.append(f"The calibration data has {total} examples; {MOST_CALIBRATION} of them, drawn at random, are used.")
-    elif isinstance(data, Sized) and len(found) < len(data):
+    elif total is None and isinstance(data, Sized) and len(found) < len(data):
         notes.append(f"The calibration data has {len(data)} items; the first {len(found)} are used.")
     return Data(batches, stacked=isinstance(data, (torch.Tensor, Dataset)))
 
