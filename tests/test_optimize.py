@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -130,6 +131,10 @@ def test_verify_and_measure(study) -> None:
     assert "outputs:     within tolerance on" in out
     assert "environment: The same as where the artifact was proven." in out
     assert "x the original that travels with it (" in out
+    then = re.search(r"when it was written, ([\d.]+)x the model as written, which is ([\d.]+)x that original", out)
+    assert then is not None, "so that what is measured here can be held against it"
+    evidence = json.loads((folder / result["artifact"] / "manifest.json").read_text())["evidence"]
+    assert float(then[2]) == pytest.approx(float(then[1]) / evidence["baseline_speedup"]["value"], abs=0.02)
     assert out.rstrip().endswith("verified")
     timed = json.loads(command("measure", result["artifact"], "--vs", "tiny.py", "--time", "1s", "--json", folder=folder))
     assert timed["comparison"]["ratio"]["low"] <= timed["comparison"]["ratio"]["value"] <= timed["comparison"]["ratio"]["high"]

@@ -139,7 +139,9 @@ class Verification:
     speed_reason: str | None
     """Why the speed was not compared."""
     promised: Any
-    """The speed-up that was measured when the artifact was written."""
+    """The speed-up over the model as written that was measured when the artifact was written."""
+    baseline_speedup: Any = None
+    """That of the original that travels with the artifact, an exported program, over the model as written; measured then."""
 
 
 def write_artifact(
@@ -245,6 +247,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, threads: int | 
         speed=None,
         speed_reason=reason,
         promised=manifest.evidence.get("speedup"),
+        baseline_speedup=manifest.evidence.get("baseline_speedup"),
     )
 
 

@@ -90,6 +90,8 @@ def _lines(found: Verification) -> Iterator[str]:
     else:
         ratio = found.speed.ratio
         promised = f"; when it was written, {found.promised['value']:.2f}x the model as written" if found.promised else ""
+        if found.promised and found.baseline_speedup:
+            promised += f", which is {found.promised['value'] / found.baseline_speedup['value']:.2f}x that original"
         here = f"{ratio.value:.2f}x the original that travels with it ({ratio.low:.2f} to {ratio.high:.2f})"
         yield f"speed:       {here}{promised}"
         if found.speed.doubt is not None:

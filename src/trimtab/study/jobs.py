@@ -53,6 +53,7 @@ from trimtab.recipe import Recipe
 from trimtab.reference import Reference, refer
 from trimtab.study import space
 from trimtab.study.imported import imports_noted
+from trimtab.study.travelling import baseline_speedup
 from trimtab.subject import Subject, fresh, prepare
 from trimtab.trial import Trial
 from trimtab.workload import BY_HAND, Workload, as_call, user_code
@@ -280,13 +281,16 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     """Write the artifact from the files that were confirmed."""
     trial, plan = from_json(Trial, job["trial"]), from_json(Plan, job["plan"])
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
+    figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
+    travels = baseline_speedup(subject, original, found.comparison, objective=plan.objective, folder=source)
+    figures["baseline_speedup"] = to_json(travels)
     write_artifact(
         job["artifact"],
         executable=Shipped(executable, source / MODEL, trial.notes),
         recipe=found.recipe,
         workload_name=subject.workload.name,
         golden=Golden.of(subject.candidate, executable.signature, [fresh(subject).leaves]),
-        evidence=to_json(found) | {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]},
+        evidence=to_json(found) | figures,
         environment=Environment.from_json(job["environment"]),
         limits=plan.limits,
         baseline=original.compile(subject.candidate),

@@ -1,0 +1,39 @@
+"""How fast the original is as it travels with an artifact: an exported program, which need not be as fast as the module was."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+
+from trimtab.contracts import Backend
+from trimtab.errors import CompileError
+from trimtab.evaluate import Objective, runner_for
+from trimtab.measure.pairs import compare
+from trimtab.measurement import Comparison, Interval
+from trimtab.subject import Subject
+
+SECONDS = 2.0
+SLOW_MS = 500.0
+"""Calls that take longer spend their time in kernels, which are the same in both forms."""
+
+
+def baseline_speedup(
+    subject: Subject, original: Backend, found: Comparison | None, *, objective: Objective, folder: pathlib.Path
+) -> Interval | None:
+    """How many times faster the original is in its saved form than as written, both in this process, so that speed-ups over the
+    one can be held against those over the other. ``folder`` is where it is saved meanwhile.
+
+    ``None`` where it has no saved form, or where ``found``, what was measured against it, says that its calls are slow.
+    """
+    if found is None or found.rival.median > SLOW_MS:
+        return None
+    written = original.compile(subject.candidate)
+    runner = runner_for(written, subject.candidate, subject, objective)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        try:
+            written.save(pathlib.Path(name))
+        except CompileError:
+            return None
+        travels = original.load(pathlib.Path(name), written.signature, written.settings)
+        other = runner_for(travels, subject.candidate, subject, objective)
+        return compare(other, runner, width=0.02, seconds=SECONDS, process_noise=0.0).ratio
