@@ -24,26 +24,13 @@ from trimtab._weights import HALVES, is_composed, weights
 from trimtab.backends._causes import known_cause
 from trimtab.backends._graph_call import graph_call
 from trimtab.candidate import Candidate, FlatModel, resized
+from trimtab.contracts import MODEL_ERRORS
 from trimtab.errors import CompileError, IntegrityError
 from trimtab.signature import Dim, Signature
 
 PROGRAM = "program.pt2"
 
-EXPORT_ERRORS: tuple[type[Exception], ...] = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    FrontendError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    subprocess.SubprocessError,
-)
+EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subprocess.SubprocessError)
 """What exporters and compilers raise when a model is not to their liking. Users' models run inside them, hence the breadth."""
 
 NOISY = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "torch.onnx")

@@ -55,13 +55,12 @@ def settled(rounds: Sequence[Comparison]) -> bool:
     return not ratios or max(ratios) <= (1 + UNLIKE) * min(ratios)
 
 
-def slow(found: Comparison, seconds: float) -> bool:
-    """Whether calls are so slow that a round of ``seconds`` has no time for a few quads.
+def slow(candidate_s: float, rival_s: float, seconds: float) -> bool:
+    """Whether calls that take so long are too slow for a few quads in a round of ``seconds``.
 
     More rounds would take minutes, and what such calls take is large against how processes differ.
     """
-    quad_s = 2 * (found.candidate.median + found.rival.median) / 1e3
-    return FEW_QUADS * quad_s > seconds
+    return FEW_QUADS * 2 * (candidate_s + rival_s) > seconds
 
 
 def _half(ratio: Interval) -> float:

@@ -74,7 +74,7 @@ def noise(record: Record) -> list[Fact]:
 
 def _noise(found: Comparison) -> Iterator[Fact]:
     yield "pairs of the confirmation", f"{found.pairs:,}, until {words.STOP_WORDS[found.stopped_by]}"
-    yield "blocks thrown away, because others had the CPU", f"{found.discarded:,}"
+    yield "blocks thrown away, because others had the CPU or the core was slow", f"{found.discarded:,}"
     yield "spread of the original against itself (A/A)", words.share(found.noise)
     yield "spread from one pair of processes to the next", words.share(found.process_noise) + _over(found.processes)
     yield "CPU time that other processes took", words.share(found.foreign)

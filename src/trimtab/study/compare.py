@@ -100,18 +100,21 @@ def in_turns(
     There are several rounds, each with new processes, unless calls are slow or ``seconds`` few.
     """
     count = max(1, min(ROUNDS, int(seconds / LEAST_S)))
-    rounds, sizes = list[Comparison](), dict[str, list[list[int]]]()
-    while len(rounds) < count or (len(rounds) < MOST_ROUNDS and count > 1 and not settled(rounds)):
-        found, sizes = _round(jobs, objective=objective, seconds=seconds / count, width=width)
+    rounds, sizes, most = list[Comparison](), dict[str, list[list[int]]](), count
+    while len(rounds) < most:
+        found, sizes, alone = _round(jobs, objective=objective, seconds=seconds, count=count, width=width)
         rounds.append(found)
-        if slow(found, seconds / count):
+        if alone:
             break
+        if 1 < len(rounds) == count and not settled(rounds):
+            most = MOST_ROUNDS
     return pooled(rounds), sizes
 
 
 def _round(
-    jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float
-) -> tuple[Comparison, dict[str, list[list[int]]]]:
+    jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, count: int, width: float
+) -> tuple[Comparison, dict[str, list[list[int]]], bool]:
+    """One of ``count`` rounds that share ``seconds``; it takes all of them, and says so, where calls are slow."""
     with (
         tempfile.TemporaryDirectory(prefix="trimtab-compare-") as folder,
         Rivals({"objective": objective}, pathlib.Path(folder)) as sides,
@@ -120,8 +123,11 @@ def _round(
             sides.begin(name, job)
         sizes = {name: sides.ready(name, seconds=600.0)["sizes"] for name in jobs}
         runners = {name: RemoteRunner(address, authkey()) for name, address in sides.addresses.items()}
-        found = pairs.compare(runners["subject"], runners["rival"], width=width, seconds=seconds, process_noise=0.0)
-        return found, sizes
+        subject, rival = runners["subject"], runners["rival"]
+        calls = [runner.block(1)[0] / 1e9 for runner in (subject, rival)]
+        alone = count > 1 and slow(calls[0], calls[1], seconds / count)
+        share = seconds if alone else seconds / count
+        return pairs.compare(subject, rival, width=width, seconds=share, process_noise=0.0), sizes, alone
 
 
 def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib.Path) -> dict[str, Any]:

@@ -140,17 +140,21 @@ def confirm(
     wanted = {"as_written": study.original} | ({} if eager.recipe == study.original else {"tuned": eager.recipe})
     timing_s = (0.5 if trial is eager else CONFIRM) * study.options.timing_s
     count = rounds.expected(study, trial, timing_s)
+    each_s = timing_s / count
     common = study.job() | {
         "recipe": trial.recipe.to_json(),
         "files": str(study.files(trial)),
-        "plan": to_json(study.plan(seconds=timing_s / count, width=0.02)),
+        "plan": to_json(study.plan(seconds=each_s, width=0.02)),
         "seconds": study.options.trial_s,
     }
     earlier = rounds.earlier(study, trial, wanted, common, count - 1, end)
+    left_s = timing_s - each_s * len(earlier["as_written"])  # rounds that the budget had no time for leave theirs
     job = common | {
         "kind": "confirm",
+        "plan": to_json(study.plan(seconds=max(each_s, left_s), width=0.02)),
         "earlier": rounds.as_json(earlier),
         "weights": study.prepared.weights,
+        "threads": study.prepared.threads,
         "must_win": must_win,
         "original_mb": _original_mb(study, eager) if must_win and study.options.objective == "memory" else None,
         "ships": trial.size_mb is not None,

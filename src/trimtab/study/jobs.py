@@ -282,8 +282,10 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     trial, plan = from_json(Trial, job["trial"]), from_json(Plan, job["plan"])
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
     figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
-    travels = baseline_speedup(subject, original, found.comparison, objective=plan.objective, folder=source)
-    figures["baseline_speedup"] = to_json(travels)
+    if not executable.settings.keep_memory:  # which this process cannot take back, and which the original does not do
+        torch.set_num_threads(job["threads"])
+        travels = baseline_speedup(subject, original, found.comparison, objective=plan.objective, folder=source)
+        figures["baseline_speedup"] = to_json(travels)
     write_artifact(
         job["artifact"],
         executable=Shipped(executable, source / MODEL, trial.notes),

@@ -25,7 +25,8 @@ Earlier = dict[str, list[Comparison]]
 
 def expected(study: Study, trial: Trial, seconds: float) -> int:
     """How many rounds, the confirmation's own included, ``seconds`` of timing are divided among; slow calls have one."""
-    if trial.comparison is None or slow(trial.comparison, seconds / ROUNDS) or not study.ships:
+    found = trial.comparison
+    if found is None or not study.ships or slow(found.candidate.median / 1e3, found.rival.median / 1e3, seconds / ROUNDS):
         return 1
     return max(1, min(ROUNDS, int(seconds / LEAST_S)))
 

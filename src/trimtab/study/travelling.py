@@ -6,7 +6,7 @@ import pathlib
 import tempfile
 
 from trimtab.contracts import Backend
-from trimtab.errors import CompileError
+from trimtab.errors import ArtifactError, CompileError
 from trimtab.evaluate import Objective, runner_for
 from trimtab.measure.pairs import compare
 from trimtab.measurement import Comparison, Interval
@@ -23,7 +23,8 @@ def baseline_speedup(
     """How many times faster the original is in its saved form than as written, both in this process, so that speed-ups over the
     one can be held against those over the other. ``folder`` is where it is saved meanwhile.
 
-    ``None`` where it has no saved form, or where ``found``, what was measured against it, says that its calls are slow.
+    ``None`` where it has no saved form that loads, or where ``found``, what was measured against it, says that its calls are
+    slow.
     """
     if found is None or found.rival.median > SLOW_MS:
         return None
@@ -32,8 +33,8 @@ def baseline_speedup(
     with tempfile.TemporaryDirectory(dir=folder) as name:
         try:
             written.save(pathlib.Path(name))
-        except CompileError:
+            travels = original.load(pathlib.Path(name), written.signature, written.settings)
+        except (CompileError, ArtifactError):  # of which the artifact has its own words
             return None
-        travels = original.load(pathlib.Path(name), written.signature, written.settings)
         other = runner_for(travels, subject.candidate, subject, objective)
         return compare(other, runner, width=0.02, seconds=SECONDS, process_noise=0.0).ratio
