@@ -32,7 +32,7 @@ from torch import nn
 from trimtab import Environment, Settings, Trainer
 from trimtab._json import to_json
 from trimtab.measure.pairs import compare
-from trimtab.measure.timer import LocalRunner, Runner
+from trimtab.measure.timer import LocalRunner, Runner, pace
 from trimtab.measurement import Comparison
 
 Data = list[tuple[torch.Tensor, torch.Tensor]]
@@ -205,6 +205,10 @@ class Lightning:
             )
             run.fit(self._module, Again(self._data))
         return [b - a for a, b in itertools.pairwise(marks[1:])]
+
+    def pace(self) -> int:
+        """How fast the core is now."""
+        return pace()
 
     def _wrapped(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         loss_of = nn.CrossEntropyLoss()

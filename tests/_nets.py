@@ -1,4 +1,4 @@
-"""Small nets of three kinds that take some memory to train: convolutional with BatchNorm, transformer, recurrent."""
+"""Small nets: three kinds that take some memory to train, convolutional, transformer and recurrent; and one of nested lists."""
 
 from __future__ import annotations
 
@@ -79,3 +79,34 @@ def made(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[nn.Module,
 def adam(parameters: Any) -> torch.optim.Optimizer:
     """An optimizer with state."""
     return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+class Block(nn.Module):
+    """Some of its layers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.last):
+            inputs = torch.tanh(layer(inputs))
+        return inputs
+
+
+class Nested(nn.Module):
+    """Lists within lists; runs out of memory with more than ``most`` examples, from so many calls in training on."""
+
+    def __init__(self, most: int = 10**6, call: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList([nn.ModuleList(Block() for _ in range(2))]), nn.Linear(8, 4)
+        self.most, self.call, self.calls = most, call, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        hidden = self.blocks[0][0](inputs)
+        if self.training and self.calls >= self.call and len(inputs) > self.most:
+            raise torch.OutOfMemoryError("injected")
+        found: torch.Tensor = self.head(self.blocks[0][1](hidden))
+        return found

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from trimtab.errors import TrimtabError
+from trimtab.train.distributed.group import lost
+
 Checks = Callable[[pathlib.Path], Mapping[str, Any]]
 
 
@@ -39,3 +42,12 @@ def _rank(rank: int, checks: Checks, folder: pathlib.Path, size: int, port: int)
     torch.set_num_threads(1)
     found = checks(folder)
     (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def failure(action: Callable[[], object]) -> list[str]:
+    """What ``action`` fails with, which may be that others were lost; nothing if it does not fail."""
+    try:
+        action()
+    except (TrimtabError, RuntimeError) as error:
+        return ["lost" if lost(error) else type(error).__name__, str(error)]
+    return []

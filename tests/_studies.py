@@ -258,6 +258,7 @@ def confirmed(best: Trial, *, labels: bool, limit: float) -> Confirmation:
         parity=Parity(ok=True, reason=None, n=256, centred_error=0.021, tail_error=0.08),
         cold_s=0.31,
         peak_mb=88.5,
+        measured_at="2026-11-21T15:00:00+00:00",
     )
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,25 @@ def pytest_runtest_setup() -> None:
     np.random.seed(0)
     if "torch" in sys.modules:  # which some tests want to see imported by what they test
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread, and torch's threads as they were afterwards."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What ``all_checks`` of the test's file found in each of two processes that train together."""
+    from _ranks import on_ranks
+
+    return on_ranks(request.module.all_checks, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")

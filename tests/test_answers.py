@@ -29,6 +29,7 @@ from trimtab.study.options import Options
 from trimtab.study.result import Best
 from trimtab.study.sampler import as_written
 from trimtab.study.study import Study
+from trimtab.study.training import TrainingStudy
 from trimtab.study.workers import Workers
 from trimtab.trial import State, Trial
 from trimtab.workload import Limits
@@ -233,6 +234,46 @@ def test_weights_that_are_drawn_anew_in_each_process_are_refused_and_early(tmp_p
     assert (len(list(tmp_path.glob("run/trials/*"))) == 1) == (drawn == "numpy"), "found out after the first trial, or at last"
 
 
+@pytest.mark.parametrize("drawn", ["inputs", "data"])
+def test_inputs_and_data_that_are_drawn_anew_in_each_process_are_refused_after_the_first_trial(tmp_path, drawn: str) -> None:
+    bodies = {
+        "inputs": """
+    def made():
+        x = torch.from_numpy(np.random.randn(2, 8)).float()
+        return trimtab.Workload(name="drawn", model=Model, inputs=x)
+    """,
+        "data": """
+    def made():
+        examples = list(zip(*data()))
+        random.shuffle(examples)
+        batches = [(torch.stack(x), torch.stack(t)) for x, t in (zip(*examples[i:i + 40]) for i in range(0, 240, 40))]
+        evaluation = trimtab.Evaluation(data=batches, score=top1)
+        return trimtab.Workload(name="drawn", model=Model, inputs=torch.ones(2, 8), evaluation=evaluation)
+    """,
+    }
+    words = {"inputs": "inputs are others each time", "data": "data is other data each time"}
+    with pytest.raises(WorkloadError, match=rf"The workload's {words[drawn]} that it is read.*Seed what draws"):
+        run(tmp_path, "import random\nimport numpy as np\n" + textwrap.dedent(bodies[drawn]), trials=3)
+    assert len(list(tmp_path.glob("run/trials/*"))) == 1
+
+
+def test_a_search_without_an_original_to_beat_ends_at_once_and_again(tmp_path) -> None:
+    body = """
+    class Own(Model):
+        def forward(self, x):
+            return self.layer(x) + os.getpid() % 1000
+    def made(): return workload(Own)
+    """
+    with Workers() as workers:
+        study = Study(write(tmp_path, body), tmp_path / "run", Options(timing_s=0.2), workers=workers)
+        for _ in range(2):
+            study.search(most=5)
+            assert [trial.recipe for trial in study.trials] == [as_written(), EAGER]
+        assert {trial.state for trial in study.trials} == {State.MISMATCH}
+        with pytest.raises(WorkloadError, match=r"could not be measured \(MISMATCH\).*start again with --fresh. Log: "):
+            finishing.finish(study)
+
+
 def test_buffers_that_a_call_changes_are_no_other_weights(tmp_path) -> None:
     body = """
     class Counting(nn.Module):
@@ -249,3 +290,10 @@ def test_buffers_that_a_call_changes_are_no_other_weights(tmp_path) -> None:
         return workload(model=Counting())
     """
     assert run(tmp_path, body).status in ("improved", "kept_original")
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_training_that_fails_as_written_ends_the_search(measured: bool) -> None:
+    first = types.SimpleNamespace(comparison=object() if measured else None)
+    assert TrainingStudy.lost.fget(types.SimpleNamespace(to_beat=first)) is not measured
+    assert not TrainingStudy.lost.fget(types.SimpleNamespace(to_beat=None))

@@ -31,7 +31,8 @@ FLOORS = [
     | {"contracts", "recipe", "finding", "trial"},
     {"measure", "passes", "backends", "checks"},
     {"intake", "splits", "subject", "reference", "evaluate", "confirm", "explain", "train", "probe", "doctor"}
-    | {"artifact", "_manifest", "_golden", "_artifact_text", "_shipping", "_batches", "_reading", "_independence", "_sizes"},
+    | {"artifact", "_manifest", "_golden", "_artifact_text", "_shipping", "_batches", "_reading", "_independence", "_sizes"}
+    | {"_faithful"},
     {"study"},
     {"report", "serve", "testing", "optimizing", "tuning", "cli", "__main__"},
 ]

@@ -454,6 +454,20 @@ def test_torchscript_source_that_writes_files_runs_on_torch_and_is_refused_here(
     assert marker.exists(), "the exploit does not work on torch any more; make it real again"
 
 
+def test_graphs_within_graphs_without_end_are_refused(pristine: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def change(data: Any) -> None:
+        lists, tables = ("inputs", "outputs", "nodes"), ("tensor_values", "sym_int_values", "sym_bool_values")
+        inner: Any = {name: [] for name in lists} | {name: {} for name in tables}
+        for _ in range(60):
+            argument = {"name": "a", "arg": {"as_graph": {"name": "g", "graph": inner}}}
+            node = {"target": "torch.ops.aten.relu.default", "inputs": [argument], "outputs": [], "metadata": {}}
+            inner = inner | {"nodes": [node]}
+        graph(data)["nodes"][0]["inputs"][0]["arg"] = {"as_graph": {"name": "g", "graph": inner}}
+
+    with pytest.raises(IntegrityError, match="nests more than 100 deep"):
+        load_program(rewrite(pristine, tmp_path / "p.pt2", edit("models/model.json", change)))
+
+
 @pytest.mark.parametrize(
     ("record", "content", "words"),
     [

@@ -23,6 +23,7 @@ import trimtab
 from trimtab import _machine, _manifest
 from trimtab._artifact_text import run_script
 from trimtab._json import dumps, to_json
+from trimtab._ties import NEAR_TIES
 from trimtab.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
 from trimtab.backends.eager import Eager
 from trimtab.candidate import Candidate
@@ -204,9 +205,26 @@ def test_test_vectors_follow_a_dimension_that_the_runtime_froze() -> None:
 
 def test_tolerance_is_twice_the_measured_error_and_never_below_rounding() -> None:
     golden = Golden.of(candidate(), candidate().signature)
-    largest = max(case.outputs[0].abs().max().item() for case in golden.cases)
-    assert golden.tolerances([5.0, 0.0]) == (10.0, 0.0)
-    assert golden.tolerances([0.0, 3.0]) == (pytest.approx(1e-3 * largest), 6.0)
+    usual = torch.cat([case.outputs[0].flatten() for case in golden.cases]).double().square().mean().sqrt().item()
+    assert golden.tolerances([5.0, 0.0]) == (10.0, NEAR_TIES)
+    assert golden.tolerances([0.0, 0.3]) == (pytest.approx(1e-3 * usual), 0.6)
+
+
+def test_values_far_from_the_usual_ones_do_not_widen_the_tolerance() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.masked_fill(x < -1.0, -1e9), x.argmax(1)
+
+    subject = Candidate.of(Masked(), (torch.randn(64, 16),))
+    golden = Golden.of(subject, subject.signature)
+    assert golden.tolerances([0.0, 0.0])[0] < 1e-2
+    case = golden.cases[0]
+    off, turned = case.outputs[0].clone(), case.outputs[1].clone()
+    off[off == -1e9] *= 1 + 1e-4  # which rounding may make of it
+    turned[:16] += 1
+    assert golden.errors(lambda inputs: (off, turned)) == [pytest.approx(1e-4 * golden.scales[0], rel=0.01), 0.25]
+    wrong = case.outputs[0] * 0.9
+    assert golden.errors(lambda inputs: (wrong, turned))[0] > golden.tolerances([0.0, 0.0])[0]
 
 
 def test_a_model_whose_outputs_went_wrong_does_not_ship(tmp_path: pathlib.Path) -> None:
@@ -294,6 +312,7 @@ FACTS = {"size": 1, "sha256": "0" * 64}
         (set_path("files", "/etc/passwd", value=FACTS), "no name inside the artifact"),
         (set_path("files", "model/../run.py", value=FACTS), "no name inside the artifact"),
         (set_path("files", "a\\b", value=FACTS), "no name inside the artifact"),
+        (set_path("files", "psutil.py", value=FACTS), "has no place in an artifact"),
         (set_path("files", "run.py", "size", value=2**50), "at most 67108864 are read"),
         (set_path("files", "run.py", "sha256", value="00"), "impossible size or hash"),
         (set_path("schema", value=2), "schema 2 cannot be read"),
@@ -415,6 +434,19 @@ def test_why_no_speed_is_replayed_is_said(pristine: Artifact, tmp_path: pathlib.
     found = trimtab.verify(bare.path)
     assert found.speed is None
     assert "was not given" in (found.speed_reason or "")
+
+
+def test_an_original_that_cannot_be_read_here_is_no_fault_of_the_artifact(folder: pathlib.Path) -> None:
+    baseline = folder / "baseline"
+    program = next(baseline.rglob("*.pt2"))
+    program.write_bytes(program.read_bytes()[:-100])
+    reseal(folder)
+    found = trimtab.verify(folder)
+    assert found.ok
+    assert found.parity is not None
+    assert found.speed is None
+    assert (found.speed_reason or "").startswith("It could not be compared here: ")
+    assert str(program) in (found.speed_reason or "")
 
 
 # it is written whole or not at all

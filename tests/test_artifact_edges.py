@@ -1,11 +1,14 @@
-"""Artifacts of unusual models, in unusual places, and from strangers."""
+"""Artifacts of unusual models, in unusual places, and from strangers; what their test vectors are made of."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -17,17 +20,19 @@ import trimtab
 from test_artifact import reseal, set_path, write
 from trimtab import _artifact_text
 from trimtab._json import write_text
+from trimtab._manifest import findings
 from trimtab.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
 from trimtab.backends.aoti import Aoti
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.candidate import Candidate, Settings
 from trimtab.cli.main import app
-from trimtab.contracts import Backend
+from trimtab.contracts import PASSES, Backend
 from trimtab.environment import Environment
-from trimtab.errors import ArtifactError, IntegrityError, UsageError
+from trimtab.errors import ArtifactError, CompileError, IntegrityError, UsageError, WorkloadError
 from trimtab.passes.channels_last import ChannelsLast
 from trimtab.recipe import Recipe
+from trimtab.signature import Dim
 
 
 def shipped(folder: pathlib.Path, subject: Candidate, backend: Backend, *passes: Any) -> Artifact:
@@ -137,12 +142,45 @@ def test_what_a_runtime_says_of_a_strangers_inputs_is_a_finding(tmp_path: pathli
     assert "The model failed on a test vector" in str(found.parity.reason)
 
 
-@pytest.mark.parametrize("claim", [{"value": None}, 3, {"value": "2", "low": 1.0, "high": 3.0}])
-def test_a_claim_that_is_no_interval_is_refused(tmp_path: pathlib.Path, claim: Any) -> None:
+CLAIMS = (
+    *({"value": None}, 3, {"value": "2", "low": 1.0, "high": 3.0}),
+    *({"value": value, "low": 1.0, "high": 3.0} for value in (None, 0.0, -1.0)),
+)
+
+
+@pytest.mark.parametrize("name", ["speedup", "baseline_speedup"])
+def test_a_claim_that_is_no_interval_is_refused(tmp_path: pathlib.Path, name: str) -> None:
+    folder = write(tmp_path / "artifact", baseline=False).path
+    for claim in CLAIMS:
+        reseal(folder, set_path("evidence", name, value=claim))
+        with pytest.raises(IntegrityError, match="states a speed-up that is none"):
+            verify(folder)
+    reseal(folder, set_path("evidence", name, value={"value": 2.0, "low": 1.0, "high": None}))
+    assert verify(folder).ok, "a bound that was not finite when it was written"
+
+
+def test_a_baseline_of_no_backend_is_refused_in_words(tmp_path: pathlib.Path) -> None:
     folder = write(tmp_path / "artifact").path
-    reseal(folder, set_path("evidence", "speedup", value=claim))
-    with pytest.raises(IntegrityError, match="states a speed-up that is none"):
-        verify(folder)
+    for backend in ({"name": ["x"]}, {"name": "no-such"}):
+        reseal(folder, set_path("baseline", "backend", value=backend))
+        with pytest.raises(ArtifactError, match="cannot be loaded by this installation"):
+            open_artifact(folder).load_baseline()
+
+
+def test_a_file_that_may_not_be_read_is_a_finding() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        artifact = write(pathlib.Path(name, "artifact"), baseline=False)
+        for path in (pathlib.Path(name), *pathlib.Path(name).rglob("*")):
+            path.chmod(0o755)
+        (artifact.path / "README.md").chmod(0)
+        user = os.geteuid()
+        if user == 0:  # who may read everything
+            os.seteuid(65534)
+        try:
+            found = list(findings(artifact.path, artifact.manifest))
+        finally:
+            os.seteuid(user)
+    assert found == ["README.md cannot be read: Permission denied."]
 
 
 def test_a_stranger_cannot_write_to_the_terminal(tmp_path: pathlib.Path) -> None:
@@ -195,3 +233,128 @@ def test_model_files_are_measured_at_the_sizes_stated(tmp_path: pathlib.Path) ->
     assert "inputs of different sizes, 1x8 and 3x8" in str(apart)
     alike = trimtab.compare(trimtab.load_workload(command[1], shapes={"input": "3x8"}), script, seconds=1)
     assert alike.note is None
+
+
+# Test vectors.
+
+
+class Bag(nn.Module):
+    """Its offsets begin at 0 and grow, whatever the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 8)
+
+    def forward(self, tokens: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.bag(tokens, offsets)
+
+
+class Positions(nn.Module):
+    """A table of eight positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., None] * self.table(torch.arange(x.shape[1]))
+
+
+def test_only_what_leads_with_a_dynamic_dimension_is_turned_in_a_test_vector() -> None:
+    inputs = torch.randint(0, 50, (9,)), torch.tensor([0, 4, 6])
+    subject = Candidate.of(Bag().eval(), inputs, dynamic={"tokens": {0: Dim("tokens")}})
+    golden = Golden.of(subject, subject.signature)
+    assert [case.inputs[1].tolist() for case in golden.cases] == [[0, 4, 6]] * 2
+    tokens = golden.cases[1].inputs[0]
+    assert torch.equal(tokens, torch.cat([inputs[0], inputs[0][:2]]).flip(0))
+
+
+def test_a_test_vector_that_the_model_refuses_is_left_out() -> None:
+    subject = Candidate.of(Positions().eval(), (torch.randn(2, 7),), dynamic={"x": {1: Dim("length")}})
+    golden = Golden.of(
+        subject, subject.signature, rows=[[torch.randn(2, 5)], [torch.randn(2, 9)], [torch.full((2, 7), torch.nan)]]
+    )
+    assert [tuple(case.inputs[0].shape) for case in golden.cases] == [(2, 7), (2, 5)]
+    broken = dataclasses.replace(subject, args=(torch.full((2, 7), torch.nan),))
+    with pytest.raises(UsageError, match="gives NaN on its own inputs"):
+        Golden.of(broken, broken.signature)
+    long = dataclasses.replace(subject, args=(torch.randn(2, 9),))
+    with pytest.raises(WorkloadError, match="failed on a test vector: IndexError"):
+        Golden.of(long, long.signature)
+
+
+class Detector(nn.Module):
+    """As many rows as it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layer(x)
+        keep = y[:, 4] > 0
+        return {"boxes": y[keep, :4], "scores": y[keep, 4]}
+
+
+def test_outputs_of_any_length_are_verified(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    candidate = Candidate.of(Detector().eval(), (torch.randn(32, 16),))
+    executable = Eager().compile(candidate)
+    golden = Golden.of(candidate, candidate.signature, [[torch.randn(32, 16)] for _ in range(3)])
+    assert len({case.outputs[1].shape for case in golden.cases}) > 1
+    written = write_artifact(
+        tmp_path / "artifact",
+        executable=executable,
+        recipe=Recipe(backend=Eager()),
+        workload_name="detector",
+        golden=golden,
+        evidence={},
+        environment=Environment.capture(),
+    )
+    assert [spec.shape for spec in written.manifest.signature.outputs] == [("?", 4), ("?",)]
+    assert verify(written.path).ok
+
+
+class Above(nn.Module):
+    """What lies above a threshold: more or less of it where that is another."""
+
+    def __init__(self, threshold: float, width: int = 3) -> None:
+        super().__init__()
+        self.threshold, self.width = threshold, width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x[:, 0] > self.threshold, : self.width]
+
+
+@pytest.mark.parametrize(
+    ("exact", "width", "kept"), [(False, 3, 1), (True, 3, None), (False, 2, None)], ids=["lossy", "exact", "another width"]
+)
+def test_vectors_of_which_a_lossy_recipe_finds_more_are_left_out(
+    tmp_path: pathlib.Path, exact: bool, width: int, kept: int | None
+) -> None:
+    rows = torch.tensor([[1.0, 1, 1], [2.0, 2, 2], [-1.0, 0, 0]])
+    whole = {"x": {0: Dim("rows")}}
+    original = Candidate.of(Above(0.0).eval(), (rows,), dynamic=whole)
+    changed = Candidate.of(Above(-0.5, width).eval(), (rows,), dynamic=whole)
+    assert original.signature.outputs[0].shape[0] == "?"
+    executable, recipe = Eager().compile(changed), Recipe(passes=() if exact else (PASSES["autocast"](),), backend=Eager())
+    assert recipe.exact is exact
+
+    def written() -> Artifact:
+        return write_artifact(
+            tmp_path / "artifact",
+            executable=executable,
+            recipe=recipe,
+            workload_name="above",
+            golden=Golden((Golden.of(original, executable.signature).cases[0], *more.cases)),
+            evidence={},
+            environment=Environment.capture(),
+        )
+
+    near = Candidate.of(original.model, (torch.tensor([[-0.2, 1, 1], [2.0, 2, 2]]),))  # of which the other finds one more
+    more = Golden.of(near, near.signature)
+    if kept is None:
+        with pytest.raises(CompileError, match="has another shape or dtype than the model's"):
+            written()
+    else:
+        assert written().manifest.golden.cases == kept

@@ -192,11 +192,11 @@ USAGE = [
     ),
     (":good --sampler luck", f"Invalid value for '--sampler': 'luck' is not one of 'ladder', 'tpe'. {HELP}"),
     (":good --lateny 4ms", f"No such option: --lateny (Possible options: --latency, --plain) {HELP}"),
-    (":good --out notes.txt", "The run folder notes.txt is a file. Give a folder with --out."),
+    (":good --out notes.txt", "The run folder notes.txt is a file. Give a folder with --out (in Python, out=...)."),
     (
         ":good --out other",
         "The run folder other was made for another workload (resnet, 0123456789abcdef; this is faulty, {fingerprint}). Use "
-        "--out FOLDER for this one, or --fresh to forget the other.",
+        "--out FOLDER (in Python, out=...) for this one, or --fresh (fresh=True) to forget the other.",
     ),
 ]
 WORKLOAD = [
@@ -323,7 +323,7 @@ def here(study: Study, job: dict[str, object], folder: pathlib.Path, **_: object
     assert job["kind"] == "prepare", "it was not answered before the first trial"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stderr(io.StringIO()):  # its log
-        result = worker._result(job, folder)
+        result = worker._result(job, folder, folder)
     if "error" in result:
         return Outcome(reason=result["message"], seconds=0.0, error=result["error"])
     return Outcome(reason=None, seconds=0.0, result=result)

@@ -153,6 +153,22 @@ def test_a_reader_that_has_enough_leaves_the_exit_code_alone() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (7, "x" * 10, "")
 
 
+def test_a_full_disk_that_output_leads_to_leaves_the_exit_code_alone() -> None:
+    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(MUCH)} > /dev/full"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+
+
+def test_a_terminal_that_is_closed_leaves_the_exit_code_alone() -> None:
+    ours, theirs = os.openpty()
+    waits = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); input(){MUCH}"
+    process = subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE, stdout=theirs, stderr=theirs)
+    os.close(ours)
+    os.close(theirs)
+    process.communicate(b"go\n")
+    assert process.returncode == 7
+
+
 def test_a_search_that_nobody_reads_goes_on_to_its_end(tmp_path: pathlib.Path) -> None:
     run = tmp_path / "run"
     workload = write(tmp_path, "def made(): return workload()")

@@ -140,6 +140,27 @@ def test_the_rounds_before_a_confirmation_are_processes_of_their_own(tmp_path) -
         assert rounds.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1
 
 
+@pytest.mark.parametrize(("fault", "error"), [("raise KeyError(7)", "WorkloadError"), ("os._exit(3)", "MeasurementError")])
+def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str, error: str) -> None:
+    reference = write(tmp_path, "def made(): return workload()")
+    study = Study(reference, tmp_path / "run", Options(timing_s=0.1))
+    write(tmp_path, f"def made(): {fault}")
+    job = study.job() | {
+        "kind": "round",
+        "recipe": study.original.to_json(),
+        "files": "",
+        "seconds": 60,
+        "plan": to_json(Plan()),
+    }
+    with Rivals(study.job(), study.folder / "rivals") as rivals:
+        found = rounds.beside(study, rivals, {"as_written": study.original}, job, study.folder / "round")
+        assert found.result is None
+        assert found.error == error
+        assert ("KeyError: 7" if error == "WorkloadError" else "The process that holds as_written ended") in str(found.reason)
+        wanted = {"as_written": study.original}
+        assert rounds.earlier(study, None, wanted, job, 0, None) == {"as_written": []}
+
+
 def test_what_is_handed_over_rests_on_several_pairs_of_processes(tmp_path) -> None:
     found = trimtab.compare(write(tmp_path, "def made(): return workload()"), seconds=3.0)
     assert found.comparison.processes in (2, 5), "five where the first differ"
@@ -192,4 +213,9 @@ def test_what_proved_nothing_is_confirmed_once_more(tmp_path, intervals, shown, 
     best = finish.confirm(study, trial, trial, rivals, must_win=True)
     assert str(best.confirmation.speedup) == shown
     assert len(asked) == jobs
+    assert noted.pop("tried") == [str(recipe)]  # it saw the test data, however often and whatever came of it
     assert len(noted) == (not best.confirmation.undecided)
+    if noted:  # another day keeps the figures, and says of which day they are
+        assert finish.confirm(study, trial, trial, rivals, must_win=True).confirmation == best.confirmation
+        assert best.confirmation.measured_at is not None
+        assert len(asked) == jobs

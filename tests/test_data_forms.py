@@ -1,33 +1,33 @@
-"""Data in the shapes that real programs give it: nested batches, rows that are no tensors, bounded batches, other orders."""
+"""Data in the forms that real programs give it: nested batches, rows that are no tensors, bounded batches, endless streams."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from _labelled import X, Y, all_batches, classifier, top1
 from trimtab._tree import flatten
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.candidate import Candidate
 from trimtab.capture import Call, difference
-from trimtab.errors import InputError, UsageError
-from trimtab.reference import Fitted, predict
+from trimtab.errors import InputError, UsageError, WorkloadError
+from trimtab.reference import Fitted, predict, refer
 from trimtab.signature import Dim
 from trimtab.splits import Batch, Splits, split
 from trimtab.subject import fresh, prepare
 from trimtab.workload import Evaluation, Workload
 
 Pair = collections.namedtuple("Pair", ["label", "text"])  # noqa: PYI024
-
-
-def top1(output: torch.Tensor, target: Any) -> torch.Tensor:
-    return output.argmax(1) == target
 
 
 class Sum(nn.Module):
@@ -202,3 +202,123 @@ def test_arrays_are_tensors_wherever_they_lie() -> None:
     found = parts(split(workload(batches)))
     assert all(isinstance(batch.target, Pair) and isinstance(batch.target.label, torch.Tensor) for batch in found)
     assert sum(batch.rows for batch in found) == 38
+
+
+@dataclasses.dataclass
+class Counted(Dataset[Any]):
+    n: int
+    item: Callable[[int], Any]
+    read: int = 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Any:
+        self.read += 1
+        return self.item(i)
+
+
+def test_calibration_is_drawn_from_the_whole_of_a_dataset_and_no_more_than_that_is_read() -> None:
+    data = Counted(5000, lambda i: torch.full((8,), float(i // 500)))
+    subject = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], calibration=data))
+    assert {float(value) for batch in all_batches(subject) for value in batch.inputs[:, 0]} == set(map(float, range(10)))
+    assert data.read < 260
+    assert "The calibration data has 5000 examples; 256 of them, drawn at random, are used." in subject.notes
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(torch.ones(8))
+
+
+def test_endless_calibration_ends_and_labels_in_it_are_refused_at_once() -> None:
+    subject = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], calibration=Endless()))
+    assert sum(batch.rows for batch in all_batches(subject)) == 256
+    data = Counted(5000, lambda i: (X[i % 120], i % 2))
+    with pytest.raises(UsageError, match="made of pairs, of which the first half .* Give the inputs without labels"):
+        prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], calibration=data))
+    assert data.read == 1
+
+
+NAMES = np.array(["neg", "pos"])
+UNKNOWN = torch.where(torch.arange(120) % 3 == 0, torch.nan, Y.float())
+
+
+@pytest.mark.parametrize(
+    ("data", "score"),
+    [
+        ((X, UNKNOWN), lambda o, t: -(o[:, 0] - t).abs().nan_to_num()),
+        ([(X[:60], Y[:60].tolist()), (X[60:], Y[60:].tolist())], top1),
+        ((X, Y.tolist()), top1),
+        (({"input": X}, Y), top1),
+        ((X.numpy(), Y.numpy()), top1),
+        ([(X.numpy()[:, ::-1], Y.numpy().astype(">i8"))], top1),
+        ([(X.numpy(), Y.numpy().astype(object))], top1),
+        ([(X, NAMES[Y.numpy()])], lambda o, t: torch.tensor([NAMES[int(k)] == name for k, name in zip(o.argmax(1), t)])),  # noqa: B905
+    ],
+    ids=["unknown", "lists", "list", "dict", "arrays", "reversed", "objects", "texts"],
+)
+def test_labelled_data_of_many_kinds(data: Any, score: Any) -> None:
+    judged = Evaluation(data=data, score=score)
+    subject = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], evaluation=judged))
+    assert subject.splits.examples() == {"calibration": 24, "selection": 48, "test": 48}
+    assert refer(subject.model, subject.splits.test, judged).scores.n == 48
+
+
+def test_masks_of_infinity_are_inputs_and_ragged_examples_need_a_collate_fn() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * torch.softmax(mask, -1))
+
+    mask = torch.zeros(120, 8)
+    mask[:, 6:] = -torch.inf
+    assert prepare(classifier([((X, mask), Y)], model=Masked(8, 2).eval(), inputs=(X[:1], mask[:1])))
+    with pytest.raises(UsageError, match=r"cannot be put together into batches: .* Give a DataLoader with your own collate_fn"):
+        prepare(classifier(Counted(40, lambda i: (torch.ones(3 + i % 5), i % 2))))
+
+
+def test_methods_of_inputs_do_not_cross() -> None:
+    @dataclasses.dataclass
+    class Halves:
+        x: torch.Tensor
+        y: torch.Tensor
+
+        def joined(self) -> torch.Tensor:
+            return torch.cat([self.x, self.y], 1)
+
+    class Joining(nn.Linear):
+        def forward(self, pair: Any) -> torch.Tensor:
+            return super().forward(pair.joined())
+
+    with pytest.raises(WorkloadError, match="uses methods of `Halves`, which do not cross .* Pass its tensors"):
+        prepare(Workload(model=Joining(8, 2).eval(), inputs=(Halves(X[:1, :4], X[:1, 4:]),)))
+
+
+class Endlessly(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat((X, Y))
+
+
+@pytest.mark.parametrize(
+    ("data", "first"),
+    [
+        ([(X, Y)] * 3, "1 of 3 items"),
+        (DataLoader(TensorDataset(X, Y), batch_size=30), "2 of 4 items"),
+        (DataLoader(Endlessly(), batch_size=None), "1 items"),
+        (TensorDataset(X, Y), None),
+        ([(X[:50], Y[:50])], None),
+    ],
+    ids=["list", "loader", "endless", "drawn at random", "all"],
+)
+def test_where_only_the_first_of_the_labelled_data_are_read_a_note_says_so(data: Any, first: str | None) -> None:
+    judged = Evaluation(data=data, score=top1, max_examples=60)
+    notes = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], evaluation=judged)).notes
+    said = f"The first {first} of the evaluation data are used, as max_examples=60 says. If they are sorted, give them in "
+    expected = [] if first is None else [said + "random order."]
+    assert [note for note in notes if note.startswith("The first")] == expected
+
+
+def test_calibration_from_a_loader_of_unknown_length() -> None:
+    loader = DataLoader(Endless(), batch_size=32)
+    subject = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], calibration=loader))
+    assert sum(batch.rows for batch in all_batches(subject)) == 256

@@ -50,6 +50,9 @@ def test_fingerprint_follows_what_decides_speed(here: Environment) -> None:
     assert Environment.capture().fingerprint == here.fingerprint
     same = {"python": "3.99", "compiler": "other", "versions": dict(here.versions) | {"optuna": "0"}}
     assert dataclasses.replace(here, **same).fingerprint == here.fingerprint
+    gpu = Gpu(name="H", capability="9.0", memory_mb=1.0, driver="570.1")  # which is known where pynvml is installed
+    with_driver, without = (dataclasses.replace(here, gpus=(each,)) for each in (gpu, dataclasses.replace(gpu, driver=None)))
+    assert with_driver.fingerprint == without.fingerprint
     changes = [
         {"cpu": "Z80"},
         {"isa": ()},

@@ -14,9 +14,9 @@ from torch import nn
 
 from trimtab._json import dumps, from_json
 from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS, Pass, technique_from_json
+from trimtab.contracts import BACKENDS, PASSES, Pass, technique_from_json
 from trimtab.errors import CompileError
-from trimtab.evaluate import Plan, apply_passes, evaluate, load_saved, rows, start
+from trimtab.evaluate import TORCH_THREADS, Plan, apply_passes, evaluate, load_saved, rows, start
 from trimtab.intake.load import load_workload
 from trimtab.measure.timer import LocalRunner
 from trimtab.recipe import Recipe
@@ -141,6 +141,44 @@ def test_a_small_loss_is_undecidable_with_few_examples(subject: Subject, tmp_pat
     assert not feasible(trial, limits)
 
 
+class Finder(nn.Module):
+    """Finds in each image those of its sixteen places that score above zero: another number in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        found = self.layer(image[0])
+        return found[found[:, 0] > 0]
+
+
+def finding() -> Subject:
+    torch.manual_seed(0)
+    model = Finder()
+    images = [torch.randn(1, 16, 4) for _ in range(90)]
+    with torch.no_grad():
+        labelled = [(image, torch.tensor([len(model(image))])) for image in images]
+    evaluation = Evaluation(data=labelled, score=lambda found, want: 1 - (want - len(found)).abs() / 16)
+    return prepare(Workload(name="finder", model=model, inputs=images[0], evaluation=evaluation, dynamic={}))
+
+
+@pytest.mark.parametrize(
+    ("claims", "limit", "state"), [(False, 0.5, "COMPLETE"), (False, 0.001, "STOPPED"), (True, 0.5, "MISMATCH")]
+)
+def test_the_score_judges_a_recipe_that_finds_more_or_fewer(tmp_path, claims: bool, limit: float, state: str) -> None:
+    recipe = Recipe(passes=(Shift(by=0.05, claims=claims),), backend=EAGER)
+    trial = judged(recipe, finding(), tmp_path, limits=Limits(max_drop=limit))
+    assert trial.state is State[state], trial.reason
+    assert trial.parity is not None
+    if claims:
+        assert "has the shape" in str(trial.reason)
+    else:
+        assert trial.parity.left_out > 0
+        assert trial.drop is not None
+        assert trial.drop.value > 0
+
+
 def test_a_hopeless_recipe_is_stopped_after_the_first_timing(subject: Subject, tmp_path) -> None:
     trial = judged(Recipe(passes=(Slow(),), backend=EAGER), subject, tmp_path, floor=0.9)
     assert trial.state is State.STOPPED
@@ -173,6 +211,20 @@ def test_throughput_counts_examples(subject: Subject, tmp_path) -> None:
     larger = apply_passes(recipe, subject.candidate)
     assert rows(larger.leaves, larger.signature) == 16
     assert rows(larger.leaves, dataclasses.replace(larger.signature, batched=False)) == 1
+
+
+def test_runtimes_get_no_more_threads_than_the_workload_gives_torch(one_thread: None) -> None:
+    candidate = Candidate.of(nn.Linear(4, 3).eval(), (torch.ones(1, 4),))
+    own, relative = BACKENDS["onnxruntime"](), BACKENDS["eager"]()
+    more = technique_from_json(PASSES, {"name": "threads", "count": 2})
+    assert TORCH_THREADS > 1
+    assert apply_passes(Recipe(backend=own), candidate).settings.threads == 1
+    assert apply_passes(Recipe(backend=relative), candidate).settings.threads is None
+    executable, _ = start(Recipe(backend=own), apply_passes(Recipe(backend=own), candidate))
+    assert executable.settings.threads == 1
+    assert more.apply(apply_passes(Recipe(backend=own), candidate)).settings.threads == 2
+    torch.set_num_threads(TORCH_THREADS)
+    assert apply_passes(Recipe(backend=own), candidate).settings.threads is None
 
 
 def test_a_frozen_batch_is_cut_and_padded(subject: Subject) -> None:

@@ -40,7 +40,7 @@ from trimtab.trial import State
                     time.sleep(3600)
             def made(): return workload(Bad)
             """,
-            r"It still ran after its time limit of 12 s and was killed; see its log for where it hung",
+            r"after its time limit of 12 s and was killed; see its log for where it hung, or give it longer with --trial-time",
             id="hang",
         ),
         pytest.param(
@@ -82,6 +82,19 @@ from trimtab.trial import State
             """,
             r"The model as written gives NaN: \d+ of \d+ values of output 0 on batch 0",
             id="nan",
+        ),
+        pytest.param(
+            """
+            class Bad(Model):
+                def forward(self, x):
+                    return self.layer(torch.log(x))
+            def made():
+                x, t = data()
+                evaluation = trimtab.Evaluation(data=(x.abs() + 0.1, t), score=top1)
+                return trimtab.Workload(name="faulty", model=Bad, inputs=-torch.ones(1, 8), evaluation=evaluation)
+            """,
+            r"The model gives NaN for the workload's inputs: 4 of 4 values of 'output'.*Take inputs from the data",
+            id="nan-example",
         ),
         pytest.param(
             """

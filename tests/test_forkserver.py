@@ -17,7 +17,7 @@ from _workers import that_stay
 from trimtab.study.imported import IMPORTED
 from trimtab.study.process import WorkerProcess, environment
 from trimtab.study.sampler import as_written
-from trimtab.study.workers import Workers
+from trimtab.study.workers import LIFELINE, Workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Workers are forked on Linux only.")
 SPY = """
@@ -77,14 +77,18 @@ def workload():
 """
 
 
-@pytest.mark.parametrize("package", ["chunk", "threads_at_import", "fails_at_import"])
+@pytest.mark.parametrize("package", ["chunk", "threads_at_import", "asks_a_gpu_at_import", "fails_at_import"])
 def test_what_the_workload_imports_is_imported_once_for_all(tmp_path, monkeypatch, package):
-    """A standard module is; where a package starts a thread, which no fork would have, nothing is, and nothing fails."""
+    """A standard module is; where a package starts a thread, which no fork would have, or asks the driver of a GPU, which
+    answers no fork then, nothing is, and nothing fails."""
     job_ = job(tmp_path)
     site = tmp_path / "site"
     site.mkdir()
     (site / "threads_at_import.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    (site / "asks_a_gpu_at_import.py").write_text(  # what torch says in forks of a process that asked it; here is none to ask
+        "import os, torch\nasked = os.getpid()\ntorch.cuda._is_in_bad_fork = lambda: os.getpid() != asked\n"
     )
     (site / "fails_at_import.py").write_text(  # the second time, which is in the server
         "import pathlib\nseen = pathlib.Path(__file__).with_name('seen')\n"
@@ -106,10 +110,25 @@ def test_what_the_workload_imports_is_imported_once_for_all(tmp_path, monkeypatc
         assert second.wait(seconds=100, memory_mb=None).reason is None
         plain = WorkerProcess(job_, tmp_path / "third", workers, warm=False)
         assert plain.wait(seconds=100, memory_mb=None).reason is None
-    warm = package != "threads_at_import"
+    warm = package not in ("threads_at_import", "asks_a_gpu_at_import")
     assert told(first)[1:] == told(plain)[1:] == ["False", "False"]
     assert told(second)[1:] == [str(warm), str(package == "chunk")]
     assert (told(second)[0] != told(first)[0]) == warm
+
+
+def test_a_workload_may_change_the_working_folder(tmp_path, monkeypatch):
+    job_ = job(tmp_path, f"os.chdir({os.sep!r})")
+    monkeypatch.chdir(tmp_path)
+    with Workers() as workers:
+        for number, forks in enumerate((workers, None)):
+            worker = WorkerProcess(job_, pathlib.Path(f"run{number}"), forks)
+            assert worker.wait(seconds=100, memory_mb=None).reason is None
+
+
+def test_a_thread_that_goes_on_does_not_keep_a_worker_that_failed(tmp_path):
+    act = "import threading, time; threading.Thread(target=time.sleep, args=(300,)).start(); raise KeyboardInterrupt"
+    worker = WorkerProcess(job(tmp_path, act), tmp_path / "run")
+    assert "It raised KeyboardInterrupt" in worker.wait(seconds=60, memory_mb=None).reason
 
 
 def test_without_workers_it_is_an_interpreter_of_its_own(tmp_path):
@@ -134,6 +153,7 @@ def test_how_a_fork_ends_is_known(tmp_path, act, reason):
         outcome = worker.wait(seconds=3 if "sleep" in act else 100, memory_mb=None)
     assert outcome.reason is not None
     assert outcome.reason.startswith(reason)
+    assert (outcome.ended_by, outcome.limit) == (("time", 3) if "sleep" in act else (None, None))
     if "ctypes" in act:
         assert "Segmentation fault" in worker.log_tail(200)
     assert not psutil.pid_exists(worker.pid)
@@ -177,3 +197,16 @@ def test_a_study_that_is_killed_leaves_neither_server_nor_fork(tmp_path):
     for one in alive:
         one.kill()
     assert not alive
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path: pathlib.Path) -> None:
+    """It may be the folder of a stranger's artifact."""
+    (tmp_path / "stranger.py").write_text("print('executed')")
+    command = [sys.executable, "-P", LIFELINE, str(os.getpid()), "stranger"]
+    pipe = subprocess.PIPE
+    # in a session of its own, because the end of its input kills its whole group
+    with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stderr is not None
+        assert worker.stdout.read() == b""
+        assert b"No module named stranger" in worker.stderr.read()

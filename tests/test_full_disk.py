@@ -92,6 +92,7 @@ LOOP = ValueError("a circle")
         (RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"), True),
         (RuntimeError("unable to write to file </torch_12_34>: No space left on device (28)"), False),
         (OSError(errno.EACCES, "Permission denied"), False),
+        (RuntimeError("unexpected position 3 in the sequence"), False),
         (caused(LOOP, LOOP), False),
         (None, False),
     ],

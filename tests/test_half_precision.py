@@ -35,6 +35,17 @@ def test_runtimes_take_float16(backend: Backend) -> None:
     executable.close()
 
 
+def test_onnxruntime_tells_what_it_has_no_kernel_for() -> None:
+    if reason := OnnxRuntime().blocked(deep(torch.float16)):
+        pytest.skip(reason)
+    casts = "Computes in float32, with casts around it, where it has no kernel for float16."
+    half, full = (OnnxRuntime().compile(deep(dtype)) for dtype in (torch.float16, torch.float32))
+    assert OnnxRuntime.tells_fallbacks
+    assert (half.notes, full.notes) == ([casts], [])
+    with pytest.raises(CompileError, match="NOT_IMPLEMENTED|Could not find an implementation"):
+        OnnxRuntime().compile(deep(torch.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_batch_norms_of_half_precision_are_folded(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

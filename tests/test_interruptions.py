@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import psutil
 import pytest
@@ -16,19 +17,27 @@ import trimtab
 from _faulty import run, write
 from _workers import that_stay, workers, workers_that_stay
 from trimtab.errors import TrimtabError, UsageError
+from trimtab.study.options import Options
 from trimtab.study.sampler import as_written
+from trimtab.study.study import Study
+from trimtab.trial import State, Trial
 
 
 def test_a_second_run_repeats_nothing_and_another_study_is_refused(tmp_path) -> None:
     reference = write(tmp_path, "def made(): return workload()")
     options = {"out": tmp_path / "run", "limits": trimtab.Limits(max_drop=0.1), "timing_seconds": 0.5}
     first = trimtab.optimize(reference, trials=1, **options)
-    second = trimtab.optimize(reference, trials=1, **options)
+    second = trimtab.optimize(write(tmp_path, "def made(): return workload()  # again"), trials=1, **options)
     hashes = [trial.recipe.hash for trial in second.trials]
     assert len(hashes) == len(set(hashes)) > len(first.trials)
     assert [t.recipe for t in second.trials[: len(first.trials)]] == [t.recipe for t in first.trials]
     with pytest.raises(UsageError, match="was made for another objective: 'latency' there, 'throughput' now"):
         trimtab.optimize(reference, objective="throughput", **options)
+    slower = write(
+        tmp_path, "Model.forward = lambda self, x: (time.sleep(0.02), self.layer(x))[1]\ndef made(): return workload()"
+    )
+    with pytest.raises(UsageError, match=r"was made for other code \(changed since: faulty\), whose figures may not hold"):
+        trimtab.optimize(slower, **options)
     other = write(tmp_path, "torch.manual_seed(1)\ndef made(): return workload()")
     with pytest.raises(UsageError, match="was made for another workload"):
         trimtab.optimize(other, **options)
@@ -43,6 +52,20 @@ def test_fresh_forgets_a_study_and_nothing_else(tmp_path) -> None:
     (tmp_path / "run" / "thesis.txt").unlink()
     (tmp_path / "run" / "study.db").write_text("not a database")
     assert run(tmp_path, "def made(): return workload()", fresh=True).trials
+
+
+def test_studies_in_one_database_are_not_in_each_other_s_way(tmp_path) -> None:
+    """Their names are those of workloads, and people call theirs alike."""
+    reference, shared = write(tmp_path, "def made(): return workload()"), f"sqlite:///{tmp_path}/shared.db"
+
+    def study(folder: str, **options: Any) -> Study:
+        return Study(reference, tmp_path / folder, Options(**options))
+
+    first = study("one", storage=shared)
+    kept = first.tell(Trial(recipe=as_written(), state=State.FAILED, reason="It was slow.", ended_by="time", limit=600.0))
+    assert study("two", storage=shared, objective="size", fresh=True).trials == []
+    assert study("one", storage=shared, trial_s=600.0).trials == [kept]
+    assert study("one", storage=shared, trial_s=900.0).trials == []
 
 
 def test_impossible_limits_get_an_answer(tmp_path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from _labelled import X, Y, accuracy
 from trimtab._joined import example_counts, joined
 from trimtab._tree import Record, flatten, unflatten
 from trimtab.errors import WorkloadError
@@ -151,3 +152,8 @@ def test_a_score_that_works_in_place_leaves_the_reference_alone() -> None:
         reference = refer(flat, batches(), evaluation)
         want = [flat(batch.inputs) for batch in batches()]
     assert all(np.array_equal(a, b[0]) for a, b in zip(want, reference.outputs, strict=True))
+
+
+def test_a_metric_may_return_an_array_of_no_axes() -> None:
+    judged = Evaluation(data=(X, Y), metric=lambda o, t: np.asarray(accuracy(o, t)))
+    assert refer(nn.Linear(8, 2), [Batch(X, Y, 120)], judged).scores.n == 120

@@ -120,10 +120,11 @@ def test_layers_come_back_as_modules_that_techniques_look_for(tmp_path: pathlib.
     assert {nn.Conv2d, nn.BatchNorm2d, nn.Linear} <= set(kinds)
 
 
-def graph(nodes: list[Any], **more: Any) -> onnx.ModelProto:
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])
+def graph(nodes: list[Any], inputs: dict[str, list[Any]] | None = None, **more: Any) -> onnx.ModelProto:
+    shapes = inputs or {"x": ["N", 4]}
+    given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    made = helper.make_graph(nodes, "g", [x], [y], **more)
+    made = helper.make_graph(nodes, "g", given, [y], **more)
     return helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
 
@@ -241,3 +242,12 @@ def test_older_and_rarer_forms_of_operators(tmp_path: pathlib.Path) -> None:
         ir_version=6,
     )
     assert torch.equal(answers(old, [rows])[0], rows)
+
+
+def test_names_of_inputs_that_clash_or_are_taken(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "m.onnx"
+    inputs = {"input.1": [1, 4], "input_1": [1, 4]}
+    onnx.save(graph([helper.make_node("Add", ["input.1", "input_1"], ["y"])], inputs), path)
+    assert len(trimtab.load_workload(path).inputs) == 2
+    onnx.save(graph([helper.make_node("Sigmoid", ["self"], ["y"])], {"self": ["N", 4]}), path)
+    assert list(trimtab.load_workload(path).dynamic) == ["input_self"]

@@ -210,6 +210,34 @@ def test_weights_outside_of_the_folder_are_refused(built, tmp_path, place):
         OnnxRuntime().load(folder, executable.signature, Settings())
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        (("location", "model.onnx.data"), ("location", "../secret.bin")),
+        (("location", "model.onnx.data"), ("offset", "0"), ("offset", "4096")),
+        (("location", "model.onnx.data"), ("basepath", "..")),
+        (("offset", "0"),),
+    ],
+)
+@pytest.mark.parametrize("place", ["initializer", "default of a function"])
+def test_weights_whose_place_reads_in_two_ways_are_refused(built, tmp_path, place, entries):
+    _, executable = built
+    executable.save(tmp_path)
+    (tmp_path / "model.onnx.data").write_bytes(bytes(4096))
+    model = onnx.load(tmp_path / "model.onnx")
+    tensor = onnx.TensorProto(name="w", data_type=1, dims=[4], data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in entries:
+        tensor.external_data.add(key=key, value=value)
+    if place == "initializer":
+        model.graph.initializer.append(tensor)
+    else:
+        function = model.functions.add(name="F", domain="strange")
+        function.attribute_proto.add(name="v", type=onnx.AttributeProto.TENSOR).t.CopyFrom(tensor)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(IntegrityError, match="says where the tensor 'w' lies by"):
+        OnnxRuntime().load(tmp_path, executable.signature, Settings())
+
+
 def test_linked_weights_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(_onnx, "ONE_FILE_BYTES", 0)
     executable = OnnxRuntime().compile(CASES["convnet"]())

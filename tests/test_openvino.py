@@ -2,9 +2,11 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from torch import nn
 from trimtab.backends import _openvino
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import BACKENDS
-from trimtab.errors import CompileError, IntegrityError, UsageError
+from trimtab.errors import CompileError, InputError, IntegrityError, UsageError
 from trimtab.signature import Dim
 from trimtab.testing.models import CASES
 
@@ -233,6 +235,32 @@ def test_damaged_files_are_refused(built, tmp_path, damage):
         OpenVino().load(tmp_path / "a", executable.signature, Settings())
 
 
+BODIES = "<body><layers><layer id='9' name='t' type='TensorIterator' version='opset1'>"
+
+
+@pytest.mark.parametrize(
+    ("place", "instead", "words"),
+    [
+        (r"<net ", "<!DOCTYPE net><net ", "declares a document type"),
+        (r"<layers>", f"<layers>{BODIES * 5000}", "nests more than 100 elements"),
+        (r'(<data element_type="f32" shape="[^"]+") ', r'\1 value="x" ', "a constant has the attributes"),
+        (r'(<data element_type="f32" shape=")[^"]+', r"\g<1>1000, 1000", "a constant of 4000000 bytes"),
+        (r'(<data element_type="f32" shape="[^"]+" offset=")\d+', r"\g<1>999999999", "bytes at 999999999"),
+        (r'(<data element_type="f32" shape="[^"]+" offset=")\d+', r"\g<1>18446744073709551600", "a constant has the type"),
+        (r'(<data element_type=")f32(" shape="[^"]+" offset)', r"\1string\2", "a constant has the type 'string'"),
+    ],
+)
+def test_a_graph_that_reads_beyond_its_files_is_refused(built, tmp_path, place, instead, words):
+    _, executable = built
+    executable.save(tmp_path)
+    graph = tmp_path / "model.xml"
+    text, changed = re.subn(place, instead, graph.read_text(), count=1)
+    assert changed
+    graph.write_text(text)
+    with pytest.raises(IntegrityError, match=words):
+        OpenVino().load(tmp_path, executable.signature, Settings())
+
+
 @pytest.mark.parametrize("shapes", ["x,y;2;", "1,3,96,96", "1,3,96,-96;2;", "1,3,5,5;2;", "9999999999999999999999;2;"])
 def test_tampered_sizes_are_refused(built, tmp_path, shapes):
     _, executable = built
@@ -368,3 +396,41 @@ def test_a_conversion_is_used_again(tmp_path, monkeypatch):
     monkeypatch.setattr(_openvino, "convert", None)
     executable = OpenVino(precision="int8_weights").compile(candidate)
     agree(candidate, executable, candidate.leaves, tolerance=0.1)
+
+
+def test_several_threads_may_call_it_and_each_gets_its_own_answer(tmp_path):
+    model = nn.Linear(64, 64).eval()
+    candidate = Candidate.of(model, (torch.randn(1, 64),), scratch=tmp_path)
+    executable = OpenVino().compile(candidate)
+    wrong = []
+
+    def calls(number):
+        given = torch.full((1, 64), float(number))
+        expected = model(given)
+        for _ in range(300):
+            if not torch.allclose(executable(given), expected, atol=1e-4):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=calls, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_what_is_loaded_stays_the_same_when_others_take_its_place_on_disk(tmp_path):
+    dim, folder = {"input": {0: Dim("batch")}}, tmp_path / "model"
+    models = [nn.Linear(4, 4).eval() for _ in range(2)]
+    built = [OpenVino().compile(Candidate.of(model, (torch.ones(1, 4),), dynamic=dim)) for model in models]
+    folder.mkdir()
+    built[0].save(folder)
+    loaded = OpenVino().load(folder, built[0].signature, Settings())
+    folder.rename(tmp_path / "older")
+    folder.mkdir()
+    built[1].save(folder)
+    for rows in (1, 3):
+        assert torch.allclose(loaded(torch.ones(rows, 4)), models[0](torch.ones(rows, 4)), atol=1e-5)
+    loaded.close()
+    with pytest.raises(InputError, match="or it is closed"):
+        loaded(torch.ones(1, 4))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,8 @@ import torch
 
 import trimtab
 from trimtab.environment import Environment
-from trimtab.errors import IntegrityError
-from trimtab.optimizing import command_line
+from trimtab.errors import IntegrityError, StorageError, UsageError
+from trimtab.optimizing import command_line, run_folder
 from trimtab.study import verdict
 from trimtab.study.options import Options
 from trimtab.study.process import WorkerProcess
@@ -207,6 +209,39 @@ def test_an_in_memory_model_through_the_api(tmp_path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert "as_written" in str(result.ladder())
     assert any("No labels were given" in note for note in result.study.prepared.notes)
+
+
+@pytest.mark.parametrize("verb", [trimtab.optimize, trimtab.tune])
+@pytest.mark.parametrize(
+    ("workload", "options", "message"),
+    [
+        (torch.nn.Linear(8, 2), {}, r"needs a trimtab.Workload, such as .*, or a reference .*, not a Linear"),
+        (b"m.py", {}, "not a bytes"),
+        ("m.py", {"worker_memory_mb": "4GB"}, "worker_memory_mb is '4GB'; it must be a plain number above zero"),
+        ("m.py", {"trial_seconds": "5m"}, "trial_seconds is '5m'; it must be a plain number"),
+        ("m.py", {"budget": [10]}, r"budget is \[10\]; it must be a plain number"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_refused(verb, workload: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        verb(workload, **options)
+
+
+@pytest.mark.parametrize("name", ["latency_ms", "memory_mb", "max_error"])
+def test_a_limit_with_a_unit_is_for_the_command_line(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} is '4ms'; a limit is a plain number, without a unit"):
+        trimtab.Limits(**{name: "4ms"})
+
+
+def test_a_path_is_a_reference_and_a_name_that_is_too_long_no_folder(tmp_path) -> None:
+    with pytest.raises(StorageError, match="cannot be written: File name too long; mend that or use --out"):
+        trimtab.optimize(tmp_path / "m.py", out=tmp_path / ("x" * 300))
+
+
+def test_a_file_s_name_that_is_no_utf_8_gives_the_run_folder_one_that_is() -> None:
+    assert run_folder(os.fsdecode(b"mod\xe9l.py:made"), None) == pathlib.Path("runs/mod_l-made")
+    with pytest.raises(UsageError, match=r"The name of the run folder runs/mod\?l is no UTF-8. Give another with --out"):
+        run_folder("m.py", os.fsdecode(b"runs/mod\xe9l"))
 
 
 def test_the_command_that_goes_on_says_limits_to_the_last_digit(tmp_path) -> None:

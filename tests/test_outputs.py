@@ -3,15 +3,16 @@
 import collections
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from trimtab import _machine
+from _backends import needs_compiler, reloaded
 from trimtab._ties import NEAR_TIES, too_many_differ
-from trimtab._tree import Record
+from trimtab._tree import Record, flatten
 from trimtab.backends._foreign import wrong_graph
 from trimtab.backends._owned import owned
 from trimtab.backends._program import disagreement
@@ -21,8 +22,9 @@ from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate
 from trimtab.contracts import BACKENDS, Backend, Executable
 from trimtab.measure.parity import compare_outputs
-
-needs_compiler = pytest.mark.skipif(_machine.no_compiler() is not None, reason="needs a C++ compiler")
+from trimtab.passes.channels_last import ChannelsLast
+from trimtab.signature import Dim
+from trimtab.testing.models import anchored
 
 
 class Detector(nn.Module):
@@ -156,3 +158,77 @@ def test_bins_of_another_runtime_pass_beside_their_scores(name: str) -> None:
     found = compare_outputs([want], [executable(*candidate.args)], exact=True)
     assert found.ok, found.reason
     executable.close()
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["built", "loaded"])
+@pytest.mark.parametrize("backend", [Eager(), Eager(grad_mode="no_grad"), TorchScript()], ids=str)
+def test_what_a_model_keeps_stays_its_own(backend: Backend, loaded: bool, tmp_path: pathlib.Path) -> None:
+    candidate = anchored()
+    want = [tensor.clone() for tensor in flatten(candidate.model(*candidate.args))[0]]
+    executable = backend.compile(candidate)
+    if loaded:
+        executable = reloaded(backend, executable, tmp_path)
+    for inside in (False, True, False):
+        with torch.inference_mode(inside):
+            for tensor in flatten(executable(*candidate.args))[0]:
+                tensor += 1
+    for other in (executable(*candidate.args), candidate.model(*candidate.args)):
+        torch.testing.assert_close(flatten(other)[0], want)
+
+
+@pytest.mark.parametrize("name", ["eager", "torchscript"])
+def test_outputs_of_a_channels_last_model_can_be_viewed(name: str, tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    candidate = ChannelsLast().apply(Candidate.of(model, (torch.randn(2, 3, 12, 12),)))
+    executable = BACKENDS[name]().compile(candidate)
+    for each in (executable, reloaded(BACKENDS[name](), executable, tmp_path)):
+        assert torch.allclose(each(*candidate.args).view(2, -1), model(*candidate.args).flatten(1), atol=1e-5)
+
+
+class Features(nn.Module):
+    """Takes the logarithm of what is never negative, as of the energies in a sound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, energies: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(torch.log(energies + 1e-6)))
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_probes_stay_where_the_model_has_an_answer(name: str) -> None:
+    candidate = Candidate.of(Features().eval(), (torch.rand(2, 6),), dynamic={"energies": {0: Dim("batch")}})
+    asked: list[torch.Tensor] = []
+
+    def careless(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        asked.append(leaves[0])
+        with torch.no_grad():
+            return [candidate.model(leaves[0]).nan_to_num()]  # as a ReLU in oneDNN makes zero of NaN
+
+    assert wrong_graph(careless, candidate, candidate.signature) is None
+    assert all((leaf >= 0).all() for leaf in asked)
+    assert torch.equal(asked[1].reshape(-1).flip(0), candidate.leaves[0].reshape(-1)), "other values, of the same sign"
+    assert "at other values" in str(
+        wrong_graph(
+            lambda leaves: careless(candidate.leaves), Candidate.of(candidate.model, candidate.args), candidate.signature
+        )
+    ), "which still tell a constant from a model"
+
+    pytest.importorskip(name)
+    if name == "onnxruntime":
+        pytest.importorskip("onnx")
+    executable = BACKENDS[name]().compile(candidate)
+    assert executable.signature.dims
+    executable.close()
+
+
+def test_masks_of_infinity_are_no_reason_to_ask_nothing() -> None:
+    class Masking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.masked_fill(x < 0, -torch.inf)
+
+    candidate = Candidate.of(Masking().eval(), (torch.rand(2, 3) + 0.1,))
+    said = wrong_graph(lambda leaves: [leaves[0].clamp(min=0)], candidate, candidate.signature)
+    assert said == "output 0 is off by inf of its largest value at other values"

@@ -196,6 +196,23 @@ def test_where_neighbours_starve_some_calls_the_ratio_is_said_to_be_unclear(monk
     assert found.ratio.vague
 
 
+def test_where_neighbours_starve_most_calls_of_one_side_the_luckiest_speak_against_the_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads that wait for each other at a barrier may lose nearly every call to two busy neighbours, and by chance on one
+    side only."""
+
+    class Starved(Clockwork):
+        def block(self, calls: int) -> list[int]:
+            return [ns if i % 5 == 0 else 200 * ns for i, ns in enumerate(super().block(calls))]
+
+    monkeypatch.setattr(pairs, "usage", lambda before, after: share(0.5))
+    found = compare(Clockwork(1e6), Starved(1e6), seconds=0.2, min_quads=4, max_quads=4)
+    assert found.ratio.value > 100
+    assert found.ratio.low <= 1.001
+    assert found.ratio.vague
+
+
 def test_quads_on_a_core_that_is_slower_than_usual_are_thrown_away_and_counted() -> None:
     """Which no counter of the system shows, where another machine has the other half of the core."""
 

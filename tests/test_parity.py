@@ -15,6 +15,7 @@ from trimtab._json import from_json, to_json
 from trimtab._tree import flatten, unflatten
 from trimtab.measure.parity import compare_outputs
 from trimtab.measurement import Parity
+from trimtab.signature import TensorSpec
 
 
 def outputs(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -232,3 +233,98 @@ def test_no_finite_values_divide_by_zero(left: list[float], right: list[float]) 
     for name in ("max_abs", "max_relative", "cosine", "centred_error", "tail_error"):
         assert math.isfinite(getattr(found, name)), name
     assert found.ok or not torch.equal(a, b)
+
+
+def test_outputs_that_are_conjugated_lazily_are_compared() -> None:
+    a = torch.complex(outputs(4, 3), outputs(4, 3, seed=1)).conj()
+    assert a.is_conj()
+    assert compare_outputs([a], [a.resolve_conj()], exact=True).ok
+    assert compare_outputs([a.resolve_conj()], [a], exact=True).ok
+    assert not compare_outputs([a], [a.conj()], exact=True).ok
+
+
+def test_every_batch_is_compared_though_it_has_another_number_of_tensors() -> None:
+    reference = [[outputs(3, seed=i) for i in range(clips)] for clips in (2, 4, 1)]
+    assert compare_outputs(reference, reference, exact=True).ok
+    wrong = [[t.clone() for t in clips] for clips in reference]
+    wrong[1][3] += 1.0  # which only the second batch has
+    assert "'output.3' has a centred error" in str(compare_outputs(reference, wrong, exact=True).reason)
+    found = compare_outputs(reference, [reference[0], reference[1][:3], reference[2]], exact=True)
+    assert found.reason == "The output is a list of 3, but the reference is a list of 4 (batch 1)."
+
+
+BOXES = (TensorSpec("output.boxes", "float32", (5, 4)), TensorSpec("output.tags", "float32", ("batch", 3)))
+
+
+def boxes(*counts: int) -> list[dict[str, torch.Tensor]]:
+    """What a detector finds in images of which each holds another number of things."""
+    return [{"boxes": outputs(count, 4, seed=count), "tags": outputs(1, 3, seed=count)} for count in counts]
+
+
+def scored(reference: list[object], found: list[object], *, exact: bool = False, specs: object = None) -> Parity:
+    return compare_outputs(reference, found, exact=exact, scored=True, specs=specs)  # type: ignore[arg-type]
+
+
+def test_a_score_judges_how_many_boxes_a_lossy_recipe_finds() -> None:
+    found = scored(boxes(5, 2, 7), boxes(5, 3, 7), specs=BOXES)
+    assert found.ok, found.reason
+    assert (found.left_out, found.n, found.max_abs) == (1, 14, 0.0)
+    assert "has the shape [3, 4], but the reference has [2, 4]" in str(
+        scored(boxes(5, 2, 7), boxes(5, 3, 7), exact=True, specs=BOXES).reason
+    ), "an exact one has to find the same"
+    assert not compare_outputs(boxes(5, 2, 7), boxes(5, 3, 7), exact=False, max_error=9.0, specs=BOXES).ok, "nothing judges it"
+    assert "[4, 4], but the reference has [5, 4]" in str(scored(boxes(5, 5), boxes(5, 4), specs=BOXES).reason), (
+        "a size that is always the same does not follow from data"
+    )
+
+
+def test_what_follows_a_size_of_the_inputs_stays_held() -> None:
+    reference = [{"boxes": outputs(2, 4), "tags": outputs(rows, 3)} for rows in (1, 2, 3)]
+    fewer = [each | {"tags": each["tags"][:1]} for each in reference]
+    assert "'output.tags' has the shape [1, 3], but the reference has [2, 3]" in str(
+        scored(reference, fewer, specs=BOXES).reason
+    )
+    assert scored(reference, fewer).ok, "what run makes of the outputs may have any size that follows from data"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (lambda t: t.unsqueeze(0), "has the shape [1, 3, 4]"),
+        (lambda t: t.double(), "is float64, but the reference is float32"),
+        (lambda t: t.index_fill(0, torch.tensor([1]), math.nan), "4 of 12 values that are NaN where the reference has none"),
+        (lambda t: t.index_fill(0, torch.tensor([1]), math.inf), "4 of 12 values that are infinite"),
+        (lambda t: t[:, :3], "has the shape [3, 3], but the reference has [2, 4]"),
+    ],
+)
+def test_gates_hold_where_sizes_follow_from_data(changed, words: str) -> None:  # type: ignore[no-untyped-def]
+    found = boxes(5, 3, 7)
+    found[1]["boxes"] = changed(found[1]["boxes"])
+    assert words in str(scored(boxes(5, 2, 7), found, specs=BOXES).reason)
+
+
+@dataclasses.dataclass
+class Heard:
+    text: str
+    words: int
+    times: list[torch.Tensor]
+
+
+def test_a_score_judges_what_run_reads_out_of_the_outputs_of_a_lossy_recipe() -> None:
+    def heard(text: str) -> Heard:
+        return Heard(text, len(text.split()), [torch.tensor(float(i)) for i, _ in enumerate(text.split())])
+
+    reference, found = [heard("good day"), heard("no")], [heard("good old day"), heard("no")]
+    passed = scored(reference, found)
+    assert passed.ok, passed.reason
+    assert passed.left_out == 1
+    assert "but the reference is 'good day'" in str(scored(reference, found, exact=True).reason)
+    specs = [TensorSpec("output.times.0", "float32", ())]
+    assert "but the reference is 'good day'" in str(scored(reference, found, specs=specs).reason), (
+        "no runtime makes another text of other inputs, so that it was kept from when it was built"
+    )
+    found[0].times[2] = torch.tensor(math.nan)
+    assert "The output holds NaN where the reference has none (batch 0)." in str(scored(reference, found).reason)
+    for wrong in (None, 3.0, True):
+        assert "[text] is" in str(scored(reference, [dataclasses.replace(reference[0], text=wrong), found[1]]).reason)
+    assert "[words] is nan" in str(scored(reference, [dataclasses.replace(reference[0], words=math.nan), found[1]]).reason)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from trimtab.passes.int8_weights import Int8Weights
 from trimtab.passes.remove_dropout import RemoveDropout
 from trimtab.passes.threads import Threads, usable_cores
 from trimtab.signature import Dim
-from trimtab.testing.models import convnet, encoder, recurrent
+from trimtab.testing.models import convnet, encoder, recurrent, shared
 
 
 def norms(model: nn.Module) -> int:
@@ -200,3 +201,123 @@ def test_kept_memory_is_not_asked_for_again() -> None:
 def test_memory_of_a_gpu_is_not_the_c_librarys() -> None:
     candidate = Candidate.of(nn.ReLU(), (torch.randn(2),)).with_settings(device="cuda")
     assert "keep_memory is about memory of the CPU" in str(PASSES["keep_memory"]().why_not(candidate))
+
+
+class Custom(Exception):
+    pass
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        if y.dtype is not torch.float32:
+            raise Custom("float32 only")
+        return y
+
+
+@pytest.mark.parametrize("error", [AssertionError, Custom])
+def test_autocast_asks_a_model_that_refuses(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Custom", error)
+    reason = Autocast().blocked(Candidate.of(Picky().eval(), (torch.randn(2, 4),)))
+    assert reason is not None
+    assert "float32 only" in reason
+
+
+def test_whatever_a_look_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: FoldBn, candidate: Candidate) -> str | None:
+        raise KeyError("levels.1.0")
+
+    monkeypatch.setattr(FoldBn, "why_not", fails)
+    assert (FoldBn().blocked(shared()) or "").startswith("fold_bn cannot look at this model: KeyError: 'levels.1.0'")
+
+
+def test_a_layer_that_two_parents_share_is_folded_in_each() -> None:
+    candidate = shared()
+    assert FoldBn().why_not(candidate) is None
+    folded = FoldBn().apply(candidate).model
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(folded(x), candidate.model(x))
+
+
+def test_a_look_leaves_the_model_as_it_was() -> None:
+    candidate = shared()
+    before = candidate.model.features
+    assert FoldBn().why_not(candidate) is None
+    assert candidate.model.features is before
+
+
+def segmenting(channels: int = 5) -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, channels, 3), nn.ReLU(), nn.BatchNorm2d(channels)).eval()
+    with torch.no_grad():
+        for tensor in (model[2].running_mean, model[2].running_var, model[2].weight, model[2].bias):
+            tensor.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize("last", [lambda x: x.argmax(1), lambda x: torch.fft.rfft(x)], ids=["integers", "complex"])
+def test_a_wrong_fold_shows_in_outputs_of_any_kind(last: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.relu, self.norm = segmenting()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return last(self.norm(self.relu(self.convolution(x))))
+
+    with pytest.raises(CompileError, match="No batch norm could be folded"):
+        FoldBn().apply(Candidate.of(Network().eval(), (torch.randn(2, 3, 16, 16),)))
+
+
+def test_inputs_that_go_with_each_other_are_not_shuffled_into_a_failure() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8)
+            self.recurrent = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            y = self.norm(self.convolution(x)).transpose(1, 2)
+            packed = nn.utils.rnn.pack_padded_sequence(y, lengths, batch_first=True)
+            last: torch.Tensor = self.recurrent(packed)[1][0]
+            return last
+
+    candidate = Candidate.of(Packed().eval(), (torch.randn(4, 3, 9), torch.tensor([9, 6, 4, 2])))
+    torch.testing.assert_close(FoldBn().apply(candidate).model(*candidate.args), candidate.model(*candidate.args))
+
+
+def test_attention_reads_the_weight_of_its_last_layer_itself() -> None:
+    pytest.importorskip("torchao")
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    candidate = Candidate.of(nn.TransformerEncoder(layer, 1).eval(), (torch.randn(2, 5, 32),))
+    quantized = Int8Weights().apply(candidate)
+    x = torch.randn(2, 5, 32)
+    assert functional.cosine_similarity(quantized.model(x).flatten(), candidate.model(x).flatten(), dim=0) > 0.999
+
+
+def test_channels_last_leaves_weights_of_five_dimensions_alone() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat, self.deep = nn.Conv2d(3, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.deep(self.flat(x).unsqueeze(2)).squeeze(2)
+            return y
+
+    model = PASSES["channels_last"]().apply(Candidate.of(Both().eval(), (torch.randn(2, 3, 6, 6),))).model
+    assert model.flat.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_dropout_that_does_more_stays() -> None:
+    class Residual(nn.Dropout):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 0.5
+
+    model = nn.Sequential(nn.Linear(4, 4), Residual(0.1), nn.Dropout(0.1)).eval()
+    removed = RemoveDropout().apply(Candidate.of(model, (torch.randn(2, 4),))).model
+    assert [type(part).__name__ for part in removed] == ["Linear", "Residual", "Identity"]

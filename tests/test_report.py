@@ -421,6 +421,11 @@ def test_optimize_writes_the_report_of_what_it_found(study: tuple[pathlib.Path, 
     said = re.sub(r"\s+", " ", whole.replace("&#39;", "'").replace("&#34;", '"'))
     assert " ".join(result["conditions"]["verdict"].split()) in said
     assert result["environment"]["cpu"] in said
+    found = Record.read(path.parent)
+    assert found.confirmation is not None
+    assert found.tried == (str(found.confirmation.recipe),)
+    assert found.started <= str(found.confirmation.measured_at)  # of one run, so by the same clock and in the same form
+    assert set(found.ladder[0]["latency_ms"]) == {"median", "p90"}
 
 
 def test_the_commands_render_a_real_study(study: tuple[pathlib.Path, dict[str, Any]]) -> None:

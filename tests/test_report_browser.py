@@ -281,6 +281,29 @@ def test_it_prints_light_whole_and_without_controls(report: pathlib.Path, open_p
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(19, 22, 26)"
 
 
+def test_a_filtered_table_is_printed_whole_and_stays_filtered_on_the_screen(report: pathlib.Path, open_page: Open) -> None:
+    page = open_page(report)
+    page.get_by_label("Runtime").select_option("torchscript")
+    filtered = shown(page)
+    assert 0 < len(filtered) < 24
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert len(shown(page)) == 24
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert shown(page) == filtered
+
+
+@BOTH_THEMES
+def test_beaten_points_are_opaque_and_paler_than_the_front(report: pathlib.Path, open_page: Open, scheme: str) -> None:
+    page = open_page(report, scheme=scheme)
+    looks = page.eval_on_selector_all(
+        "#chart-pareto .scatterlayer .points path", "all => all.map(each => [each.style.fill, each.style.opacity])"
+    )
+    fills = {fill for fill, _ in looks}
+    assert {opacity for _, opacity in looks} <= {"", "1"}
+    full, blend = ("rgb(27, 122, 61)", "rgb(175, 208, 187)") if scheme == "light" else ("rgb(107, 212, 143)", "rgb(50, 88, 67)")
+    assert {full, blend} <= fills, fills  # OpenVINO's colour, and 35% of it on paper
+
+
 def test_without_scripts_everything_but_the_charts_is_there(report: pathlib.Path, open_page: Open) -> None:
     page = open_page(report, java_script_enabled=False)
     assert page.locator("#trials-table tbody tr").count() == 24

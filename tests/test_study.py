@@ -17,6 +17,7 @@ from typing import Any
 import optuna
 import pytest
 
+from _studies import ENVIRONMENT, record
 from trimtab.contracts import BACKENDS, PASSES
 from trimtab.errors import StorageError, UsageError
 from trimtab.measurement import Drop, Interval, Measurement
@@ -25,12 +26,14 @@ from trimtab.recipe import Recipe
 from trimtab.study import space, verdict
 from trimtab.study.finish import ahead, pays
 from trimtab.study.options import Options
+from trimtab.study.record import claim
 from trimtab.study.sampler import Facts, Ladder, Tpe, as_written
-from trimtab.study.storage import Storage
+from trimtab.study.storage import Storage, in_file
 from trimtab.trial import State, Trial
 from trimtab.workload import Limits
 
 IDENTITY = {"workload": "abc", "objective": "latency"}
+EAGER = Recipe(backend=BACKENDS["eager"]())
 
 
 def speed(value: float) -> Interval:
@@ -130,7 +133,7 @@ def test_failed_backends_do_not_stop_the_ladder() -> None:
 
 def test_tpe_covers_the_space_and_repeats_nothing(tmp_path) -> None:
     storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
-    sampler, trials = Tpe(storage.study, seed=1), []
+    sampler, trials = Tpe(storage, seed=1), []
     for _ in range(25):
         ask = sampler.ask(trials, facts())
         assert ask is not None
@@ -186,7 +189,7 @@ def test_a_run_folder_is_for_one_process_at_a_time(tmp_path) -> None:
 
 def test_suggestions_that_do_not_fit_end_the_search(tmp_path) -> None:
     storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
-    sampler = Tpe(storage.study, seed=1)
+    sampler = Tpe(storage, seed=1)
     known = [complete(as_written(), 1.0), complete(Recipe(backend=BACKENDS["eager"]()), 1.0)]
     left: list[Trial] = []
     while True:
@@ -206,6 +209,69 @@ def test_storage_says_what_is_wrong_with_the_file(tmp_path) -> None:
         Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
     with pytest.raises(StorageError, match="cannot be opened"):
         Storage(f"sqlite:///{tmp_path}/no/such/folder/study.db", "x", direction="maximize", identity=IDENTITY)
+
+
+@pytest.mark.parametrize("name", ["what? 100%41 #1 {a} + ü", "mod\udce9l"])
+def test_a_run_folder_may_have_any_name(tmp_path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    kept = Storage(in_file(folder / "study.db"), "x", direction="maximize", identity=IDENTITY).add(complete(EAGER, 1.0), 1.0)
+    assert (folder / "study.db").exists()
+    assert Storage(in_file(folder / "study.db"), "x", direction="maximize", identity=IDENTITY).trials() == [kept]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_of_a_recipe_that_was_tried_again_the_last_trial_counts(tmp_path) -> None:
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    storage.add(Trial(recipe=EAGER, state=State.FAILED, ended_by="time", limit=8.0), None)
+    kept = [storage.add(complete(as_written(), 1.0), 1.0), storage.add(complete(EAGER, 2.0), 2.0)]
+    assert storage.trials() == kept
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "limit", "more"),
+    [("time", 8.0, True), ("time", 60.0, False), ("memory", 500.0, True), ("memory", 950.0, False), (None, None, False)],
+)
+def test_a_trial_that_a_limit_ended_is_tried_again_with_a_higher_one(ended_by: Any, limit: float | None, *, more: bool) -> None:
+    trial = Trial(recipe=EAGER, state=State.FAILED, ended_by=ended_by, limit=limit)
+    assert verdict.has_more(trial, seconds=60.0, memory_mb=1000.0) is more
+
+
+def test_a_study_that_was_deleted_meanwhile_is_the_storage_s_fault_for_every_sampler(tmp_path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    sampler, known = Tpe(storage, seed=1), [complete(as_written(), 1.0), complete(EAGER, 1.0)]
+    assert sampler.ask(known, facts()) is not None
+    optuna.delete_study(study_name="x", storage=url)
+    with pytest.raises(StorageError, match="cannot be written: .* Finished trials are kept"):
+        sampler.declined(1)
+    with pytest.raises(StorageError, match="cannot be written"):
+        sampler.ask(known, facts())
+
+
+PREPARED = dataclasses.replace(record().prepared, code={"net": "1", "the model's classes": "2"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "elsewhere", "message"),
+    [
+        ({"code": {"net": "9", "the model's classes": "9"}}, {}, r"for other code \(changed since: net\), whose figures may"),
+        ({"code": {"net": "1", "the model's classes": "9"}}, {}, r"for other code \(changed since: the model's classes\)"),
+        ({"threads": 1}, {}, "with torch on 2 threads, which now has 1"),
+        ({"fingerprint": "f"}, {"cpu": "Another CPU"}, "on another machine, or with other versions of Python or a runtime"),
+        ({"fingerprint": "f"}, {"python": "3.14.0"}, r"on another machine, .* with Python 3.11; this is .* with Python 3.14\)"),
+        ({"fingerprint": "f"}, {}, r"for another workload \(digits, feedc0de; .* If you changed nothing, something in it is"),
+        ({"identity": "i", "name": "other"}, {"cpu": "Another CPU"}, r"for another workload \(digits, .* forget the other\.$"),
+    ],
+)
+def test_a_run_folder_says_what_is_not_as_it_was(tmp_path, changes: dict[str, Any], elsewhere, message: str) -> None:
+    claim(tmp_path, PREPARED, ENVIRONMENT, IDENTITY)
+    claim(tmp_path, PREPARED, ENVIRONMENT, IDENTITY)
+    now, here = dataclasses.replace(PREPARED, **changes), dataclasses.replace(ENVIRONMENT, **elsewhere)
+    with pytest.raises(UsageError, match=f"The run folder .* was made {message}"):
+        claim(tmp_path, now, here, IDENTITY)
+    with pytest.raises(UsageError, match="was made for another objective: 'latency' there, 'size' now"):
+        claim(tmp_path, PREPARED, ENVIRONMENT, {**IDENTITY, "objective": "size"})
 
 
 def test_a_trial_that_was_running_when_its_study_was_killed_is_not_a_finished_one(tmp_path) -> None:
@@ -264,7 +330,6 @@ def test_postgresql_keeps_trials_too(postgres: str) -> None:
     assert Storage(postgres, "x", **other, fresh=True).trials() == []
 
 
-EAGER = Recipe(backend=BACKENDS["eager"]())
 LOSSY = Recipe(passes=(PASSES["autocast"](),), backend=BACKENDS["eager"]())
 
 

@@ -3,25 +3,27 @@
 import dataclasses
 import os
 import pathlib
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import nn
 
-from trimtab import _machine
+from _backends import needs_compiler, reloaded
 from trimtab.backends._program import disagreement, export_program, other_size, verified
+from trimtab.backends._scratch import fingerprint
 from trimtab.backends.aoti import Aoti
 from trimtab.backends.eager import Eager
 from trimtab.backends.inductor import Inductor
+from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Executable
 from trimtab.errors import ArtifactError, CompileError, UsageError
+from trimtab.passes.int8_weights import Int8Weights
 from trimtab.signature import Dim
 from trimtab.testing.models import convnet, deciding, encoder, structured
-
-needs_compiler = pytest.mark.skipif(_machine.no_compiler() is not None, reason="needs a C++ compiler")
 
 
 class Baked(nn.Module):
@@ -208,3 +210,76 @@ def test_aoti_without_freezing_is_right_too() -> None:
     executable.close()
     with pytest.raises(UsageError, match="was closed"):
         executable(*candidate.args)
+
+
+class Loop(nn.Module):
+    """One step of a recurrent cell for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(x.shape[0], 8)
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        scores: torch.Tensor = self.head(state)
+        return scores
+
+
+def looping() -> Candidate:
+    dims = {"x": {0: Dim("batch"), 1: Dim("time")}}
+    return Candidate.of(Loop().eval(), (torch.randn(2, 4, 6),), dynamic=dims)
+
+
+def test_eager_writes_what_keeps_the_sizes(tmp_path: pathlib.Path) -> None:
+    candidate = looping()
+    executable = Eager().compile(candidate)
+    loaded = reloaded(Eager(), executable, tmp_path)
+    assert [dim.name for dim in loaded.signature.dims] == ["batch", "time"]
+    assert "TorchScript" in executable.notes[-1]
+    x = torch.randn(3, 7, 6)
+    torch.testing.assert_close(loaded(x), candidate.model(x))
+
+
+def test_sizes_that_are_lost_while_saving_are_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(candidate: Candidate) -> Any:
+        raise CompileError("no source")
+
+    monkeypatch.setattr("trimtab.backends.eager.script_flat", fails)
+    executable = Eager().compile(looping())
+    executable.save(tmp_path)
+    assert executable.signature.dims == ()
+    assert executable.notes[-1].startswith("What is saved takes the example's batch, time only")
+
+
+@pytest.mark.skipif(Inductor().why_not_here() is not None, reason="no C++ compiler")
+def test_inductor_promises_no_size_that_it_would_compile_anew() -> None:
+    executable = Inductor(mode="default").compile(looping())
+    assert executable.signature.dims == ()
+    assert "compiled anew" in executable.notes[-1]
+    plain = Candidate.of(nn.Linear(6, 3).eval(), (torch.randn(2, 6),), dynamic={"input": {0: Dim("batch", max=8)}})
+    kept = Inductor(mode="default").compile(plain)
+    assert [dim.name for dim in kept.signature.dims] == ["batch"]
+    for rows in range(1, 9):
+        kept(torch.randn(rows, 6))
+
+
+def test_a_model_that_torchao_quantized_is_taken(tmp_path: pathlib.Path) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+
+    def made(seed: int) -> Candidate:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+        return Candidate.of(model, (torch.ones(2, 64),), dynamic={"input": {0: Dim("batch")}})
+
+    candidate = made(0)
+    assert fingerprint(candidate) == fingerprint(made(0)) != fingerprint(made(1))
+    assert "the model has none" in (Int8Weights().blocked(candidate) or "")
+    x = torch.randn(3, 64)
+    for backend in (Eager(), OpenVino()):
+        if backend.blocked(candidate) is None:
+            (tmp_path / backend.name).mkdir()
+            loaded = reloaded(backend, backend.compile(candidate), tmp_path / backend.name)
+            torch.testing.assert_close(loaded(x), candidate.model(x), rtol=1e-3, atol=1e-4)

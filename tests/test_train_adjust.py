@@ -1,9 +1,16 @@
 """Adjusting a run while it goes on: what is seen, tried, kept and undone."""
 
+import io
+import pathlib
+import random
+import sqlite3
+import sys
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +22,7 @@ from trimtab.train.clock import HostClock
 from trimtab.train.events import Adjusted, Event, Progressed
 from trimtab.train.feed import Feed, mover
 from trimtab.train.loader import Loader
+from trimtab.train.trainer import Position
 
 CPU = mover(torch.device("cpu"))
 ADJUSTED = Settings(threads=1, adjust=True)
@@ -274,3 +282,117 @@ def test_a_shift_of_a_moment_is_no_shift() -> None:
         machine.extra["forward"] = 0.0
         machine.windows(watching, 1)
     assert machine.events == []
+
+
+def test_an_attempt_at_smaller_batches_ends_no_run() -> None:
+    graphs = [(torch.randn(6, 3), torch.zeros(2, 9), torch.zeros(4))] * 2
+    feed = Feed(graphs, 1, HostClock(), lambda batch: batch)
+    remedy = Micro(feed, nn.Linear(3, 1), 3)
+    remedy.apply()
+    feed.begin(0)
+    assert [len(group) for group in feed.groups()] == [1, 1]
+    assert feed.micro is None
+    remedy.undo()
+    assert feed.fallback is None
+
+
+def test_a_dataset_without_places_gets_no_other_workers() -> None:
+    loader: Any = DataLoader({"a": torch.ones(2), "b": torch.ones(2)}, sampler=["a", "b"])  # type: ignore[arg-type]
+    reason = Workers(Feed(loader, 1, HostClock(), lambda batch: batch), Position(), 2).why_not()
+    assert reason == "a worker cannot read its dataset. KeyError: 0"
+
+
+class Records(Dataset[torch.Tensor]):
+    """Reads each example from a file that was opened before."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.file.seek(index)
+        return torch.full((8,), float(self.file.read(1)[0]))
+
+
+class Reopened(Records):
+    """Does not take its file along where it is pickled, as those do that open it anew in a worker that is not forked."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.lock, self.itself = threading.Lock(), self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "file": None, "lock": None}
+
+
+class Reduced(Records):
+    """Is made anew instead of being pickled."""
+
+    def __reduce__(self) -> Any:
+        return Reduced, (None,)
+
+
+class Held(Dataset[Any]):
+    """Zeros, beside whatever it is to hold."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(2)
+
+
+class Here(Held):
+    """Can be read in this process only."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if get_worker_info() is not None:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+        return torch.zeros(2)
+
+
+def against_workers(loader: Any) -> str | None:
+    return Workers(Feed(loader, 1, HostClock(), CPU), Position(), 2).why_not()
+
+
+@pytest.mark.parametrize("make", [Records, Reopened, Reduced, lambda file: Held([file] * 20_000), lambda file: Held({1: file})])
+@pytest.mark.parametrize("kind", [Loader, DataLoader])
+def test_an_open_file_is_not_shared_with_workers(make: Any, kind: Any, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "records"
+    path.write_bytes(bytes(64))
+    for mode in ("rb", "r"):
+        with path.open(mode) as file:
+            reason = f"its dataset holds what processes cannot share (PicklingError: an open file, {path}). "
+            assert str(against_workers(kind(make(file)))).startswith(reason)
+            assert against_workers(kind(Held(0), collate_fn=lambda items: file) if kind is DataLoader else Loader(Held(file)))
+    assert against_workers(kind(Held(file))) is None  # which is closed
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [
+        (sqlite3.connect(":memory:"), "cannot pickle 'sqlite3.Connection' object"),
+        (torch.empty(2, device="meta"), "a tensor on meta"),
+        (np.array([(n for n in range(2))], object), "cannot pickle 'generator' object"),
+        ([np.zeros(3), torch.zeros(3), io.BytesIO(), sys.__stderr__, lambda: 0, torch.Generator(), random.Random()], None),
+    ],
+)
+def test_what_datasets_may_hold_beside_workers(held: Any, reason: str | None) -> None:
+    found = against_workers(Loader(Held(held)))
+    assert found is None if reason is None else str(reason) in str(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(Loader, "The dataset raised on example "), (DataLoader, "RuntimeError: Cannot re-initialize CUDA")]
+)
+def test_a_dataset_that_one_process_alone_can_read_gets_no_workers(kind: Any, told: str) -> None:
+    loader, before = kind(Here(0)), torch.get_rng_state()
+    assert str(against_workers(loader)).startswith(f"a worker cannot read its dataset. {told}")
+    assert torch.equal(before, torch.get_rng_state())
+    assert workers_of(loader) == 0
+    assert len(list(loader)) in (1, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import pathlib
 import signal
@@ -12,9 +13,11 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab import Settings, Trainer
 from trimtab.errors import StorageError, UsageError
@@ -214,3 +217,91 @@ def test_what_cannot_be_kept_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UsageError, match=r"A builtins\.set cannot be kept in a checkpoint\."):
         Checkpoints(tmp_path).save(1, {"x": {1, 2}})
     assert list(tmp_path.glob("update-*")) == []
+
+
+def damage(place: pathlib.Path) -> None:
+    (place / TENSORS).write_bytes(b"")
+
+
+def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path: pathlib.Path) -> None:
+    for update in (8, 9):
+        damage(Checkpoints(tmp_path).save(update, {"x": torch.ones(1)}))
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for update in (5, 6, 7):
+        assert checkpoints.save(update, {"x": torch.ones(1)}).exists()
+    assert [int(place.name[-2:]) for place in checkpoints._places()] == [9, 8, 7, 6]
+    checkpoints.save(10, {"x": torch.ones(1)})
+    Checkpoints(tmp_path, keep=1).save(1, {"x": torch.ones(1)})
+    assert (tmp_path / "update-00000001").exists()
+
+
+def test_numbers_that_are_not_finite_come_back(tmp_path: pathlib.Path) -> None:
+    Checkpoints(tmp_path).save(1, {"rates": [math.inf, -math.inf, math.nan, 1.0]})
+    found = Checkpoints(tmp_path).load()["rates"]
+    assert found[:2] == [math.inf, -math.inf]
+    assert math.isnan(found[2])
+
+
+def test_a_checkpoint_of_no_update_is_one(tmp_path: pathlib.Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.update() is None
+    checkpoints.save(0, {"x": torch.ones(1)})
+    assert checkpoints.update() == 0
+
+
+ARRAYS: list[Any] = [
+    np.linspace(0.1, 0.0, 5),
+    np.arange(6, dtype=np.uint64).reshape(2, 3)[:, ::-1],
+    np.zeros((0, 3), np.complex128),
+    np.array(True),
+    np.array(["a", "bcd"]),
+    np.array(["2026-08-01"], "datetime64[D]"),
+    np.arange(3, dtype=">i2"),
+    np.float32(0.1),
+    np.int64(7),
+    np.bool_(True),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=repr)
+def test_arrays_of_numpy_come_out_as_they_went_in(array: Any, tmp_path: pathlib.Path) -> None:
+    (Checkpoints(tmp_path)).save(1, {"x": [array, {np.int64(3): array}]})
+    one, other = Checkpoints(tmp_path).load()["x"]
+    for found in (one, other[3]):
+        assert type(found) is type(array)
+        assert found.dtype == array.dtype
+        assert np.array_equal(found, array)
+
+
+class Table(LRScheduler):
+    """Rates that were computed beforehand."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rates: Any) -> None:
+        self.rates = rates
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [float(self.rates[min(self.last_epoch, len(self.rates) - 1)])] * len(self.base_lrs)
+
+
+def test_a_schedule_with_an_array_goes_on_and_one_that_cannot_be_saved_is_refused_before_the_run(
+    tmp_path: pathlib.Path,
+) -> None:
+    def made(rates: Any, callbacks: Any = ()) -> Trainer:
+        return Trainer(
+            nn.Linear(1, 1), loss=nn.MSELoss(), optimizer=functools.partial(torch.optim.SGD, lr=1.0), checkpoint=tmp_path,
+            schedule=lambda optimizer, updates: Table(optimizer, rates), callbacks=callbacks, progress=False,
+        )  # fmt: skip
+
+    data, events = [(torch.ones(2, 1), torch.ones(2, 1))] * 4, list[Event]()
+    strange = made(np.array([0.1, 0.2], dtype=object), [lambda _, event: events.append(event)])
+    with pytest.raises(UsageError, match=r"state of the scheduler cannot be saved\. A numpy array of object cannot be kept"):
+        strange.fit(data, epochs=1)
+    assert events == []
+    assert strange.position.update == 0
+    made(np.linspace(1.0, 0.1, 10)).fit(data, steps=3)
+    resumed = made(np.zeros(1)).resume()
+    resumed.fit(data, steps=4)
+    assert resumed.scheduler is not None
+    assert np.array_equal(resumed.scheduler.rates, np.linspace(1.0, 0.1, 10))
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(0.6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.train.feed import mover
 from trimtab.train.loader import Loader
-from trimtab.train.prefetch import StreamTransfer, Transfer, transfer_for
-from trimtab.train.tuned_loader import Way, tune_loader
+from trimtab.train.prefetch import StreamTransfer, Transfer, stored, transfer_for
+from trimtab.train.tuned_loader import Way, _Trial, tune_loader
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 X = torch.arange(512.0).reshape(64, 8)
@@ -102,3 +103,59 @@ def test_copying_ahead_changes_no_loss() -> None:
         )
         losses.append(trainer.fit(Loader((X, X.sum(1, keepdim=True)), 4, workers=workers), epochs=3).loss)
     assert losses[0] == losses[1]
+
+
+def test_a_step_that_was_only_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[None] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(None))
+    _Trial(Loader(torch.ones(64, 2), 4, pin=False), Way(0), lambda batch: None).sample()
+    assert len(waits) == 2
+
+
+SPARSE: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.Tensor.to_sparse_coo,
+    torch.Tensor.to_sparse_csr,
+    torch.Tensor.to_sparse_csc,
+    lambda tensor: tensor.to_sparse_bsr((2, 2)),
+    lambda tensor: tensor.to_sparse_bsc((2, 2)),
+]
+beta = pytest.mark.filterwarnings("ignore:Sparse .* support is in beta state")
+
+
+@beta
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_the_memory_of_a_sparse_tensor_is_that_of_its_parts(sparse: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    whole = torch.eye(4)
+    parts = stored(sparse(whole))
+    assert len(parts) in (2, 3)
+    assert all(part.layout == torch.strided and part.untyped_storage().nbytes() for part in parts)
+    assert stored(whole) == [whole]
+
+
+@gpu
+@pytest.mark.gpu
+@beta
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_sparse_tensors_arrive(sparse: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    device, tensor = torch.device("cuda"), sparse(torch.eye(4))
+    transfer = transfer_for(device, mover(device))
+    source = [{"x": tensor}, {"x": tensor.to(device)}] * 3
+    found = [transfer.arrive(coming)["x"].to_dense().cpu() for coming in transfer.start(iter(source), ahead=True)]
+    assert all(torch.equal(each, torch.eye(4)) for each in found)
+    assert len(found) == 6
+
+
+@gpu
+@pytest.mark.gpu
+def test_batches_from_data_on_a_gpu_are_not_waited_for() -> None:
+    data = torch.arange(64.0, device="cuda")[:, None]
+    loader = Loader(data, 8)
+    first = next(iter(loader))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = list(loader)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert first.is_cuda
+    assert torch.equal(torch.cat(batches).sort(0).values, data)

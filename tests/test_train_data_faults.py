@@ -155,3 +155,8 @@ def test_mapped_tensors_say_what_is_wrong(tmp_path: pathlib.Path) -> None:
 def test_a_mask_of_nothing_is_refused() -> None:
     with pytest.raises(WorkloadError, match=r"There is no 'input_ids' to make the mask 'mask' for; the examples have ids\."):
         Collate(mask="mask")([{"ids": [1, 2]}, {"ids": [3]}])
+
+
+def test_a_mask_is_made_of_what_lies_deeper() -> None:
+    pair = {"first": {"input_ids": [1, 2]}, "rating": 0.5}, {"first": {"input_ids": [3]}, "rating": 0.1}
+    assert Collate(mask="mask")(pair)["first"]["mask"].tolist() == [[1, 1], [1, 0]]

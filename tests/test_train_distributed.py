@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.train.distributed.data import Share, share
 from trimtab.train.distributed.group import Group, PeerError
+from trimtab.train.distributed.processes import _attempt, _local_rank
 from trimtab.train.distributed.replicas import Replicas
 from trimtab.train.pace import Pace, laggard
 from trimtab.train.summary import Summary
@@ -360,6 +362,29 @@ def test_only_a_slow_process_is_a_laggard() -> None:
         "The process of rank 1 on host3.1 takes 2.9 times as long per update as the others, most of it in 'forward', and all "
         "wait for it.",
     )
+
+
+def test_processes_that_meet_agree_on_a_name_whatever_others_left_in_the_store() -> None:
+    store = torch.distributed.HashStore()
+    names = []
+    for size in (3, 3, 2, 4):  # a host may have been lost, or come, between two attempts
+        with concurrent.futures.ThreadPoolExecutor(size) as pool:
+            found = set(pool.map(lambda rank, size=size: _attempt(store, rank, size), range(size)))
+        assert len(found) == 1
+        names += found
+    assert len(set(names)) == 4
+
+
+def test_a_process_takes_the_gpu_that_its_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("SLURM_LOCALID", raising=False)
+    monkeypatch.setenv("RANK", "6")
+    assert _local_rank() == 2
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert _local_rank() == 1
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert _local_rank() == 3
 
 
 def test_the_world_of_several_is_not_made_for_one() -> None:

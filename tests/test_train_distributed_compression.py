@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 
 from _ranks import on_ranks
 from trimtab.candidate import Settings
-from trimtab.train.distributed.exchange import Errors, in_a_row, shaped
+from trimtab.train.distributed.exchange import Errors, Meter, in_a_row, shaped
+from trimtab.train.distributed.group import Group
+from trimtab.train.distributed.powersgd import PowerSgd
 from trimtab.train.distributed.processes import start
 from trimtab.train.distributed.topk import TopK
 from trimtab.train.events import Progressed
@@ -52,8 +55,26 @@ def train(kind: Any, epochs: int) -> dict[str, Any]:
     }
 
 
+CAUTION: dict[str, Any] = {
+    "topk AdamW": ("topk", torch.optim.AdamW),
+    "powersgd RMSprop": ("powersgd", torch.optim.RMSprop),
+    "topk SGD": ("topk", torch.optim.SGD),
+    "float16 AdamW": ("float16", torch.optim.AdamW),
+}
+
+
+def noted(kind: Any, make: Any) -> list[str]:
+    """What is said of two updates."""
+    model = nn.Linear(64, 10)
+    made = Trainer(
+        model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: make(p, lr=1e-3), settings=Settings(communication=kind)
+    )
+    return list(made.fit(digits()[0][:4], epochs=1).notes)
+
+
 def few_and_many_updates(folder: pathlib.Path) -> dict[str, Any]:
     few = {str(kind): train(kind, 1) for kind in KINDS}
+    few["notes"] = {name: noted(kind, make) for name, (kind, make) in CAUTION.items()}
     return few | {f"{kind}, many": train(kind, EPOCHS) for kind in (None, "powersgd", "topk")}
 
 
@@ -81,6 +102,24 @@ def test_rounding_leaves_the_loss(found: list[dict[str, Any]], kind: str) -> Non
 @pytest.mark.parametrize("kind", ["powersgd", "topk"])
 def test_what_is_left_out_comes_later(found: list[dict[str, Any]], kind: str) -> None:
     assert found[0][f"{kind}, many"]["loss"] == pytest.approx(found[0]["None, many"]["loss"], rel=0.02)
+
+
+def test_optimizers_that_adapt_their_steps_are_warned_of(found: list[dict[str, Any]]) -> None:
+    cautions = {name: [note for note in notes if "Caution" in note] for name, notes in found[0]["notes"].items()}
+    assert {name: len(notes) for name, notes in cautions.items()} == dict.fromkeys(CAUTION, 0) | {
+        "topk AdamW": 1,
+        "powersgd RMSprop": 1,
+    }
+    assert "communication='topk' with AdamW" in cautions["topk AdamW"][0]
+    assert "1.19 times the loss" in cautions["powersgd RMSprop"][0]
+
+
+def test_what_is_computed_to_send_a_bucket_is_not_hidden() -> None:
+    meter, sent = Meter(), torch.futures.Future[torch.Tensor]()
+    meter.flying(sent, time.perf_counter() - 1.0, last=True)
+    sent.set_result(torch.zeros(1))
+    meter.landed()
+    assert meter.hidden == 0.0
 
 
 def images() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -177,3 +216,21 @@ def test_what_was_left_out_is_found_again_when_ddp_groups_parameters_anew() -> N
     assert errors.of([first], torch.zeros(2)).tolist() == [0.0, 1.0]
     errors.of([first], torch.zeros(2)).add_(1)
     assert errors.of([first], torch.zeros(2)).tolist() == [1.0, 2.0]
+
+
+def over_nccl(folder: pathlib.Path) -> dict[str, Any]:
+    start("cuda")
+    metric, _ = Group(Settings(device="cuda")).mean([torch.ones(())], [1.0], summed=False)
+    exchange, parameter = PowerSgd(), nn.Parameter(torch.zeros(512, 512, device="cuda"))
+    given = torch.outer(torch.arange(512.0), torch.ones(512)).cuda()
+    got = [exchange.add_up([parameter], given.flatten().clone()) for _ in range(20)]
+    apart = max(float((future.wait().view(512, 512) - given).abs().max()) for future in got)
+    return {"metric": metric.device.type, "apart": apart}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.gpu
+def test_over_nccl_metrics_of_the_host_count_and_thin_matrices_are_whole(tmp_path: pathlib.Path) -> None:
+    (found,) = on_ranks(over_nccl, tmp_path, size=1)
+    assert found["metric"] == "cuda"
+    assert found["apart"] < 1.0  # of 511

@@ -115,9 +115,34 @@ def checks(folder: pathlib.Path) -> dict[str, Any]:
         model = split_layers(Transformer(), grid, columns=COLUMNS, rows=ROWS)
         made = trainer(folder / name, world=join(Settings(), grid), model=model, accumulate=2 * size)
         found[name] = run(made, 3)
+    found["split, foreach"] = run(split_in_two(accumulate=4, foreach=True), 3)
+    found["overflow"] = overflow()
     found["refused"] = refused()
     found["dropout"] = dropout(folder / "dropout")
     return found
+
+
+def split_in_two(*, foreach: bool | None = None, **settings: Any) -> Trainer:
+    """Both processes have the same data, and layers split between them beside others that are whole."""
+    grid = mesh(2)
+    model = split_layers(Transformer(), grid, columns=COLUMNS, rows=ROWS)
+    made = trainer(world=join(Settings(), grid), model=model, **settings)
+    for group in made.optimizer.param_groups:
+        group["foreach"] = foreach
+    return made
+
+
+def overflow() -> list[bool]:
+    """Which updates were made, where a gradient of the second process overflows in the third."""
+    made, calls = split_in_two(autocast="float16"), list[int]()
+
+    def spoil(weight: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3 and torch.distributed.get_rank() == 1:
+            weight.grad.to_local()[0, 0] = torch.inf
+
+    made.model.blocks[1].up.weight.register_post_accumulate_grad_hook(spoil)  # type: ignore[union-attr, index]
+    return [update.applied for update in made.updates(batches(5), epochs=1)]
 
 
 def dropout(folder: pathlib.Path) -> list[float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from _nets import CPU, adam, convolutional, made, transformer
+from _nets import CPU, Nested, adam, convolutional, made, transformer
+from _runs import full_at
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import memory
@@ -311,3 +313,49 @@ def test_auto_keeps_a_budget_of_activations_at_each_size() -> None:
     trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
     trainer.fit([(inputs, labels)], epochs=2)
     assert any("Activations take" in note and "of 1 MB allowed" in note for note in trainer.notes), trainer.notes
+
+
+@pytest.mark.parametrize("autocast", [None, "float16"])
+@pytest.mark.parametrize(
+    ("kernels", "owner", "name"),
+    [(False, torch.Tensor, "sqrt"), (True, torch, "_foreach_sqrt"), (None, torch, "zeros_like")],
+)
+def test_an_update_in_which_the_optimizer_ran_out_of_memory_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, autocast: Any, kernels: bool | None, owner: Any, name: str
+) -> None:
+    data = [(torch.randn(8, 8), torch.randint(0, 4, (8,))) for _ in range(8)]
+    optimizer = functools.partial(torch.optim.Adam, foreach=kernels)
+    trainer = Trainer(Nested(), loss=nn.CrossEntropyLoss(), optimizer=optimizer, settings=Settings(autocast=autocast))
+    monkeypatch.setattr(owner, name, full_at(3, getattr(owner, name)))
+    with pytest.raises(
+        WorkloadError, match=r"The gradients fit into memory, but what the optimizer needs .* \(injected\)\. Sh"
+    ):
+        trainer.fit(data, epochs=1)
+
+
+class Relative(torch.optim.SGD):
+    """Finds its own learning rate, as Adafactor does: there is none in its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] = 0.01
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups[0]["lr"] = None
+
+
+def test_micro_batches_are_found_for_an_optimizer_without_a_learning_rate() -> None:
+    data = [(torch.randn(16, 8), torch.randn(16, 1)) for _ in range(3)]
+    found = []
+    for batch in ("auto", None):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        made = Trainer(model, loss=nn.MSELoss(), optimizer=Relative, settings=Settings(batch=batch), progress=False)  # type: ignore[arg-type]
+        assert made.fit(data, epochs=1).updates == 3
+        assert made.optimizer.param_groups[0]["lr"] is None
+        found.append(model.weight.detach().clone())
+    assert torch.allclose(*found, atol=1e-6)  # of the search nothing is left

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pathlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,18 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.budget import Verified, choose
 from trimtab.train.live import Live, peak_activations
 from trimtab.train.recompute import Recomputed
+from trimtab.train.runtime import allocate
 from trimtab.train.trainer import Trainer
+
+
+@pytest.fixture
+def allocator() -> Iterator[Callable[[], str]]:
+    """What torch's allocator for GPUs is told; it is put back afterwards."""
+    torch_c: Any = torch._C
+    before = torch_c._accelerator_getAllocatorSettings()
+    torch_c._accelerator_setAllocatorSettings("max_split_size_mb:64")
+    yield torch_c._accelerator_getAllocatorSettings
+    torch_c._accelerator_setAllocatorSettings(before)
 
 
 def gradients(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
@@ -400,3 +411,62 @@ def test_a_gpu_keeps_the_budget(make: Callable[[], tuple[nn.Module, torch.Tensor
     full = peak(None)
     for share in (0.7, 0.9):
         assert peak(choose(model, loss, share * full, device)) <= 1.05 * share * full
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_libraries_keep_for_all_calls_counts_for_none() -> None:
+    device = torch.device("cuda")
+    model, inputs = nn.Linear(256, 256).to(device), torch.randn(64, 256, device=device)
+
+    def peak() -> int:
+        return peak_activations(lambda: model(inputs).sum().backward(), model.parameters(), device)
+
+    warm = [peak(), peak()][1]
+    torch._C._cuda_clearCublasWorkspaces()
+    assert peak() == warm
+
+
+def test_options_of_the_allocator_for_gpus_join_those_that_it_has(allocator: Callable[[], str]) -> None:
+    allocate(Settings(cuda_allocator="expandable_segments:True"))  # on a CPU there is no such allocator
+    assert allocator() == "max_split_size_mb:64"
+    for _ in range(2):
+        allocate(Settings(device="cuda", cuda_allocator="expandable_segments:True"))
+    assert allocator() == "max_split_size_mb:64,expandable_segments:True"
+    with pytest.raises(UsageError, match=r"cuda_allocator is 'expandable_segments:maybe', which torch does not take: .*maybe"):
+        allocate(Settings(device="cuda:0", cuda_allocator="expandable_segments:maybe"))
+    assert allocator() == "max_split_size_mb:64,expandable_segments:True"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_segments_of_a_gpu_expand_where_that_is_asked_for(allocator: Callable[[], str]) -> None:
+    Trainer(
+        perceptron()[0], loss=nn.CrossEntropyLoss(), optimizer=adam,
+        settings=Settings(device="cuda", cuda_allocator="expandable_segments:True"),
+    )  # fmt: skip
+    kept = torch.empty(64 * 2**20, device="cuda")
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+    assert kept.is_cuda
+
+
+def test_a_module_that_stands_twice_in_a_chain_runs_twice_in_segments() -> None:
+    torch.manual_seed(0)
+    tanh, shared = nn.Tanh(), nn.Linear(4, 4)
+    chain = nn.Sequential(shared, tanh, shared, tanh, nn.Linear(4, 3))
+    inputs = torch.randn(5, 4)
+    plain = chain(inputs)
+    recomputed = Recomputed([chain], segments=2)
+    torch.testing.assert_close(chain(inputs), plain, rtol=0, atol=0)
+    recomputed.undo()
+
+
+def test_a_forward_that_somebody_put_into_a_module_is_there_after_recomputing() -> None:
+    module, inputs = nn.Linear(4, 4), torch.randn(2, 4)
+    own = module.forward
+    module.forward = lambda x: own(x) + 1  # type: ignore[method-assign]
+    hooked, expected = module.forward, module(inputs)
+    recomputed = Recomputed([module])
+    torch.testing.assert_close(module(inputs), expected)
+    recomputed.undo()
+    assert module.forward is hooked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import pathlib
 from collections.abc import Iterator
@@ -20,12 +21,14 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.study.train_jobs import _fingerprint
 from trimtab.train.objective import Objective, fresh
 from trimtab.train.peak import flops_share
+from trimtab.train.prepare import loss_on
 from trimtab.train.stopping import EarlyStopping
 from trimtab.train.trying import prepared
 from trimtab.workload import Training, Workload
 
 CLASSES = 4
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
+WEIGHTED = [nn.CrossEntropyLoss(torch.ones(CLASSES)), functools.partial(functional.cross_entropy, weight=torch.ones(CLASSES))]
 Batches = list[dict[str, torch.Tensor]]
 
 
@@ -223,3 +226,54 @@ def test_a_study_of_a_model_with_extra_state_knows_its_tensors() -> None:
         return _fingerprint(subject, subject.written(seed=0))
 
     assert of(1.0) == of(1.0) != of(2.0)
+
+
+@pytest.mark.parametrize(("kind", "weight"), [("GPT2ForSequenceClassification", 2), ("GPT2LMHeadModel", 12)])
+def test_the_class_of_a_model_says_what_its_loss_is_a_mean_over(kind: str, weight: int) -> None:
+    """A classifier that was read from a language model's checkpoint still has that one's name in its config."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, num_labels=3, pad_token_id=0)
+    model = getattr(transformers, kind)(config)
+    model.config.architectures = ["GPT2LMHeadModel"]
+    tokens = torch.randint(1, 20, (2, 7))
+    labels = torch.tensor([0, 2]) if weight == 2 else tokens
+    assert int(Objective(None)(model, {"input_ids": tokens, "labels": labels})[1]) == weight
+
+
+def test_a_class_of_its_own_goes_by_what_the_config_says() -> None:
+    class Wrapped(nn.Linear):
+        config = type("Config", (), {"architectures": ["GPT2LMHeadModel"]})
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"loss": super().forward(x).mean()}
+
+    batch = {"x": torch.randn(2, 4), "labels": torch.ones(2, 7, dtype=torch.long)}
+    assert int(Objective(None)(Wrapped(4, 3), batch)[1]) == 12
+
+
+@pytest.mark.parametrize("ignored", [255, -1])
+def test_class_weights_go_with_any_label_that_is_left_out(ignored: int) -> None:
+    weight, inputs, labels = torch.tensor([1.0, 2.0, 4.0]), torch.randn(8, 4), torch.randint(0, 3, (8,))
+    labels[::2] = ignored
+    loss = nn.CrossEntropyLoss(weight=weight, ignore_index=ignored)
+    found, total = Objective(loss)(nn.Linear(4, 3), (inputs, labels))
+    assert float(total) == float(weight[labels[1::2]].sum())
+    assert torch.isfinite(found)
+    labels[1] = 7
+    with pytest.raises(WorkloadError, match="A label is 7, but the model has 3 outputs"):
+        Objective(loss)(nn.Linear(4, 3), (inputs, labels))
+
+
+@pytest.mark.parametrize("loss", WEIGHTED)
+def test_the_tensors_of_a_loss_come_to_the_device(loss: Any) -> None:
+    placed = loss_on(copy.deepcopy(loss), torch.device("meta"))
+    assert (placed.weight if isinstance(placed, nn.Module) else placed.keywords["weight"]).is_meta
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", WEIGHTED)
+def test_a_loss_with_weights_of_classes_runs_on_a_gpu(loss: Any) -> None:
+    made = trainer(loss=copy.deepcopy(loss), settings=Settings(device="cuda", accumulate=2))
+    data = [(batch["x"], batch["labels"]) for batch in batches(8)]
+    assert made.fit(data, epochs=1).updates == 4

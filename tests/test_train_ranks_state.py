@@ -1,7 +1,8 @@
-"""Two real processes: losses that call methods of the model, averages of models, buffers, and the best parameters of shards."""
+"""Two real processes and what they keep: averages, buffers, the best parameters of shards, layers in layers or split."""
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -11,15 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
-from _ranks import on_ranks
+from _nets import Nested
+from _ranks import failure
 from trimtab.candidate import Settings
+from trimtab.train.distributed.processes import join
+from trimtab.train.distributed.tensor_parallel import mesh, split_layers
+from trimtab.train.loader import Loader
 from trimtab.train.stopping import EarlyStopping
 from trimtab.train.trainer import Trainer
 
 CLASSES = 4
 LEAST = torch.finfo(torch.float32).min
 LARGE = 40000.0
+SGD = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.5)
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -73,12 +81,12 @@ def flat(model: nn.Module) -> list[float]:
     return found
 
 
-def trainer(model: nn.Module, loss: Any = None, *, checkpoint: Any = None, **options: Any) -> Trainer:
+def trainer(model: nn.Module, loss: Any = None, *, optimizer: Any = SGD, checkpoint: Any = None, **options: Any) -> Trainer:
     settings = Settings(**{name: options.pop(name) for name in ("sharding", "accumulate") if name in options})
     return Trainer(
         model,
         loss=loss or nn.CrossEntropyLoss(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.5),
+        optimizer=optimizer,
         settings=settings,
         checkpoint=checkpoint,
         **options,
@@ -99,10 +107,10 @@ def twice(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 METHODS: Mapping[str, tuple[Any, bool]] = {"step": (stepping, False), "twice": (twice, False), "idle": (twice, True)}
 
 
-def method(name: str, accumulate: int) -> list[float]:
+def method(name: str, accumulate: int, **options: Any) -> list[float]:
     loss, idle = METHODS[name]
     model = Coder(idle=idle)
-    trainer(model, loss, accumulate=accumulate).fit(batches(), epochs=3)
+    trainer(model, loss, accumulate=accumulate, **options).fit(batches(), batches(3), epochs=3)
     model.idle = nn.Identity()
     return flat(model)
 
@@ -155,51 +163,116 @@ def settled(folder: pathlib.Path) -> dict[str, Any]:
     return {"found": [tensor.tolist() for tensor in given]}
 
 
-CHECKS = [averaged_shards, averaged_replicas, best_shards, settled]
+class Momentum(torch.optim.SGD):
+    """Knows whether the state that it took up was of shares."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.shares = all(hasattr(values["momentum_buffer"], "to_local") for values in state_dict["state"].values())
+        super().load_state_dict(state_dict)
+
+
+def nested_shards(folder: pathlib.Path) -> dict[str, Any]:
+    """Lists of layers within layers, whose run is gone on with."""
+
+    def run(steps: int, checkpoint: pathlib.Path | None) -> Trainer:
+        optimizer = functools.partial(Momentum, lr=0.1, momentum=0.9)
+        made = trainer(Nested(), sharding="shard", optimizer=optimizer, checkpoint=checkpoint)
+        if checkpoint is not None:
+            made.resume(missing_ok=True)
+        made.fit(batches(), steps=steps)
+        return made
+
+    first, second, alone = run(2, folder / "nested"), run(4, folder / "nested"), run(4, None)
+    part: Any = second.world.part(torch.ones(4, 8), second.model.head.weight)
+    return {
+        "units": sum(hasattr(module, "reshard") for module in first.model.modules()),
+        "shares": second.optimizer.shares,
+        "weights": [one.model.head.weight.full_tensor().flatten().tolist() for one in (second, alone)],
+        "kept": part.to_local().untyped_storage().nbytes(),
+    }
+
+
+class Split(nn.Sequential):
+    """Two layers to be split, between two that are not; it tells what it has seen."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.seen = [*vars(self).get("seen", []), float(input.sum())]
+        return super().forward(input)
+
+
+def split(folder: pathlib.Path) -> dict[str, Any]:
+    """Both processes have a part of one layer, and so the same data, parameters and random numbers."""
+    grid = mesh(2)
+    torch.manual_seed(dist.get_rank())
+    model = Split(nn.Linear(8, 8), nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Linear(8, CLASSES))
+    model = split_layers(model, grid, columns=["1"], rows=["3"])
+    made = trainer(model, world=join(Settings(), grid))
+    found: dict[str, Any] = {"before": model[0].weight.flatten().tolist()}
+    inputs, labels = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+    elsewhere = DataLoader(data := TensorDataset(inputs, labels), 6, sampler=DistributedSampler(data))
+    found["sampler"] = failure(lambda: made.fit(elsewhere, epochs=1))
+    made.fit(Loader((inputs, labels), 6), epochs=1)
+    return found | {"seen": model.seen, "after": model[4].weight.flatten().tolist(), "seed": torch.initial_seed()}
+
+
+CHECKS = [averaged_shards, averaged_replicas, best_shards, settled, nested_shards, split]
 
 
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
     made = trainer(Normed())  # which meets the other process
     assert made.world.size == 2
     methods = {name: method(name, 1) for name in METHODS}
+    methods |= {f"{name}, shards": method(name, 1, sharding="shard") for name in METHODS}
     return {"methods": methods, **{check.__name__: check(folder) for check in CHECKS}}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(all_checks, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("name", METHODS)
-def test_a_loss_that_calls_methods_learns_what_one_process_learns(found: list[dict[str, Any]], name: str) -> None:
+def test_a_loss_that_calls_methods_learns_what_one_process_learns(ranks: list[dict[str, Any]], name: str) -> None:
     alone = torch.tensor(method(name, 2))
-    for each in found:
-        torch.testing.assert_close(torch.tensor(each["methods"][name]), alone, rtol=1e-5, atol=1e-5)
+    for each in ranks:
+        for found in (each["methods"][name], each["methods"][f"{name}, shards"]):
+            torch.testing.assert_close(torch.tensor(found), alone, rtol=1e-5, atol=1e-5)
 
 
-def test_shards_are_averaged_beside_buffers_that_are_whole(found: list[dict[str, Any]]) -> None:
+def test_shards_are_averaged_beside_buffers_that_are_whole(ranks: list[dict[str, Any]]) -> None:
     alone = averaged(4)
-    for each in (rank["averaged_shards"] for rank in found):
+    for each in (rank["averaged_shards"] for rank in ranks):
         assert each["updates"] == alone["updates"] == 4
         assert each["validation"] == pytest.approx(alone["validation"], rel=1e-5)
         torch.testing.assert_close(torch.tensor(each["parameters"]), torch.tensor(alone["parameters"]), rtol=1e-5, atol=1e-5)
 
 
-def test_all_processes_end_with_one_average(found: list[dict[str, Any]]) -> None:
-    first, second = (each["averaged_replicas"] for each in found)
+def test_all_processes_end_with_one_average(ranks: list[dict[str, Any]]) -> None:
+    first, second = (each["averaged_replicas"] for each in ranks)
     assert first == second
     assert first["buffers"]["least"] == [LEAST] * 2
     assert first["buffers"]["large"] == [LARGE] * 2
     assert any(value != 0 for value in first["buffers"]["layers.1.running_mean"])
 
 
-def test_the_best_parameters_of_shards_come_back_after_a_resumption(found: list[dict[str, Any]]) -> None:
-    for each in (rank["best_shards"] for rank in found):
+def test_the_best_parameters_of_shards_come_back_after_a_resumption(ranks: list[dict[str, Any]]) -> None:
+    for each in (rank["best_shards"] for rank in ranks):
         assert each["update"] == 8
         torch.testing.assert_close(torch.tensor(each["parameters"]), torch.tensor(each["best"]))
 
 
-def test_only_buffers_that_differ_are_settled(found: list[dict[str, Any]]) -> None:
+def test_only_buffers_that_differ_are_settled(ranks: list[dict[str, Any]]) -> None:
     tenth = float(torch.tensor(0.1))
     wanted = [[LEAST, tenth], LARGE, [0.0] * 3, [LARGE, LARGE + 32], [0, 7], []]
-    assert [each["settled"]["found"] for each in found] == [wanted] * 2
+    assert [each["settled"]["found"] for each in ranks] == [wanted] * 2
+
+
+def test_layers_within_layers_are_units_and_go_on_from_shares(ranks: list[dict[str, Any]]) -> None:
+    for each in (rank["nested_shards"] for rank in ranks):
+        assert each["units"] == 6  # beside the whole, two blocks, and two layers in each of them
+        assert each["shares"]
+        assert each["weights"][0] == each["weights"][1]
+        assert each["kept"] == 64  # bytes: half of it
+
+
+def test_processes_that_split_a_layer_have_the_same_data_parameters_and_seed(ranks: list[dict[str, Any]]) -> None:
+    first, second = (each["split"] for each in ranks)
+    assert {name: first[name] for name in ("before", "after", "seed", "seen")}.items() <= second.items()
+    assert len(first["seen"]) == 8
+    assert first["sampler"][0] == "UsageError"
+    assert "for process 0 of 2, but the data is shared out to 1, of which this is 0" in first["sampler"][1]

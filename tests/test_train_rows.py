@@ -1,18 +1,19 @@
-"""Batches that hold lists: how many examples they have, and how they are taken apart and joined."""
+"""Batches of any form: how many examples they have, how they are taken apart, joined and moved."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from trimtab import Settings, Trainer
 from trimtab.errors import WorkloadError
-from trimtab.train.feed import join, split
+from trimtab.train.feed import join, mover, split
 from trimtab.train.objective import examples
 
 
@@ -77,3 +78,145 @@ def test_unequal_batches_of_lists_count_by_their_examples() -> None:
     made = Trainer(Mean(), loss=loss, optimizer=optimizer, settings=Settings(accumulate=2))
     assert made.fit([many, few], epochs=1).notes == ()
     assert made.model.level.item() == pytest.approx(2 / 12)
+
+
+class Named(NamedTuple):
+    """A batch within a batch."""
+
+    inputs: torch.Tensor
+    name: tuple[str, ...]
+
+
+def test_what_is_no_tensor_stays_with_its_example() -> None:
+    inputs, names = torch.arange(8.0)[:, None].expand(8, 4), [f"{i}" for i in range(8)]
+    whole = {
+        "inputs": inputs,
+        "names": names,
+        "pair": Named(inputs, tuple(names)),
+        "ids": np.arange(8),
+        "kind": ["a", "b"],
+        "n": 3,
+    }
+    parts = split(whole, 3)
+    assert [part["names"] for part in parts] == [names[:3], names[3:6], names[6:]]
+    assert [part["pair"].name for part in parts] == [tuple(names[:3]), tuple(names[3:6]), tuple(names[6:])]
+    assert [part["ids"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert all(part["kind"] == ["a", "b"] and part["n"] == 3 for part in parts)
+    again = join(parts)
+    assert again["names"] == names
+    assert again["pair"].name == tuple(names)
+    assert again["ids"].tolist() == list(range(8))
+    assert again["kind"] == ["a", "b"]
+    assert torch.equal(again["inputs"], inputs)
+    assert join([["x", "y"], ["z"]]) == ["x", "y", "z"]  # no tensor at all
+
+
+class Graph:
+    """Moves in place, as some libraries' batches do."""
+
+    def __init__(self, nodes: torch.Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device) -> Graph:
+        """Itself, there."""
+        self.nodes = self.nodes.to(device)
+        return self
+
+
+def test_objects_that_can_move_themselves_do() -> None:
+    move, graph = mover(torch.device("meta")), Graph(torch.ones(2))
+    packed, moved = move([pack_sequence([torch.ones(3), torch.ones(2)]), graph])
+    assert isinstance(packed, PackedSequence)
+    assert packed.data.is_meta
+    assert packed.batch_sizes.device == torch.device("cpu")
+    assert moved.nodes.is_meta
+    assert not graph.nodes.is_meta
+    encoding = pytest.importorskip("transformers").BatchEncoding({"input_ids": torch.ones(2, 3)}, n_sequences=1)
+    there = move(encoding)
+    assert there.input_ids.is_meta
+    assert there.n_sequences == 1
+    assert not encoding.input_ids.is_meta
+
+
+class Last(nn.Module):
+    """Classifies packed sequences by the last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x: Any) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.lstm(x)[1][0][-1])
+        return found
+
+
+def test_packed_sequences_are_one_input_and_count_as_examples() -> None:
+    batch = (pack_sequence([torch.randn(4, 3), torch.randn(2, 3)]), torch.tensor([0, 1]))
+    assert examples(batch) == 2
+    slow = functools.partial(torch.optim.SGD, lr=1e-4)
+    found = Trainer(Last(), loss=nn.CrossEntropyLoss(), optimizer=slow).fit([batch] * 3, epochs=1)
+    assert found.updates == 3
+
+
+class Heard(nn.Module):
+    """The last state of an LSTM over packed sequences; remembers how many it was trained on at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm, self.head = nn.LSTM(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)
+        self.counts: list[int] = []
+
+    def forward(self, sequences: PackedSequence) -> torch.Tensor:
+        self.counts += [int(sequences.batch_sizes[0])] if self.training else []
+        found: torch.Tensor = self.head(self.norm(self.layers(sequences)[1][0][0]))
+        return found
+
+
+def sequences(lengths: list[int]) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randn(length, 3, generator=draw) for length in lengths]
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 2, 1, 1], [1, 4, 2, 4, 3]])
+def test_packed_sequences_are_taken_apart_and_joined_by_sequence(lengths: list[int]) -> None:
+    rows, labels = sequences(lengths), torch.arange(5)
+    ordered = sorted(lengths, reverse=True) == lengths
+    whole = {"x": pack_sequence(rows, enforce_sorted=ordered), "y": labels}
+    parts = split(whole, 2)
+    assert [examples(part) for part in parts] == [2, 2, 1]
+    assert [part["y"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    found = [row for part in parts for row in unpack_sequence(part["x"])]
+    for one, other in ((found, rows), (unpack_sequence(join(parts)["x"]), rows)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert torch.equal(join(parts)["y"], labels)
+    assert (parts[0]["x"].sorted_indices is None) == ordered
+
+
+def test_packed_sequences_that_do_not_fit_together_are_refused() -> None:
+    packed = pack_sequence(sequences([3, 2, 1]))
+    with pytest.raises(WorkloadError, match=r"differ in their first axis \(\(4, 2\), 3 packed sequences\)"):
+        split((torch.zeros(4, 2), packed), 2)
+    other = pack_sequence([torch.zeros(2, 7)])
+    with pytest.raises(WorkloadError, match=r"packed sequences of one kind, but their elements are \(3,\) of torch.float32"):
+        join([packed, other])
+
+
+def test_models_of_packed_sequences_are_trained_in_micro_batches_and_with_the_statistics_of_all() -> None:
+    batches = [(pack_sequence(sequences(lengths)), torch.tensor([0, 1, 0, 1])) for lengths in ([4, 3, 3, 1], [5, 2, 2, 2])]
+
+    def run(data: Any, **settings: Any) -> tuple[Heard, float]:
+        torch.manual_seed(0)
+        model = Heard()
+        optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+        made = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=optimizer, settings=Settings(**settings), progress=False)
+        return model, float(made.fit(data, epochs=1).loss or 0)
+
+    model, _ = run(batches, batch=2)
+    assert model.counts == [2, 2, 2, 2]
+    exact, loss = run(batches, accumulate=2, exact_batchnorm=True)
+    assert exact.counts == [8]
+    rows = [row for packed, _ in batches for row in unpack_sequence(packed)]
+    one, want = run([(pack_sequence(rows, enforce_sorted=False), torch.cat([labels for _, labels in batches]))])
+    assert loss == pytest.approx(want, rel=1e-6)
+    for name, value in one.state_dict().items():
+        assert torch.allclose(exact.state_dict()[name], value, atol=1e-6), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from typing import ClassVar, Literal, NamedTuple
 
 import pytest
@@ -65,6 +66,17 @@ def test_json_has_no_nan() -> None:
     assert json.loads(dumps({"a": math.nan, "b": math.inf, "c": 1.0})) == {"a": None, "b": None, "c": 1.0}
 
 
+def test_constants_that_are_not_finite_come_back_as_they_were() -> None:
+    leaves, structure = flatten({"fill": -math.inf, "top": math.inf, "none": float("nan"), "some": 0.5, "word": "inf"})
+    assert leaves == []
+    again = from_json(type(structure), json.loads(dumps(structure)))
+    assert again == structure == flatten(unflatten(again, []))[1]
+    assert again != flatten({"fill": -math.inf, "top": math.inf, "none": None, "some": 0.5, "word": "inf"})[1]
+    for wrong in ({"float": "1e999"}, {"float": []}, {"int": "inf"}, {}):
+        with pytest.raises(UsageError, match="Structure.value: .* is no number"):
+            from_json(type(structure), {"kind": "constant", "value": wrong})
+
+
 def test_write_json_leaves_the_old_file_when_it_fails(tmp_path) -> None:
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
@@ -72,6 +84,12 @@ def test_write_json_leaves_the_old_file_when_it_fails(tmp_path) -> None:
         write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_file_s_name_that_is_no_utf_8_comes_back_from_json(tmp_path) -> None:
+    name = os.fsdecode(b"mod\xe9l \\udce9 \xc3\xa9.py")
+    write_json(tmp_path / "x.json", {"a": name})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": name}
 
 
 def test_trial_round_trips_through_json() -> None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import pathlib
 import textwrap
+from typing import Any
 
 import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from _labelled import X
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.candidate import Candidate
 from trimtab.errors import InputError, UsageError, WorkloadError
+from trimtab.evaluate import TORCH_THREADS
 from trimtab.intake.load import load_workload
 from trimtab.reference import Fitted, Reference, predict
 from trimtab.signature import Dim
 from trimtab.splits import split
+from trimtab.study.handing import handed
 from trimtab.study.jobs import prepare_job
 from trimtab.study.sampler import as_written
 from trimtab.subject import fresh, prepare
@@ -229,6 +234,23 @@ def test_dynamic_dimensions_are_what_the_data_shows() -> None:
     assert not torch.equal(other.args[0], data[0][:1])
 
 
+def test_parts_in_training_mode_are_told_of() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 3)).eval()
+    model[1].train()  # as one does whose predictions are averaged
+    notes = prepare(Workload(model=model, inputs=torch.ones(1, 4))).notes
+    assert notes[0] == "A part of the model came in training mode: 1. It is measured, and ships, in evaluation mode."
+    assert not model[1].training
+    assert not any("training mode" in note for note in prepare(Workload(model=model, inputs=torch.ones(1, 4))).notes)
+
+
+def test_threads_that_the_workload_gives_torch_are_told_of(tmp_path: pathlib.Path, one_thread: None) -> None:
+    (tmp_path / "workload.pkl").write_bytes(cloudpickle.dumps(Workload(model=linear(), inputs=torch.ones(1, 4))))
+    job = {"workload": {"pickle": str(tmp_path / "workload.pkl")}, "reference": str(tmp_path / "reference")}
+    notes = prepare_job({**job, "recipe": as_written().to_json()}, tmp_path)["notes"]
+    said = f"The workload gives torch 1 of {TORCH_THREADS} threads. Other runtimes get as many, unless a recipe says more."
+    assert said in notes
+
+
 def test_calibration_is_recorded_where_run_calls_the_model() -> None:
     data = [((torch.randn(3, 4), torch.randn(3, 4)), torch.zeros(3)) for _ in range(20)]
 
@@ -302,3 +324,64 @@ def test_inputs_and_outputs_may_share_memory(tmp_path: pathlib.Path) -> None:
     kept = Reference.load(tmp_path / "reference").outputs[0]
     assert torch.equal(kept[0], 2 * x)
     assert torch.equal(kept[1], 2 * x[:, 0])
+
+
+@pytest.mark.parametrize("dynamic", [{"input": [0]}, {"input": {0: torch.export.Dim("b")}}, {"input": {0: None}}, ["input"]])
+def test_dynamic_in_another_form_is_refused_with_the_right_one(dynamic: Any) -> None:
+    with pytest.raises(UsageError, match=r'Workload dynamic .* Give {"name of the input": {0: "batch"}}'):
+        Workload(model=nn.Linear(8, 2), inputs=X[:1], dynamic=dynamic)
+
+
+def test_models_that_cannot_be_pickled_or_have_no_shapes_are_refused_with_the_way_out(tmp_path: pathlib.Path) -> None:
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 2))
+    with pytest.raises(UsageError, match="cannot be handed to worker processes: .* or give model= a function that builds it"):
+        handed(Workload(model=nn.Sequential(normed), inputs=X[:1]), tmp_path)
+    with pytest.raises(WorkloadError, match="'weight' has no shape yet.* Call it once on the inputs before handing it over"):
+        prepare(Workload(model=nn.LazyLinear(2), inputs=X[:1]))
+
+
+def test_tensors_that_no_runtime_takes_are_named() -> None:
+    class Wide(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to_dense().to(torch.complex128)
+
+    with pytest.raises(UsageError, match=r"The input 'x' is a sparse tensor \(sparse_coo\).* \.to_dense\(\)"):
+        prepare(Workload(model=Wide(), inputs=(torch.eye(5).to_sparse(),)))
+    with pytest.raises(UsageError, match=r"The output 'output' has the dtype complex128.* Use complex64"):
+        prepare(Workload(model=Wide(), inputs=X[:1]))
+
+
+def test_what_lies_on_a_gpu_is_refused() -> None:
+    with FakeTensorMode():  # which has every device
+        away = torch.empty(2, 2, device="cuda:0")
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"^The workload's inputs are on cuda:0\. .* give the model as model\.cpu\(\)"):
+        prepare(Workload(name="away", model=model, inputs=away))
+    model.weight = nn.Parameter(away)
+    with pytest.raises(UsageError, match=r"^The model's 'weight' is on cuda:0\. .* give the model as model\.cpu\(\)"):
+        prepare(Workload(name="away", model=model, inputs=torch.ones(1, 2)))
+
+
+def test_a_script_that_reads_its_arguments_finds_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+        import argparse, torch, trimtab
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--width", type=int, default={default})
+        asked = parser.parse_args()
+        workload = trimtab.Workload(name="w", model=torch.nn.Linear(asked.width, 2), inputs=torch.ones(1, asked.width))
+    """
+    monkeypatch.setattr("sys.argv", ["trimtab", "optimize", "--budget", "5m"])
+    for name, default in (("with_default", "3"), ("without", "None, required=True")):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text.format(default=default)))
+    assert load_workload(tmp_path / "with_default.py").inputs.shape == (1, 3)
+    with pytest.raises(WorkloadError, match=r"could not be run: it called sys\.exit\(2\).*Try it alone: python "):
+        load_workload(tmp_path / "without.py")
+
+
+def test_a_package_that_misses_another_is_there(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_here").mkdir()
+    (tmp_path / "half_here" / "__init__.py").write_text("import no_such_dependency")
+    (tmp_path / "half_here" / "work.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WorkloadError, match="No module named 'no_such_dependency'"):
+        load_workload("half_here.work:workload")

@@ -21,7 +21,7 @@ from trimtab.train.collate import Collate
 from trimtab.train.loader import Loader
 from trimtab.train.objective import IGNORED
 
-HELD_OUT, BATCH, EPOCHS, TARGET = 200, 32, 12, 2.3
+HELD_OUT, BATCH, EPOCHS, TARGET = 200, 32, 12, 1.9
 SETTINGS = trimtab.Settings(optimizer="fused", clip_norm=1.0)
 Batch = dict[str, Any]
 

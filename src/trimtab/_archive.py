@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from trimtab._program_rules import check_weight, clean_payloads, clean_program, program_json
 from trimtab._records import Records
 from trimtab._script_rules import check_pickle, check_source
+from trimtab._script_source import Declared
 from trimtab.errors import CompileError, IntegrityError
 
 MODEL = "models/model.json"
@@ -139,14 +140,16 @@ def _script_records(records: Records) -> dict[str, bytearray]:
             kept[name] = records.read(name)
     if "byteorder" in kept and kept["byteorder"] != b"little":
         raise IntegrityError(f"{records.path} was written on a machine with another byte order.")
+    classes: dict[str, Declared] = {}
+    for name, data in kept.items():
+        if name.endswith(".py"):
+            classes |= check_source(data, name)
     for name in ("data.pkl", "constants.pkl"):
         if name not in kept:
             raise IntegrityError(f"{records.path}: the record {name!r} is missing.")
         folder = name.removesuffix(".pkl") + "/"
-        check_pickle(kept[name], name, {key[len(folder) :]: len(data) for key, data in kept.items() if key.startswith(folder)})
-    for name, data in kept.items():
-        if name.endswith(".py"):
-            check_source(data, name)
+        sizes = {key[len(folder) :]: len(data) for key, data in kept.items() if key.startswith(folder)}
+        check_pickle(kept[name], name, sizes, classes)
     return kept
 
 

@@ -11,17 +11,17 @@ from trimtab._manifest import FileFacts, Manifest
 from trimtab.contracts import Backend
 
 _RUN = '''"""{title}. Needs {packages}. `python run.py` checks the test vectors."""
-import {modules}pathlib, sys
-import numpy
+import {modules}numpy, pathlib, sys
 from safetensors.{tensors} import load_file
 {memory}{script}
 if __name__ == "__main__":
     here, found = pathlib.Path(__file__).resolve().parent, []
     run, golden = load(str(here / "model"), {threads}), load_file(here / "{golden}")
     for case in range({cases}):
-        for i, out in enumerate(run([golden[f"{{case}}.inputs.{{j}}"] for j in range({inputs})])):
+        for i, (out, (s, most)) in enumerate(zip(run([golden[f"{{case}}.inputs.{{j}}"] for j in range({inputs})]), {limits})):
             a, b = (numpy.asarray({wide}, "c16") for t in (out, golden[f"{{case}}.outputs.{{i}}"]))
-            found.append((float(numpy.where(a == b, 0, abs(a - b)).max(initial=0)), {tolerance}[i]))
+            off = abs(a - b) * (s / numpy.maximum(abs(b), s)) if s else (a != b) / max(b.size, 1)  # or the share that differs
+            found.append((float(numpy.where(a == b, 0, off).max(initial=0) if s else off.sum()), most))
     print("largest error %.3g, allowed %.3g" % max(found, key=lambda pair: pair[0] - pair[1]))
     sys.exit(not all(error <= allowed for error, allowed in found))
 '''
@@ -33,15 +33,28 @@ for option, values in {dict(KEEP_MEMORY)}.items() if hasattr(libc, "mallopt") el
 """
 
 
+_WRITES = """
+plain = load
+def load(folder, threads):  # inputs {places} are written to, by the runtime or with what it gives after its outputs
+    run = plain(folder, threads)
+    def call(arrays):
+        found = list(run(arrays))
+        for place, value in zip({places}, found[{outputs}:]):
+            arrays[place][...] = value
+        return found[:{outputs}]
+    return call"""
+
+
 def run_script(manifest: Manifest, backend: Backend) -> str:
     """Source of ``run.py``: the backend's own loader, and a main that replays the test vectors with numpy alone."""
     packages = ", ".join(dict.fromkeys((*backend.packages, "numpy", "safetensors")))
-    in_torch = "torch" in backend.packages
+    in_torch, written = "torch" in backend.packages, manifest.signature.written
+    writes = _WRITES.format(places=written, outputs=len(manifest.signature.outputs)) if written else ""
     title = " ".join(f"{manifest.workload}: {manifest.recipe_text}".split())[:60].replace("\\", "/").replace('"', "'")
     return _RUN.format(
         title=title,
         packages=packages,
-        script=backend.script().strip("\n"),
+        script=backend.script().strip("\n") + writes,
         tensors="torch" if in_torch else "numpy",
         wide="t.cdouble().resolve_conj()" if in_torch else "t",  # numpy has no bfloat16
         modules="ctypes, " if manifest.settings.keep_memory else "",
@@ -50,7 +63,10 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
         golden=GOLDEN,
         cases=manifest.golden.cases,
         inputs=len(manifest.signature.inputs),
-        tolerance=tuple(float(f"{value * 1.01:.3g}") for value in manifest.golden.tolerance),
+        limits=tuple(
+            (float(f"{scale:.6g}"), float(f"{most * 1.01:.3g}"))
+            for scale, most in zip(manifest.golden.scale, manifest.golden.tolerance, strict=True)
+        ),
     )
 
 
@@ -62,6 +78,7 @@ def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:
         *_how(manifest),
         "## Inputs and outputs",
         _list([f"`{spec}`" for spec in manifest.signature.inputs]),
+        _writes(manifest),
         "gives",
         _list([f"`{spec}`" for spec in manifest.signature.outputs]),
         _dims(manifest),
@@ -92,6 +109,11 @@ def _how(manifest: Manifest) -> list[str]:
 def _dims(manifest: Manifest) -> str:
     bounds = [f"`{dim.name}` from {dim.bounds}" for dim in manifest.signature.dims]
     return f"Sizes that may differ from call to call: {', '.join(bounds)}." if bounds else "All sizes are fixed."
+
+
+def _writes(manifest: Manifest) -> str:
+    names = " and ".join(f"`{name}`" for name in manifest.signature.writes)
+    return f"A call writes to {names}, as the original does. Give it memory that may be written to." if names else ""
 
 
 def _figures(manifest: Manifest) -> list[str]:

@@ -51,7 +51,7 @@ def rows_of(inputs: Any, target: Any) -> int:
     """How many rows a batch can be taken apart into; 0 where that is not sure of everything in it."""
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(inputs) + tensors_of(target)}
     rows = sizes.pop() if len(sizes) == 1 else 0
-    known = all(isinstance(leaf, torch.Tensor) or _is_constant(leaf) for leaf in _leaves(inputs))
+    known = all(isinstance(leaf, torch.Tensor) or _is_constant(leaf) for leaf in leaves_of(inputs))
     return rows if known and (target is None or _by_row(target, rows)) else 0
 
 
@@ -159,13 +159,13 @@ def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(np.require(native, requirements=["C", "W"]))
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves_of(value: Any) -> list[Any]:
     inside = opened([value.args, value.kwargs] if isinstance(value, Call) else value)
-    return [value] if inside is None else [leaf for part in inside[0] for leaf in _leaves(part)]
+    return [value] if inside is None else [leaf for part in inside[0] for leaf in leaves_of(part)]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _picked(value: Any, index: torch.Tensor) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import re
 
-WORDS = ("No space left", "PytorchStreamWriter failed writing", "unexpected pos")
+WORDS = re.compile(r"No space left|PytorchStreamWriter failed writing|unexpected pos \d+")
 """What the system says; and torch, whose writer of archives does not pass on what the system said."""
 SHARED = "</torch_"
 """How torch names a piece of shared memory, of which containers have little; no disk is full then."""
@@ -24,4 +25,4 @@ def out_of_space(error: BaseException | None) -> bool:
 
 def says_full(text: str) -> bool:
     """Whether ``text``, a message or a log, has a line about a full disk."""
-    return any(word in line for line in text.splitlines() for word in WORDS if SHARED not in line)
+    return any(WORDS.search(line) for line in text.splitlines() if SHARED not in line)

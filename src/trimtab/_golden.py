@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -12,9 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from trimtab._ties import is_discrete
+from trimtab._ties import NEAR_TIES, is_discrete
+from trimtab._user_code import BY_HAND, user_code
 from trimtab.candidate import Candidate, resized
-from trimtab.errors import IntegrityError, UsageError
+from trimtab.errors import IntegrityError, UsageError, WorkloadError
 from trimtab.signature import Signature
 
 GOLDEN = "golden.safetensors"
@@ -27,9 +29,9 @@ ROUNDING = {
     **{torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2},
     **{torch.complex128: 1e-9, torch.complex64: 1e-3},
 }
-"""Least tolerance of an output by its dtype, relative to its largest value."""
-REFUSALS = (RuntimeError, ValueError, LookupError, AssertionError)
-"""What a model raises on inputs that are none of its own: a size, or an order of rows, that it does not take."""
+"""Least tolerance of an output by its dtype, relative to its usual values."""
+FAR = 1e3
+"""Values so many times the median are none of the usual ones, as those with which logits are masked."""
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -62,6 +64,7 @@ class Golden:
 
         Raises:
             UsageError: the model gives NaN for its example, which no test could hold on to.
+            WorkloadError: it fails on its example.
         """
         model = candidate.flat()
         example = _fitted(candidate.leaves, candidate.signature, signature)
@@ -69,8 +72,9 @@ class Golden:
         cases: list[Case] = []
         for inputs in calls:
             try:
-                case = _case(model, inputs)
-            except REFUSALS:
+                with user_code("The model failed on a test vector", BY_HAND):
+                    case = _case(model, inputs)
+            except (UsageError, WorkloadError):  # inputs that are none of its own, whatever it raises on these
                 if not cases:
                     raise
                 continue
@@ -79,22 +83,29 @@ class Golden:
         return cls(tuple(cases))
 
     def errors(self, run: Run) -> list[float]:
-        """The largest absolute error of each output over all cases; infinite where shape or dtype differ or a NaN appears."""
+        """The largest absolute error of each output over all cases, at its :meth:`scales`: a value beyond these may be off by
+        as much more. Of integers and booleans, the largest share that differs. Infinite where shape or dtype differ or a NaN
+        appears."""
         worst = [0.0] * len(self.cases[0].outputs)
         for case in self.cases:
             outputs = run([tensor.clone() for tensor in case.inputs])
             for i, want in enumerate(case.outputs):
-                worst[i] = max(worst[i], _error(outputs[i], want) if i < len(outputs) else math.inf)
+                worst[i] = max(worst[i], _error(outputs[i], want, self.scales[i]) if i < len(outputs) else math.inf)
         return worst
 
+    @functools.cached_property
+    def scales(self) -> tuple[float, ...]:
+        """The root mean square of each output's usual values over all cases, never 0; 0 for integers and booleans."""
+        return tuple(_scale([case.outputs[i] for case in self.cases]) for i in range(len(self.cases[0].outputs)))
+
     def tolerances(self, errors: Sequence[float]) -> tuple[float, ...]:
-        """What each output may be off by, from what it was off by when it was built: twice that, and never below rounding."""
+        """What each output may be off by, from what it was off by when it was built: twice that, and never below rounding,
+        which turns some integers over too."""
         return tuple(max(HEADROOM * error, self._rounding(i)) for i, error in enumerate(errors))
 
     def _rounding(self, index: int) -> float:
-        outputs = [case.outputs[index] for case in self.cases]
-        finite = [out[out.isfinite()].abs().max().item() for out in outputs if out.dtype in ROUNDING and out.isfinite().any()]
-        return ROUNDING.get(outputs[0].dtype, 0.0) * max(finite, default=0.0)
+        dtype = self.cases[0].outputs[index].dtype
+        return NEAR_TIES if is_discrete(dtype) else ROUNDING.get(dtype, 0.0) * self.scales[index]
 
     def save(self, path: pathlib.Path) -> None:
         """Write the tensors as ``<case>.inputs.<i>`` and ``<case>.outputs.<i>``."""
@@ -187,13 +198,29 @@ def _other_sizes(leaves: Sequence[torch.Tensor], signature: Signature) -> list[l
     return [varied] if signature.dims else []
 
 
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+def _scale(outputs: Sequence[torch.Tensor]) -> float:
+    dtype = outputs[0].dtype
+    if is_discrete(dtype):
+        return 0.0
+    sizes = torch.cat([out.flatten().to(_wide(dtype)).abs() for out in outputs])
+    usual = sizes[sizes.isfinite() & (sizes > 0)]
+    if usual.numel():
+        usual = usual[usual <= FAR * usual.median()]
+    return max(float(usual.square().mean().sqrt()) if usual.numel() else 0.0, torch.finfo(dtype).tiny)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _error(got: torch.Tensor, want: torch.Tensor, scale: float) -> float:
     if got.shape != want.shape or got.dtype != want.dtype:
         return math.inf
     if not want.numel():
         return 0.0
-    wide = torch.complex128 if want.is_complex() else torch.float64
-    a, b = got.detach().cpu().to(wide), want.to(wide)
-    difference = torch.where(a == b, torch.zeros_like(a).abs(), (a - b).abs())
-    worst = difference.max().item()
+    if is_discrete(want.dtype):
+        return float((got.cpu() != want).double().mean())
+    a, b = got.detach().cpu().to(_wide(want.dtype)), want.to(_wide(want.dtype))
+    apart = (a - b).abs() * (scale / b.abs().clamp(min=scale))
+    worst = torch.where(a == b, torch.zeros_like(apart), apart).max().item()
     return worst if math.isfinite(worst) else math.inf

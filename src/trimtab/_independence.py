@@ -57,8 +57,12 @@ class Judge:
 
     def __call__(self, batch: Batch) -> Verdict:
         """The verdict on the rows of ``batch``, of which it has two at least."""
+        return self.about(lambda index: self._ask(batch.take(index)), batch.rows)
+
+    def about(self, answer: Answer, rows: int) -> Verdict:
+        """The verdict on ``rows`` rows, two at least, for some of which ``answer`` gives the output."""
         if self.verdict is None:
-            self.verdict = _verdict(lambda index: self._ask(batch.take(index)), batch.rows, self._allowed)
+            self.verdict = _verdict(answer, rows, self._allowed)
         return self.verdict
 
     def _ask(self, batch: Batch) -> Any:

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 from trimtab.errors import UsageError
 
 T = TypeVar("T")
+ESCAPED = "backslashreplace"
+"""What becomes of a character that UTF-8 cannot say."""
 
 
 def to_json(value: Any) -> Any:
@@ -95,16 +97,17 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to ``path`` through a temporary file beside it, then rename it into place.
 
-    A link stays one, and what it points to is written; a device or a pipe, which nothing may replace, is written to.
+    A link stays one, and what it points to is written; a device or a pipe, which nothing may replace, is written to. A byte of
+    a file's name that is no UTF-8 is written as an escape, which JSON reads back.
     """
     target = pathlib.Path(path)
     if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8")
+        target.write_text(text, encoding="utf-8", errors=ESCAPED)
         return
     target = target.resolve() if target.is_symlink() else target
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors=ESCAPED)
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

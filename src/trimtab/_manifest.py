@@ -51,9 +51,11 @@ class FileFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoldenFacts:
-    """The test vectors: how many cases, and per output what it may be off by and what it was off by when it was written."""
+    """The test vectors: how many cases, and per output at what size of its values it is judged, what it may be off by there,
+    and what it was off by when it was written; see :meth:`trimtab._golden.Golden.errors`."""
 
     cases: int
+    scale: tuple[float, ...]
     tolerance: tuple[float, ...]
     measured: tuple[float | None, ...]
 
@@ -229,7 +231,12 @@ def findings(folder: pathlib.Path, manifest: Manifest) -> Iterator[str]:
     yield from problems
     if not problems:
         for name, facts in manifest.files.items():
-            if sha256(folder / name) != facts.sha256:
+            try:
+                same = sha256(folder / name) == facts.sha256
+            except OSError as error:
+                yield f"{name} cannot be read: {error.strerror}."
+                continue
+            if not same:
                 yield f"{name} was changed: its contents do not have the hash that the manifest states."
 
 
@@ -240,11 +247,17 @@ def _present(folder: pathlib.Path) -> tuple[dict[str, int], list[str]]:
     for root, folders, names in os.walk(folder, followlinks=False):
         for name in (*folders, *names):
             path = pathlib.Path(root, name)
-            mode, short = path.lstat().st_mode, path.relative_to(folder).as_posix()
+            short = path.relative_to(folder).as_posix()
+            try:
+                facts = path.lstat()
+            except OSError as error:
+                odd.append(f"{short} cannot be looked at: {error.strerror}.")
+                continue
+            mode = facts.st_mode
             if stat.S_ISLNK(mode):
                 odd.append(f"{short} is a link; an artifact holds files only, nothing that points elsewhere.")
             elif stat.S_ISREG(mode):
-                sizes[short] = path.lstat().st_size
+                sizes[short] = facts.st_size
             elif not stat.S_ISDIR(mode):
                 odd.append(f"{short} is neither a file nor a folder; an artifact holds nothing else.")
     return sizes, odd
@@ -257,20 +270,28 @@ def _check(manifest: Manifest, data: Mapping[str, Any]) -> None:
     if manifest.baseline is not None:
         _check_signature(manifest.baseline.signature)
     outputs, golden = len(manifest.signature.outputs), manifest.golden
-    if not 1 <= golden.cases <= 1000 or not len(golden.tolerance) == len(golden.measured) == outputs:
+    if not 1 <= golden.cases <= 1000 or not len(golden.scale) == len(golden.tolerance) == len(golden.measured) == outputs:
         raise IntegrityError(
             f"{MANIFEST} lists {golden.cases} test vectors with {len(golden.tolerance)} tolerances; want {outputs}."
         )
     if any(not 0 <= value < float("inf") for value in golden.tolerance):
         raise IntegrityError(f"{MANIFEST} states a tolerance of {golden.tolerance}; tolerances are positive numbers.")
-    if manifest.evidence.get("speedup") is not None:
-        try:
-            from_json(Interval, manifest.evidence["speedup"])
-        except UsageError as error:
-            raise IntegrityError(f"{MANIFEST} states a speed-up that is none: {_short(error)}") from error
+    for claim in ("speedup", "baseline_speedup"):
+        if manifest.evidence.get(claim) is not None:
+            _check_claim(manifest.evidence[claim])
     for name in ("backend", "passes"):
         if name not in manifest.recipe:
             raise IntegrityError(f"{MANIFEST} holds a recipe without {name}.")
+
+
+def _check_claim(claim: Any) -> None:
+    try:
+        found = from_json(Interval, claim)
+    except UsageError as error:
+        raise IntegrityError(f"{MANIFEST} states a speed-up that is none: {_short(error)}") from error
+    # a bound that is not finite is written as null, and comes back as NaN
+    if not 0 < found.value < float("inf") or found.low < 0 or found.high < 0:
+        raise IntegrityError(f"{MANIFEST} states a speed-up that is none: {found}.")
 
 
 def _check_names(manifest: Manifest) -> None:
@@ -279,6 +300,9 @@ def _check_names(manifest: Manifest) -> None:
             raise IntegrityError(
                 f"{MANIFEST} lists the file {name[:200]!r}, which is no name inside the artifact; it is not opened."
             )
+        if name not in (RUN, README, EVIDENCE, GOLDEN) and not name.startswith((f"{MODEL}/", f"{BASELINE}/")):
+            # a torch.py beside run.py would be imported by whatever runs in that folder
+            raise IntegrityError(f"{MANIFEST} lists the file {name[:200]!r}, which has no place in an artifact; remove it.")
         if facts.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", facts.sha256):
             raise IntegrityError(f"{MANIFEST} states an impossible size or hash for {name}.")
         if name in (RUN, README, EVIDENCE) and facts.size > MAX_TEXT:
@@ -311,6 +335,8 @@ def _check_signature(signature: Signature) -> None:
         or signature.input_structure.tensors != len(signature.inputs)
     ):
         raise IntegrityError(f"{MANIFEST}: the structure of the inputs does not fit the {len(signature.inputs)} inputs.")
+    if unknown := set(signature.writes) - {spec.name for spec in signature.inputs}:
+        raise IntegrityError(f"{MANIFEST}: a call is said to write to {sorted(unknown)[0][:80]!r}, which is no input.")
     if signature.output_structure.tensors != len(signature.outputs):
         raise IntegrityError(f"{MANIFEST}: the structure of the outputs does not fit the {len(signature.outputs)} outputs.")
     for structure in (signature.input_structure, signature.output_structure):

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from trimtab import _machine
+from trimtab._float32 import products_of_float32
 
 Kind = Literal["float32", "bfloat16", "float16", "int8", "memory"]
 Run = Callable[[], object]
@@ -127,12 +128,12 @@ def _gemm(kind: Kind, device: str, threads: int | None) -> Rate:
     reasons = []
     for make in makers:
         try:
-            with torch.inference_mode(), _quiet():
+            with torch.inference_mode(), products_of_float32(tf32=False), _quiet():
                 value = _growing(make, kind, device)
             return Rate(kind=kind, device=device, threads=threads, unit=unit, value=value)
         except _FAILURES as error:
             reasons.append(str(error).partition("\n")[0][:200])
-    reason = f"torch cannot multiply {kind} matrices on {device}: {reasons[0]}"
+    reason = f"torch cannot multiply {kind} matrices on {device}: {reasons[0 if device == 'cpu' else -1]}"
     return Rate(kind=kind, device=device, threads=threads, unit=unit, value=None, reason=reason)
 
 
@@ -141,7 +142,7 @@ def _bandwidth(device: str, threads: int | None, size: int) -> Rate:
     try:
         with torch.inference_mode():
             count = size // 12
-            a, b, c = (torch.full((count,), value, device=device) for value in (1.0, 2.0, 0.0))
+            a, b, c = (torch.full((count,), value, dtype=torch.float32, device=device) for value in (1.0, 2.0, 0.0))
             seconds = _best(lambda: torch.add(a, b, alpha=2.0, out=c), device)
         return Rate(kind="memory", device=device, threads=threads, unit="GB/s", value=12 * count / seconds / 1e9)
     except RuntimeError as error:

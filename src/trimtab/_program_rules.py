@@ -27,6 +27,8 @@ from trimtab._expressions import SYMBOL, clean_expression
 from trimtab.errors import IntegrityError
 
 MAX_ELEMENTS = 2**48
+MAX_NESTED = 100
+"""Lists and objects of JSON within each other; a graph in a graph takes about eight, and whoever walks them recurses."""
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DOTTED = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 _BREAKING = frozenset("\"'\\{}")
@@ -96,7 +98,14 @@ def parse_json(text: bytes | bytearray, what: str) -> Any:
         IntegrityError: it is not that.
     """
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_no_twins, parse_constant=_no_constant)
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_no_twins, parse_constant=_no_constant)
+        layer = [found]
+        for _ in range(MAX_NESTED):
+            nested = [item for item in layer if isinstance(item, (dict, list))]
+            layer = [part for item in nested for part in (item.values() if isinstance(item, dict) else item)]
+        if layer:
+            raise ValueError(f"it nests more than {MAX_NESTED} deep")
+        return found
     except (ValueError, RecursionError, MemoryError) as error:
         raise IntegrityError(f"The JSON of {what} cannot be read: {error}.") from error
 

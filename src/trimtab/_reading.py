@@ -29,9 +29,11 @@ class Data:
     stacked: bool = False
 
 
-def labelled(data: Any, evaluation: Evaluation, generator: torch.Generator, size: int, judge: Judge | None = None) -> Data:
-    """The labelled ``data``, up to ``max_examples``, in batches of ``size`` where single examples are given. ``judge`` says
-    whether the rows of other items are counted.
+def labelled(
+    data: Any, evaluation: Evaluation, generator: torch.Generator, size: int, notes: list[str], judge: Judge | None = None
+) -> Data:
+    """The labelled ``data``, up to ``max_examples``, in batches of ``size`` where single examples are given; ``notes`` say
+    where it was more, and the first were taken. ``judge`` says whether the rows of other items are counted.
 
     Raises:
         UsageError: it is of no form that is known, is empty, or holds NaN in its inputs.
@@ -48,7 +50,11 @@ def labelled(data: Any, evaluation: Evaluation, generator: torch.Generator, size
             stacked = not run
             items = [data[i] for i in order] if run else list(_collated(data, order, size, what))
         elif isinstance(data, Iterable):
-            items = list(_first(data, most, (lambda item: 1) if run else lambda item: _examples(_within(item), judge)))
+            counted: Callable[[Any], int] = (lambda item: 1) if run else lambda item: _examples(_within(item), judge)
+            items, total = list(_first(data, most, counted)), _length(data)
+            if sum(map(counted, items)) >= most if total is None else len(items) < total:
+                given = f"The first {len(items)}{'' if total is None else f' of {total}'} items of the evaluation data are used"
+                notes.append(f"{given}, as max_examples={most} says. If they are sorted, give them in random order.")
         else:
             raise UsageError(
                 f"The evaluation data is a {type(data).__name__}; give a Dataset, an iterable of batches or (inputs, targets)."
@@ -84,6 +90,14 @@ def _of_all(data: tuple[Any, Any], most: int, generator: torch.Generator, size: 
         )
     picked = torch.randperm(whole.rows, generator=generator)[:most]
     return [whole.take(index) for index in torch.split(picked, size)]
+
+
+def _length(data: Any) -> int | None:
+    """How many items ``data`` has; ``None`` where that is not known, as of a DataLoader of what has no length."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _lengths(value: Any) -> set[int]:
@@ -126,8 +140,8 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
     batches = [_batch(item, None, whole=False, where=f"Item {i} of the calibration data") for i, item in enumerate(found)]
     if total is not None and total > MOST_CALIBRATION:
         notes.append(f"The calibration data has {total} examples; {MOST_CALIBRATION} of them, drawn at random, are used.")
-    elif total is None and isinstance(data, Sized) and len(found) < len(data):
-        notes.append(f"The calibration data has {len(data)} items; the first {len(found)} are used.")
+    elif total is None and (items_given := _length(data)) is not None and len(found) < items_given:
+        notes.append(f"The calibration data has {items_given} items; the first {len(found)} are used.")
     return Data(batches, stacked=isinstance(data, (torch.Tensor, Dataset)))
 
 

@@ -2,7 +2,8 @@
 
 torch reads those pickles with a reader of its own that knows few instructions, but it believes the sizes that they state,
 builds objects of registered native classes, and compiles and runs the source's ``__setstate__``. Here the instructions are
-played through with dead values: classes are words, tensors are checked against their bytes, and nothing is ever called.
+played through with dead values: classes are words, tensors are checked against their bytes, objects against what their class
+declares in the source, and nothing is ever called.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import dataclasses
 import math
 import pickletools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from trimtab._script_source import Declared, Type, declarations, read_type
 from trimtab.errors import IntegrityError
 
 MAX_STEPS = 5_000_000
@@ -44,15 +46,17 @@ _OPS_ALLOWED = frozenset({"aten", "prim", "prims", "quantized", "quantized_decom
 _GETATTR = re.compile(r"""getattr\([\w.]+, "(?![A-Za-z_]\w*")(?:(?!getattr)[^"'\\.\n]|\\')+"\)""")
 """How torch spells an attribute whose name is none in Python, and no other: ``getattr(self.layers, "0")``."""
 MAX_NESTED = 50
+MAX_DEPTH = 100
+"""How deep a pickle's values may lie in each other; a module in a module is one step."""
 
 
-def check_source(text: bytes | bytearray, name: str) -> None:
-    """Refuse TorchScript source that names operators which touch files or run other code.
+def check_source(text: bytes | bytearray, name: str) -> dict[str, Declared]:
+    """Refuse TorchScript source that names operators which touch files or run other code; gives the classes that it declares.
 
     torch's parser is not Python's, so words are looked for wherever they stand, in comments and texts too.
 
     Raises:
-        IntegrityError: it is not plain text, or holds such a word.
+        IntegrityError: it is not plain text, holds such a word, or is not laid out as torch does.
     """
     try:
         source = text.decode("ascii")
@@ -70,6 +74,7 @@ def check_source(text: bytes | bytearray, name: str) -> None:
         raise IntegrityError(f"The source {name!r} uses the native class {odd!r}, which no saved model may use.")
     if _looks_up(source):
         raise IntegrityError(f"The source {name!r} looks up an attribute in a way that no saved model does; it is not read.")
+    return declarations(source, name)
 
 
 def _is_native(name: str) -> bool:
@@ -105,19 +110,52 @@ class _Storage:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Thing:
-    """Whatever a call would have made."""
+class _Unbuilt:
+    """An object of a class that has no state yet."""
 
     maker: str
 
 
-def check_pickle(data: bytes | bytearray, name: str, sizes: Mapping[str, int]) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Thing:
+    """Whatever a call would have made."""
+
+    maker: str
+    depth: int = 0
+
+
+class _List(list[Any]):
+    depth = 1
+
+
+class _Dict(list[Any]):
+    """Key, value, key, value, and so on."""
+
+    depth = 1
+
+
+class _Tuple(tuple[Any, ...]):
+    depth = 1
+
+
+def _around(items: Iterable[Any]) -> int:
+    """The depth of what holds ``items``."""
+    depth = 1 + max((getattr(item, "depth", 0) for item in items), default=0)
+    if depth > MAX_DEPTH:
+        raise ValueError("values are nested too deep")
+    return depth
+
+
+def check_pickle(data: bytes | bytearray, name: str, sizes: Mapping[str, int], classes: Mapping[str, Declared]) -> None:
     """Play through the pickle ``data``. ``sizes`` gives the bytes of each storage that it may refer to.
 
+    ``classes`` are those that the source declares.
+
     Raises:
-        IntegrityError: an instruction, class or function that TorchScript does not write, or a tensor beyond its bytes.
+        IntegrityError: an instruction, class or function that TorchScript does not write, a tensor beyond its bytes, or an
+            object whose attributes are not of the types that its class declares.
     """
-    machine = _Machine(name, sizes)
+    machine = _Machine(name, sizes, classes)
     try:
         for steps, (opcode, argument, _) in enumerate(pickletools.genops(bytes(data))):
             if steps > MAX_STEPS:
@@ -132,12 +170,16 @@ def check_pickle(data: bytes | bytearray, name: str, sizes: Mapping[str, int]) -
 
 
 class _Machine:
-    def __init__(self, name: str, sizes: Mapping[str, int]) -> None:
+    def __init__(self, name: str, sizes: Mapping[str, int], classes: Mapping[str, Declared]) -> None:
         self.name = name
         self.sizes = sizes
+        self.classes = classes
+        self.compared = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
+        self.shared: set[int] = set()
+        """Ids of what was taken from the memo; it must not grow any more, so that nothing holds itself and depths stay true."""
 
     def step(self, opcode: str, argument: Any) -> None:
         if opcode in _PLAIN:
@@ -153,12 +195,17 @@ class _Machine:
         del self.stack[at:]
         return items
 
-    def tuple_of(self, count: int) -> None:
+    def tuple_of(self, items: list[Any]) -> None:
+        made = _Tuple(items)
+        made.depth = _around(items)
+        self.stack.append(made)
+
+    def last(self, count: int) -> list[Any]:
         if len(self.stack) < count:
             raise ValueError("too few values")
-        items = tuple(self.stack[len(self.stack) - count :])
+        items = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
-        self.stack.append(items)
+        return items
 
     def word(self, argument: str) -> None:
         name = argument.replace(" ", ".", 1)
@@ -172,7 +219,7 @@ class _Machine:
         arguments, cls = self.stack.pop(), self.stack.pop()
         if arguments != () or not isinstance(cls, _Word) or not _CLASS.fullmatch(cls.name):
             raise ValueError("an object of no TorchScript class")
-        self.stack.append(_Thing(cls.name))
+        self.stack.append(_Unbuilt(cls.name))
 
     def call(self, _: Any) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -185,9 +232,11 @@ class _Machine:
             value, text = arguments
             if not isinstance(text, str) or not _TYPE_TEXT.fullmatch(text):
                 raise ValueError("an odd type")
+            if not self.fits(value, read_type(text)):
+                raise ValueError(f"a value that is no {text[:80]}")
             self.stack.append(value)
         else:
-            self.stack.append(_Thing(function.name))
+            self.stack.append(_Thing(function.name, _around(arguments)))
 
     def check_tensor(self, arguments: tuple[Any, ...]) -> None:
         storage, offset, shape, strides = arguments[:4]
@@ -218,17 +267,71 @@ class _Machine:
         self.stack.append(_Storage(elements))
 
     def build(self, _: Any) -> None:
-        self.stack.pop()
-        if not isinstance(self.stack[-1], _Thing):
+        state, thing = self.stack.pop(), self.stack.pop()
+        if not isinstance(thing, _Unbuilt):
             raise ValueError("a state for something that is no object")
+        if not thing.maker.startswith("__torch__.torch.classes."):
+            self.check_state(thing.maker, state)
+        self.stack.append(_Thing(thing.maker, _around([state])))
+
+    def check_state(self, name: str, state: Any) -> None:
+        """torch itself puts what it finds into the slots that the class has, and trusts the declared types from then on."""
+        if name not in self.classes or not isinstance(state, _Dict):
+            raise ValueError(f"an object of the class {name[:120]}, which the source does not declare")
+        declared = self.classes[name].attributes
+        for key, value in zip(state[::2], state[1::2], strict=True):
+            if not isinstance(key, str) or key not in declared or not self.fits(value, declared[key]):
+                raise ValueError(f"the attribute {str(key)[:80]!r} of {name[:120]} is not what its class declares")
+
+    def fits(self, value: Any, kind: Type) -> bool:
+        """Whether ``value`` is of the type ``kind``; of ``Any`` and ``Union`` is what source cannot use without asking."""
+        self.compared += 1
+        if self.compared > MAX_STEPS:
+            raise ValueError("too long")
+        if value is None or kind.name in ("Any", "Union"):
+            return kind.name in ("Any", "Union", "Optional", "NoneType")
+        if kind.name == "Optional" and len(kind.items) == 1:
+            return self.fits(value, kind.items[0])
+        if kind.name in self.classes or "." in kind.name:
+            return self.is_a(value, kind.name)
+        if isinstance(value, _List):
+            return kind.name == "List" and len(kind.items) == 1 and all(self.fits(item, kind.items[0]) for item in value)
+        if isinstance(value, _Dict):
+            pairs = kind.items * (len(value) // 2)
+            return kind.name == "Dict" and len(kind.items) == 2 and all(map(self.fits, value, pairs))
+        if isinstance(value, _Tuple):
+            return kind.name == "Tuple" and len(value) == len(kind.items) and all(map(self.fits, value, kind.items))
+        if isinstance(value, _Thing):
+            return (kind.name, *(item.name for item in kind.items)) == _MADE.get(value.maker)
+        return isinstance(value, (bool, int, float, str)) and type(value) in _PLAIN_TYPES.get(kind.name, (int, float, str))
+
+    def is_a(self, value: Any, name: str) -> bool:
+        """Whether ``value`` is an object of the class ``name``, or has all methods of that interface."""
+        declared = self.classes.get(name, Declared("", {}, {}))
+        if declared.base == "NamedTuple":
+            return isinstance(value, _Tuple) and self.fits(value, Type("Tuple", tuple(declared.attributes.values())))
+        if not isinstance(value, _Thing):
+            return False
+        own = self.classes.get(value.maker, Declared("", {}, {}))
+        face = declared.base.endswith("Interface") and declared.methods.items() <= own.methods.items()
+        return value.maker == name or face
 
     def put(self, argument: Any) -> None:
-        self.memo[argument] = self.stack[-1]
+        # torch makes room for the number, whatever it is, and then appends: its own writer counts from 0
+        if argument != len(self.memo) or isinstance(self.stack[-1], _Unbuilt):
+            raise ValueError("a memo out of order")
+        self.memo.append(self.stack[-1])
 
-    def fill(self, marked: bool, kind: type, pairs: bool) -> None:
-        items = self.marked() if marked else [self.stack.pop() for _ in range(2 if pairs else 1)]
-        if type(self.stack[-1]) is not kind or (pairs and len(items) % 2):
-            raise ValueError("items for something that is no container")
+    def get(self, argument: Any) -> None:
+        self.shared.add(id(self.memo[argument]))
+        self.stack.append(self.memo[argument])
+
+    def fill(self, items: list[Any], kind: type[_List | _Dict], pairs: bool) -> None:
+        holder = self.stack[-1]
+        if not isinstance(holder, kind) or (pairs and len(items) % 2) or id(holder) in self.shared:
+            raise ValueError("items for something that takes none")
+        holder.extend(items)
+        holder.depth = max(holder.depth, _around(items))
 
 
 _PLAIN: dict[str, Callable[[], Any] | None] = {
@@ -236,9 +339,20 @@ _PLAIN: dict[str, Callable[[], Any] | None] = {
     "NEWTRUE": lambda: True,
     "NEWFALSE": lambda: False,
     "NONE": lambda: None,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": _Tuple,
+    "EMPTY_LIST": _List,
+    "EMPTY_DICT": _Dict,
+}
+_PLAIN_TYPES: dict[str, tuple[type, ...]] = {
+    **{name: (kind,) for name, kind in (("bool", bool), ("int", int), ("float", float), ("str", str))},
+    **dict.fromkeys(("Tensor", "List", "Dict", "Tuple", "Optional", "NoneType"), ()),
+}
+"""What pickles hold for the types that have no items; those that are not here, such as a device, are numbers or words."""
+_MADE = {
+    "tensor": ("Tensor",),
+    **{f"torch.jit._pickle.build_{kind}list": ("List", kind) for kind in ("int", "bool")},
+    "torch.jit._pickle.build_doublelist": ("List", "float"),
+    "torch.jit._pickle.build_tensorlist": ("List", "Tensor"),
 }
 _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
     "PROTO": lambda machine, argument: None,
@@ -247,18 +361,18 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
     "GLOBAL": _Machine.word,
     "BINPUT": _Machine.put,
     "LONG_BINPUT": _Machine.put,
-    "BINGET": lambda machine, argument: machine.stack.append(machine.memo[argument]),
-    "LONG_BINGET": lambda machine, argument: machine.stack.append(machine.memo[argument]),
-    "TUPLE": lambda machine, argument: machine.stack.append(tuple(machine.marked())),
-    "TUPLE1": lambda machine, argument: machine.tuple_of(1),
-    "TUPLE2": lambda machine, argument: machine.tuple_of(2),
-    "TUPLE3": lambda machine, argument: machine.tuple_of(3),
+    "BINGET": _Machine.get,
+    "LONG_BINGET": _Machine.get,
+    "TUPLE": lambda machine, argument: machine.tuple_of(machine.marked()),
+    "TUPLE1": lambda machine, argument: machine.tuple_of(machine.last(1)),
+    "TUPLE2": lambda machine, argument: machine.tuple_of(machine.last(2)),
+    "TUPLE3": lambda machine, argument: machine.tuple_of(machine.last(3)),
     "NEWOBJ": _Machine.new,
     "REDUCE": _Machine.call,
     "BUILD": _Machine.build,
     "BINPERSID": _Machine.storage,
-    "APPEND": lambda machine, argument: machine.fill(False, list, False),
-    "APPENDS": lambda machine, argument: machine.fill(True, list, False),
-    "SETITEM": lambda machine, argument: machine.fill(False, dict, True),
-    "SETITEMS": lambda machine, argument: machine.fill(True, dict, True),
+    "APPEND": lambda machine, argument: machine.fill(machine.last(1), _List, False),
+    "APPENDS": lambda machine, argument: machine.fill(machine.marked(), _List, False),
+    "SETITEM": lambda machine, argument: machine.fill(machine.last(2), _Dict, True),
+    "SETITEMS": lambda machine, argument: machine.fill(machine.marked(), _Dict, True),
 }

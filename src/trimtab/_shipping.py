@@ -63,7 +63,7 @@ def fill(
         UsageError: none of the golden cases fits what was saved.
     """
     _save(executable, target / MODEL)
-    golden, errors = _measured(executable, golden)
+    golden, errors = _measured(executable, golden, exact=recipe.exact)
     facts, reason = _save_baseline(target, baseline, baseline_backend)
     golden.save(target / GOLDEN)
     write_json(target / EVIDENCE, evidence)
@@ -75,7 +75,9 @@ def fill(
         packages=recipe.backend.packages,
         signature=_observed(executable.signature, golden),
         settings=executable.settings,
-        golden=GoldenFacts(cases=len(golden.cases), tolerance=golden.tolerances(errors), measured=tuple(errors)),
+        golden=GoldenFacts(
+            cases=len(golden.cases), scale=golden.scales, tolerance=golden.tolerances(errors), measured=tuple(errors)
+        ),
         baseline=facts,
         baseline_reason=reason,
         environment=environment,
@@ -100,16 +102,34 @@ def _save(executable: Executable, folder: pathlib.Path) -> None:
         raise ArtifactError(f"The model cannot be written: {error}. Nothing was left half-written. Make room.") from error
 
 
-def _measured(executable: Executable, golden: Golden) -> tuple[Golden, list[float]]:
-    """The test vectors that fit what was saved, which may have lost a dynamic dimension, and the errors on them."""
+def _measured(executable: Executable, golden: Golden, *, exact: bool) -> tuple[Golden, list[float]]:
+    """The test vectors that fit what was saved, which may have lost a dynamic dimension, and the errors on them.
+
+    Where a recipe that is not ``exact`` finds more or fewer of something than the original, such as boxes, no value can be held
+    against another: those vectors are left out, if others remain.
+    """
     kept = Golden(tuple(case for case in golden.cases if _fits(executable.signature, case)))
     if not kept.cases:
         raise UsageError("None of the golden cases fits the executable's signature; give its example inputs as the first one.")
+    if not exact and (same := tuple(case for case in kept.cases if not _finds_more_or_fewer(executable, case))):
+        kept = Golden(same)
     errors = kept.errors(executable.run)
     if bad := [i for i, error in enumerate(errors) if not math.isfinite(error)]:
         name = executable.signature.outputs[bad[0]].name
         raise CompileError(f"The output {name!r} has another shape or dtype than the model's, or holds NaN; it is not shipped.")
     return kept, errors
+
+
+def _finds_more_or_fewer(executable: Executable, case: Case) -> bool:
+    """Whether its outputs have other sizes than the original's, and only such sizes differ as follow none of the inputs'."""
+    rows = zip(executable.signature.outputs, executable.run([leaf.clone() for leaf in case.inputs]), case.outputs, strict=False)
+    differing = [
+        said
+        for spec, found, want in rows
+        for said, one, other in zip(spec.shape, found.shape, want.shape, strict=False)
+        if one != other
+    ]
+    return bool(differing) and all(said == "?" or isinstance(said, int) for said in differing)
 
 
 def _observed(signature: Signature, golden: Golden) -> Signature:

@@ -43,36 +43,41 @@ def specs_of(model: nn.Module, calls: Sequence[Call]) -> list[Specs]:
 def as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, calls: Sequence[Specs], notes: list[str]) -> Candidate:
     """A candidate with those of ``dims`` that the model takes at another size while everything else stays; ``calls`` show which
     sizes there are, and so the multiples that a model may need."""
-    refused: set[str] = set()
+    refused: dict[str, WorkloadError | UsageError] = {}
     found: dict[str, Dim] = {}
     with user_code("The model failed on the example inputs", BY_HAND):
         example = make(dynamic={})
     for name in dim_names(dims):
         alone = without(dims, {other for other in dim_names(dims) if other != name})
-        if _makes(make, alone):
+        if (error := _refusal(make, alone)) is None:
             continue
         dim = fitting(name, sizes_of(name, dims, calls), taker(example, alone, name))
-        if dim is not None and _makes(make, replaced(alone, {name: dim})):
+        if dim is not None and _refusal(make, replaced(alone, {name: dim})) is None:
             found[name] = dim
         else:
-            refused.add(name)
-    if refused:
-        verb = "stays" if len(refused) == 1 else "stay"
-        notes.append(
-            f"The data shows varying sizes, but the model takes only the example's: {', '.join(sorted(refused))} {verb} fixed."
-        )
+            refused[name] = error
+    fixed = sorted(name for name, error in refused.items() if isinstance(error, WorkloadError))
+    if fixed:
+        verb = "stays" if len(fixed) == 1 else "stay"
+        notes.append(f"The data shows varying sizes, but the model takes only the example's: {', '.join(fixed)} {verb} fixed.")
+    notes += [
+        f"{str(error).partition('. ')[0]}, so that {name} stays fixed. squeeze() drops every axis of size one: name the axis."
+        for name, error in refused.items()
+        if isinstance(error, UsageError)  # of an output that has more axes at one size than at another
+    ]
     notes += [f"The model does not take every size of {name}, which goes from {dim.bounds}." for name, dim in found.items()]
     with user_code("The model failed on the example inputs", BY_HAND):
-        return make(dynamic=replaced(without(dims, refused), found))
+        return make(dynamic=replaced(without(dims, set(refused)), found))
 
 
-def _makes(make: Callable[..., Candidate], dims: Dims) -> bool:
+def _refusal(make: Callable[..., Candidate], dims: Dims) -> WorkloadError | UsageError | None:
+    """What speaks against a candidate with ``dims``."""
     try:
         with user_code("The model failed at another size"):
             make(dynamic=dims)
-    except WorkloadError:
-        return False
-    return True
+    except (WorkloadError, UsageError) as error:
+        return error
+    return None
 
 
 def taker(example: Candidate, dims: Dims, name: str) -> Callable[[int], bool]:

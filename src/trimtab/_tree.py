@@ -10,16 +10,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from trimtab._json import fields_from_json, fields_to_json
 from trimtab.errors import UsageError
 
 Kind = Literal["tensor", "constant", "tuple", "list", "dict", "namedtuple", "record"]
 T = TypeVar("T")
+NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+"""Floats that JSON has no word for."""
 
 
 class Record(dict[str, Any]):
@@ -72,6 +76,24 @@ class Structure:
         """How many tensors the structure holds."""
         return 1 if self.kind == "tensor" else sum(item.tensors for item in self.items)
 
+    def to_json(self) -> dict[str, Any]:
+        """Its fields; a constant that is not finite is an object, ``{"float": "-inf"}``, as none may come back as another."""
+        odd = isinstance(self.value, float) and not math.isfinite(self.value)
+        return fields_to_json(self) | ({"value": {"float": repr(self.value)}} if odd else {})
+
+    @classmethod
+    def from_json(cls, data: Any) -> Structure:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            UsageError: it wrote no such thing.
+        """
+        if not isinstance(data, Mapping) or not isinstance(value := data.get("value"), Mapping):
+            return fields_from_json(cls, data)
+        if set(value) != {"float"} or value["float"] not in tuple(NONFINITE):
+            raise UsageError(f"Structure.value: {value!r} is no number. Write it again with this version.")
+        return fields_from_json(cls, {**data, "value": NONFINITE[value["float"]]})
+
 
 TENSOR = Structure("tensor")
 
@@ -93,6 +115,12 @@ def unflatten(structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
     return _unflatten(structure, iter(leaves))
 
 
+def handed_on(value: Any) -> Any:
+    """``value`` as every runtime gives it: the same tensors, in containers that need no class of the model's own."""
+    leaves, structure = flatten(value, "the output")
+    return unflatten(structure, leaves)
+
+
 def cloned(value: T) -> T:
     """``value`` with copies of its tensors, in the containers that torch itself looks into; any other object stays as it is."""
     copied: T = tree_map_only(torch.Tensor, torch.clone, value)
@@ -109,6 +137,14 @@ def names(structure: Structure, name: str) -> list[str]:
         for part, item in zip(parts, structure.items, strict=True)
         for leaf in names(item, f"{name}.{part}" if name else part)
     ]
+
+
+def classes(structure: Structure) -> dict[str, tuple[str, ...]]:
+    """The classes of which the fields are kept and the methods are not, each with its fields."""
+    own = {str(structure.value): structure.keys} if structure.kind in ("namedtuple", "record") and structure.value else {}
+    for item in structure.items:
+        own |= classes(item)
+    return own
 
 
 def opened(value: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]] | None:
@@ -141,7 +177,8 @@ def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
         leaves.append(value)
         return TENSOR
     if value is None or isinstance(value, (bool, int, float, str)):
-        return Structure("constant", value=value)
+        # one NaN equals another only where it is the same object
+        return Structure("constant", value=math.nan if value != value else value)
     if isinstance(value, tuple) and (fields := _field_names(value)):
         return _branch("namedtuple", dict(zip(fields, value, strict=True)), leaves, where, type(value).__name__)
     if isinstance(value, (tuple, list)):

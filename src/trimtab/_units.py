@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from typing import TypeVar
 
@@ -17,12 +18,12 @@ _MEGABYTES = {"b": 1e-6, "kb": 1e-3, "mb": 1.0, "gb": 1e3, "kib": 1024e-6, "mib"
 
 def seconds(text: str | float, name: str) -> float:
     """Seconds in a duration such as ``4ms`` or ``10m``; a bare number in a text is refused because its unit is a guess."""
-    return positive(text, name) if isinstance(text, (int, float)) else _with_unit(text, _SECONDS, name, "4ms, 90s or 10m")
+    return _with_unit(text, _SECONDS, name, "4ms, 90s or 10m") if isinstance(text, str) else positive(text, name)
 
 
 def megabytes(text: str | float, name: str) -> float:
     """Megabytes (10**6 bytes) in a size such as ``5MB`` or ``1.5GiB``."""
-    return positive(text, name) if isinstance(text, (int, float)) else _with_unit(text, _MEGABYTES, name, "5MB or 1.5GB")
+    return _with_unit(text, _MEGABYTES, name, "5MB or 1.5GB") if isinstance(text, str) else positive(text, name)
 
 
 def fraction(text: str | float, name: str) -> float:
@@ -41,8 +42,10 @@ def positive(value: N, name: str, example: str = "") -> N:
     """``value`` itself. ``example`` is how a person who types it may write it.
 
     Raises:
-        UsageError: it is not above zero.
+        UsageError: it is no number, or not above zero.
     """
+    if not isinstance(value, numbers.Real):
+        raise UsageError(f"{name} is {value!r}; it must be a plain number above zero, without a unit.")
     if not value > 0:
         raise UsageError(f"{name} is {value}; it must be above zero.{f' Write it like {example}.' if example else ''}")
     return value

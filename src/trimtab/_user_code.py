@@ -25,12 +25,14 @@ class user_code:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (UsageError, WorkloadError)):
-            told = f"{self.what}: {type(error).__name__}: {error}{_place(error)}"
+        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
+            exits = isinstance(error, SystemExit)
+            said = f"it called sys.exit({error})" if exits else f"{type(error).__name__}: {error}"
+            told = f"{self.what}: {said}{_place(error)}"
             raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """`` (model.py, line 12)``: the line of the user's own code that is nearest to where ``error`` was raised."""
     libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(pathlib.Path(__file__).parent))
     frames = traceback.extract_tb(error.__traceback__)

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Artifact:
         facts = self.manifest.baseline
         if facts is None:
             return None
-        backend = technique_from_json(BACKENDS, facts.backend)
+        backend = _made(lambda: technique_from_json(BACKENDS, facts.backend))
         return _load(backend, self.path / BASELINE, facts.signature, facts.settings, trust)
 
     @mended_by(COPY)
@@ -253,14 +253,18 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, threads: int | 
 
 @mended_by(COPY)
 def _backend(manifest: Manifest) -> Backend:
-    try:
-        backend = manifest.backend
-    except (UsageError, TypeError) as error:
-        told = f"This artifact cannot be loaded by this installation: {error}"
-        raise ArtifactError(with_fix(told, "Install what its README.md names, or make a new one.")) from error
+    backend = _made(lambda: manifest.backend)
     if backend.native_code != manifest.native_code:
         raise IntegrityError(f"{MANIFEST} is wrong about whether {backend.name} files are machine code.")
     return backend
+
+
+def _made(make: Callable[[], Backend]) -> Backend:
+    try:
+        return make()
+    except (UsageError, TypeError) as error:
+        told = f"This artifact cannot be loaded by this installation: {error}"
+        raise ArtifactError(with_fix(told, "Install what its README.md names, or make a new one.")) from error
 
 
 @mended_by(COPY)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trimtab._json import type_hints
-from trimtab._tree import Structure, cloned, flatten, names, unflatten
+from trimtab._tree import Structure, classes, cloned, flatten, names, unflatten
 from trimtab._user_code import user_code
 from trimtab.errors import CompileError, UsageError, WorkloadError
 from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, require_plain, specs
@@ -44,8 +44,14 @@ class Settings:
     device: str = "cpu"
     keep_memory: bool = False
     """Whether the C library keeps freed memory for the next call, from then on and for the whole process."""
+    cuda_allocator: str | None = None
+    """Options of torch's allocator for GPUs, as ``PYTORCH_CUDA_ALLOC_CONF`` takes them, such as ``"expandable_segments:True"``,
+    with which memory is not left in pieces where the lengths of batches differ; from then on and for the whole process."""
     accumulate: int = 1
     """Batches of the loader per update of the parameters."""
+    scale_lr: Literal["linear", "sqrt"] | None = None
+    """How the learning rate, chosen for updates from one batch of the loader, follows the batches that an update has, over
+    ``accumulate`` and all processes: times their number, or times its square root."""
     exact_batchnorm: bool = False
     """Whether BatchNorm sees all of an update's batches: they then run as one, and ``activation_mb`` bounds the memory."""
     clip_norm: float | None = None
@@ -55,7 +61,7 @@ class Settings:
     optimizer: Literal["loop", "foreach", "fused", "auto"] | None = None
     """Which of torch's implementations of the optimizer runs the update."""
     attention: Literal["flash", "efficient", "cudnn", "math", "auto"] | None = None
-    """Which implementation scaled dot-product attention may use."""
+    """Which implementation scaled dot-product attention uses, wherever that takes its inputs."""
     tf32: bool | Literal["auto"] = False
     """Whether float32 products may be rounded to TensorFloat-32 on GPUs that have it."""
     cudnn_benchmark: bool | Literal["auto"] = False
@@ -164,7 +170,10 @@ class Candidate:
         require_plain(leaves, leaf_names, "input")
         inputs = mark_dynamic(specs(leaves, leaf_names), dynamic or {})
         dims = tuple({dim.name: dim for axes in (dynamic or {}).values() for dim in axes.values()}.values())
-        outputs, output_structure = flatten(_first_call(model, args, kwargs, structure, leaves), "output")
+        given = [leaf.clone() for leaf in leaves]
+        outputs, output_structure = flatten(_first_call(model, args, kwargs, structure, given), "output")
+        pairs = zip(leaf_names, leaves, given, strict=True)
+        writes = tuple(name for name, before, after in pairs if _written(before, after))
         require_plain(outputs, names(output_structure, "output"), "output")
         output_specs = specs(outputs, names(output_structure, "output"))
         for dim in dims:
@@ -186,7 +195,7 @@ class Candidate:
             output_specs = tuple(
                 _follow(spec, now, then, dim.name, size) for spec, now, then in zip(output_specs, outputs, others, strict=True)
             )
-        signature = Signature(inputs, output_specs, structure, output_structure, parameters, dims)
+        signature = Signature(inputs, output_specs, structure, output_structure, parameters, dims, writes=writes)
         return cls(model=model, args=args, kwargs=kwargs, signature=signature, calibration=tuple(calibration), scratch=scratch)
 
     def own_model(self) -> nn.Module:
@@ -251,9 +260,25 @@ def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int
 
 def call_model(model: nn.Module, structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
     """The model's own output for copies of flat input tensors, which it may write to, without gradients."""
-    args, kwargs = unflatten(structure, [leaf.clone() for leaf in leaves])
+    return _called(model, structure, [leaf.clone() for leaf in leaves])
+
+
+def _called(model: nn.Module, structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
+    args, kwargs = unflatten(structure, leaves)
     with torch.no_grad():
         return model(*args, **kwargs)
+
+
+def _written(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether a call wrote to ``after``, which was a copy of ``before``, were it the values that were there already.
+
+    A write by way of numpy is not counted by torch, so that values are compared too. What a call makes another shape of is no
+    memory that a runtime could write to.
+    """
+    if before.shape != after.shape:
+        return False
+    counted = not after.is_inference() and after._version > 0
+    return counted or not torch.equal(*(tensor.clone().flatten().view(torch.uint8) for tensor in (before, after)))
 
 
 def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[int, Dim]]) -> tuple[TensorSpec, ...]:
@@ -295,11 +320,14 @@ def _other_size(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.T
 def _first_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], structure: Structure, leaves: Sequence[torch.Tensor]
 ) -> Any:
-    """The model's output for the example as runtimes will see it: without the classes of what the tensors lie in."""
+    """The model's output for the example as runtimes will see it: without the classes of what the tensors lie in.
+
+    ``leaves`` are copies of the example's, which it may write to.
+    """
     try:
-        return call_model(model, structure, leaves)
+        return _called(model, structure, leaves)
     except MODEL_ERRORS:
-        lost = sorted(_classes(structure))
+        lost = sorted(classes(structure))
         if not lost or not _works(model, args, kwargs):
             raise
         raise WorkloadError(
@@ -316,12 +344,6 @@ def _works(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     except MODEL_ERRORS:
         return False
     return True
-
-
-def _classes(structure: Structure) -> set[str]:
-    """Names of the classes whose fields are kept and whose methods are not."""
-    own = {str(structure.value)} if structure.kind in ("namedtuple", "record") and structure.value else set()
-    return own.union(*map(_classes, structure.items))
 
 
 def _follow(spec: TensorSpec, now: torch.Tensor, then: torch.Tensor, name: str, size: int) -> TensorSpec:
@@ -351,11 +373,15 @@ class FlatModel(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the model; 4-D inputs are first laid out as the settings say."""
+        given = leaves
         if self._settings.memory_format == "channels_last":
             leaves = tuple(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in leaves)
         args, kwargs = unflatten(self._signature.input_structure, leaves)
         with self._precision():
             outputs = flatten(self.model(*args, **kwargs), "output")[0]
+        for i in self._signature.written:
+            if leaves[i] is not given[i]:  # the model wrote to what was laid out anew, and the caller looks at his own
+                given[i].copy_(leaves[i])
         if self._settings.autocast is None:
             return tuple(outputs)
         return tuple(t.to(dtype) for t, dtype in zip(outputs, self._dtypes, strict=True))  # callers rely on the dtypes

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from trimtab._faithful import faithful, writes_otherwise
 from trimtab.candidate import Candidate
 from trimtab.contracts import Executable
 from trimtab.evaluate import BUILT, Plan, apply_passes, load_saved, ours, runner_for, start, timing
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
-from trimtab.measure.parity import compare_outputs
 from trimtab.measure.pooled import pooled
 from trimtab.measure.timer import Runner
 from trimtab.measurement import Comparison, Drop, Interval, Measurement, Parity
@@ -57,6 +57,8 @@ class Confirmation:
     again: bool = True
     """Whether anything was measured again. Where the settings of a training stay nothing is: the figures are the search's."""
 
+    measured_at: str | None = None
+    """Date and time in UTC, ISO 8601; a study that goes on another day keeps what was confirmed."""
     undecided: bool = False
     """Whether it was refused only because neighbours disturbed the measurement, so that another try is fair."""
 
@@ -82,7 +84,7 @@ def confirm(
     figures: dict[str, Any] = {"original_mb": original_mb, "loaded": (files / BUILT).exists()}
     if figures["loaded"]:  # else its weights were at hand, and what it took to build it is none of a start's cost
         figures |= {"cold_s": cold_s, "peak_mb": peak_mb}
-    reason = _faithful(recipe, executable, subject, plan, figures) or _fast(
+    reason = _faithful(recipe, executable, candidate, subject, plan, figures) or _fast(
         executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}
     )
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures), executable
@@ -104,7 +106,8 @@ def load(recipe: Recipe, files: pathlib.Path, candidate: Candidate) -> tuple[Exe
         return start(recipe, candidate)[0], candidate
     executable = load_saved(recipe, files)
     candidate = _resized(recipe, candidate)
-    executable(*candidate.args, **candidate.kwargs)
+    args, kwargs = candidate.own_inputs()  # which it may write to
+    executable(*args, **kwargs)
     return executable, candidate
 
 
@@ -116,18 +119,19 @@ def _resized(recipe: Recipe, candidate: Candidate) -> Candidate:
     return candidate
 
 
-def _faithful(recipe: Recipe, executable: Executable, subject: Subject, plan: Plan, figures: dict[str, Any]) -> str | None:
-    evaluation, batches = subject.workload.evaluation, subject.splits.test
+def _faithful(
+    recipe: Recipe, executable: Executable, candidate: Candidate, subject: Subject, plan: Plan, figures: dict[str, Any]
+) -> str | None:
+    evaluation, batches, most = subject.workload.evaluation, subject.splits.test, plan.limits.max_error
 
     def original(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return subject.model(*args, **kwargs)
 
     reference = refer(original, batches, evaluation)
-    outputs = predict(Fitted(executable, subject.candidate.signature), batches, evaluation)
-    scored = evaluation is not None
-    max_error = None if scored or recipe.exact else plan.limits.max_error
-    parity = compare_outputs(reference.nested(), outputs, exact=recipe.exact, max_error=max_error, scored=scored)
+    full = subject.candidate.signature
+    outputs = predict(Fitted(executable, full), batches, evaluation)
+    parity = faithful(reference, outputs, full, evaluation, exact=recipe.exact, max_error=most)
     figures["parity"] = parity
     if evaluation is not None and reference.scores is not None:
         scores = score(evaluation, outputs, batches)
@@ -139,7 +143,9 @@ def _faithful(recipe: Recipe, executable: Executable, subject: Subject, plan: Pl
                 f"On the test data its drop is {lost.show(lost.value)} (up to {lost.show(lost.upper)}); the limit is "
                 f"{lost.show(limit)}."
             )
-    return None if parity.ok else f"On the test data: {parity.reason}"
+    if not parity.ok:
+        return f"On the test data: {parity.reason}"
+    return writes_otherwise(executable, subject.model, candidate, exact=recipe.exact, max_error=most)
 
 
 def _fast(

@@ -173,7 +173,11 @@ class Executable(abc.ABC):
 
     @abc.abstractmethod
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The output tensors for input tensors that were checked already, both in the order of the signature."""
+        """The output tensors for input tensors that were checked already, both in the order of the signature.
+
+        The inputs that ``signature.writes`` names are written to as the model does; the others stay as they are. A recipe whose
+        executable does otherwise is refused.
+        """
 
     def run_many(self, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
         """The outputs of several independent requests; what throughput times. Runtimes that can overlap requests do it here."""
@@ -226,6 +230,9 @@ class Backend(Technique):
     its weights are then not worth a ladder's time."""
     native_code: ClassVar[bool] = False
     """Whether its files are machine code, which nothing can make safe to load from a stranger."""
+    tells_fallbacks: ClassVar[bool] = False
+    """Whether the notes of its executables name every operator that it could not run natively, so that none named means that
+    there is none."""
     cost: ClassVar[Literal["seconds", "minute", "minutes"]] = "seconds"
     """What a compilation costs on a small model; cheap ones are tried first."""
 
@@ -251,7 +258,8 @@ class Backend(Technique):
     def script(self) -> str:
         """Python source of a function ``load(folder, threads)`` that returns a callable from a list of inputs to a list of
         outputs, using only the runtime. They are numpy arrays, or tensors where ``torch`` is among :attr:`packages`, since
-        numpy has no bfloat16. The source becomes part of the artifact's ``run.py``; at most 16 lines."""
+        numpy has no bfloat16. Where the model writes to inputs (``signature.writes``), the callable writes to them too, or gives
+        their new values after its outputs. The source becomes part of the artifact's ``run.py``; at most 16 lines."""
 
     @property
     def arithmetic(self) -> str:

@@ -29,7 +29,7 @@ def find_dims(calls: Sequence[Sequence[TensorSpec]], *, batched: bool = True) ->
     upper bound, because examples cannot show one.
 
     Raises:
-        UsageError: a tensor has another dtype or another number of axes than in the first call.
+        UsageError: a tensor has another dtype or another number of axes than in the first call, or is empty in some calls only.
     """
     sizes: dict[tuple[str, int], list[int]] = {}
     for specs in calls:
@@ -40,6 +40,7 @@ def find_dims(calls: Sequence[Sequence[TensorSpec]], *, batched: bool = True) ->
     groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     for place, seen in sizes.items():
         if len(set(seen)) > 1:
+            _refuse_empty(place, seen)
             groups.setdefault(tuple(seen), []).append(place)
     return _named(list(groups.values()), batched)
 
@@ -97,6 +98,16 @@ def without(dims: Mapping[str, Mapping[int, Dim]], names: set[str]) -> Dims:
 def dim_names(dims: Mapping[str, Mapping[int, Dim]]) -> list[str]:
     """The names of the dimensions, each once, in the order of the inputs."""
     return list(dict.fromkeys(dim.name for axes in dims.values() for dim in axes.values()))
+
+
+def _refuse_empty(place: tuple[str, int], sizes: Sequence[int]) -> None:
+    if 0 in sizes:
+        name, axis = place
+        raise UsageError(
+            f"{name!r} is empty in some calls and not in others: axis {axis} has the sizes 0 and {max(sizes)}. Runtimes take "
+            "one or the other, so that these are two workloads. Leave the empty ones out of inputs and data, and of a capture "
+            "with keep=lambda call: ..."
+        )
 
 
 def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:

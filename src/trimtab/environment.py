@@ -158,7 +158,8 @@ class Environment:
     def fingerprint(self) -> str:
         """12 hexadecimal digits that change when something that decides speed changes."""
         runtimes = {name: self.versions[name] for name in RUNTIMES if name in self.versions}
-        facts = [self.cpu, self.machine, self.isa, self.physical_cores, self.usable_cores, self.cpu_quota, self.gpus, runtimes]
+        gpus = [dataclasses.replace(gpu, driver=None) for gpu in self.gpus]  # which is known only where pynvml is installed
+        facts = [self.cpu, self.machine, self.isa, self.physical_cores, self.usable_cores, self.cpu_quota, gpus, runtimes]
         return hashlib.sha256(dumps(facts, indent=None).encode()).hexdigest()[:12]
 
     def differences(self, other: Environment, *, packages: Collection[str] | None = None) -> list[str]:

@@ -9,19 +9,20 @@ import os
 import pathlib
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from trimtab import _machine
 from trimtab._disk import out_of_space
+from trimtab._faithful import faithful, writes_otherwise
 from trimtab._json import from_json, write_json
+from trimtab._tree import flatten
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Executable
 from trimtab.errors import CompileError, InputError
 from trimtab.measure.pairs import compare
-from trimtab.measure.parity import compare_outputs
 from trimtab.measure.stats import summarize
 from trimtab.measure.timer import LocalRunner, Runner
 from trimtab.measurement import SLOW_PAIRS, Comparison, Interval, Measurement
@@ -34,6 +35,8 @@ from trimtab.workload import Limits
 
 Objective = Literal["latency", "throughput", "memory", "size"]
 
+TORCH_THREADS = torch.get_num_threads()
+"""Threads that torch has by itself; what a workload's file asks it for comes later."""
 REQUESTS = 8
 """Independent requests in one timed call where throughput is the objective."""
 UNSAVED = "unsaved.json"
@@ -115,11 +118,12 @@ def _line(
 
     with stage("outputs on the selection data"):
         outputs = predict(Fitted(executable, full), batches, evaluation)
-    scored = evaluation is not None
-    max_error = None if scored or recipe.exact else plan.limits.max_error
-    figures["parity"] = compare_outputs(reference.nested(), outputs, exact=recipe.exact, max_error=max_error, scored=scored)
+    exact, most = recipe.exact, plan.limits.max_error
+    figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
     if not figures["parity"].ok:
         return State.MISMATCH, figures["parity"].reason
+    if reason := writes_otherwise(executable, subject.model, candidate, exact=exact, max_error=most):
+        return State.MISMATCH, reason
 
     runner = runner_for(executable, candidate, subject, plan.objective)
     begun = time.perf_counter()
@@ -182,9 +186,13 @@ def stage(words: str) -> Iterator[None]:
 def apply_passes(recipe: Recipe, candidate: Candidate) -> Candidate:
     """``candidate`` after the passes of ``recipe``, in order; this process now has the threads and allocator that they ask for.
 
+    Where the workload gives torch fewer threads than it has by itself, other runtimes get no more, unless a pass says so.
+
     Raises:
         CompileError: a pass cannot be applied to what the ones before it made.
     """
+    if recipe.backend.own_graph and (threads := torch.get_num_threads()) < TORCH_THREADS:
+        candidate = candidate.with_settings(threads=threads)  # it has threads of its own, and would take every core
     for step in recipe.passes:
         if reason := step.blocked(candidate):
             raise CompileError(reason)
@@ -215,16 +223,37 @@ def start(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
 def runner_for(executable: Executable, candidate: Candidate, subject: Subject, objective: Objective) -> Runner:
     """What is timed: one call on the example, or several requests at once where throughput counts, per example batch."""
     if objective != "throughput":
-        args, kwargs = candidate.own_inputs()
-        return LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize)
+        return one_call(executable, *candidate.own_inputs())
     return together(executable, candidate.own_leaves(), rows(subject.candidate.leaves, executable.signature))
+
+
+def one_call(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRunner:
+    """One call with inputs that nobody else needs, as it may write to them."""
+    before = _restored(executable.signature, flatten((tuple(args), dict(kwargs)), "inputs")[0])
+    return LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize, before)
 
 
 def together(executable: Executable, leaves: Sequence[torch.Tensor], examples: int) -> Runner:
     """Several requests with ``leaves`` at once, whose time is that of ``examples`` examples."""
-    requests = [leaves] * REQUESTS
-    runner = LocalRunner(lambda: executable.run_many(requests), executable.synchronize)
+    requests, before = [leaves] * REQUESTS, None
+    if executable.signature.writes:  # each to its own
+        requests = [[leaf.clone() for leaf in leaves] for _ in requests]
+        before = _restored(executable.signature, *requests)
+    runner = LocalRunner(lambda: executable.run_many(requests), executable.synchronize, before)
     return Scaled(runner, examples / (rows(leaves, executable.signature) * REQUESTS))
+
+
+def _restored(signature: Signature, *requests: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    """What gives the inputs that a call writes to the values that they have now, so that every call does the same: what is
+    normalised in place again and again ends in zeros, infinities or denormal numbers, each at a speed of its own."""
+    pairs = [(leaves[i], leaves[i].clone()) for leaves in requests for i in signature.written]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for leaf, before in pairs:
+                leaf.copy_(before)
+
+    return restore if pairs else None
 
 
 def ours(rival: Runner) -> set[int]:

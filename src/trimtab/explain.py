@@ -75,8 +75,9 @@ def explain(
         weights = weight_bytes(candidate.model)
     repeats = REPEATS if not seconds else max(1, min(REPEATS, int(PROFILED_S / seconds)))
     source, operators, notes = _profiled(recipe, executable, subject.candidate, repeats)
-    counted = count_flops(subject.model, subject.candidate.args, subject.candidate.kwargs)
-    moved = weights + _bytes(subject.candidate.leaves) + _bytes(executable.run(subject.candidate.leaves))
+    counted = count_flops(subject.model, *subject.candidate.own_inputs())
+    leaves = subject.candidate.own_leaves()
+    moved = weights + _bytes(leaves) + _bytes(executable.run(leaves))
     dtype = _dtype(recipe, executable)
     threads = executable.settings.threads or torch.get_num_threads()
     roof = None if seconds is None else roofline(counted.total, moved, seconds, peaks, dtype=dtype, threads=threads)
@@ -100,11 +101,12 @@ def explain(
 def _profiled(
     recipe: Recipe, executable: Executable, candidate: Candidate, repeats: int
 ) -> tuple[str, list[OperatorTime], tuple[str, ...]]:
+    leaves = candidate.own_leaves()  # which a call may write to
     with contextlib.suppress(NotImplementedError):
-        native = executable.operator_times(candidate.leaves, repeats)
+        native = executable.operator_times(leaves, repeats)
         if native is not None:
             return f"{recipe.backend.name}'s own profiler", native, ()
-    found = operator_times(lambda: executable.run(candidate.leaves), repeats=repeats)
+    found = operator_times(lambda: executable.run(leaves), repeats=repeats)
     return TORCH, found, () if found else ("torch's profiler saw no operator: the runtime keeps them to itself.",)
 
 

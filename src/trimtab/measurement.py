@@ -132,6 +132,8 @@ class Drop:
     method: str = "paired"
     share: bool = False
     """Whether the score is a share, such as an accuracy, so that a drop of it reads best in percent."""
+    of: Literal["score", "loss"] = "score"
+    """Of a model's score over examples, or of a training's loss over updates, which is worse where it rises."""
 
     def show(self, amount: float, digits: int = 3) -> str:
         """``amount`` of this score in words: percent of a share, with so many ``digits``, else a number in its own units."""
@@ -158,6 +160,8 @@ class Parity:
     relative_to: Relative = "examples"
     """What these two are relative to: what the reference varies by over the examples or, where it does not vary over them (one
     example only), within the output; else its size; else 1."""
+    left_out: int = 0
+    """Batches with other sizes than the reference's, where these follow from data: the score alone judges them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import os
 import pathlib
 import re
 import shlex
@@ -96,7 +97,7 @@ class Interrupt:
 
 
 def optimize(
-    workload: Workload | str,
+    workload: Workload | str | os.PathLike[str],
     *,
     limits: Limits | None = None,
     budget: str | float | None = None,
@@ -124,8 +125,9 @@ def optimize(
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler: ``ladder``, or ``tpe`` for long budgets.
         out: the run folder; ``runs/NAME`` if not said. A study found there goes on.
-        storage: URL of a database instead of an SQLite file in the run folder.
-        fresh: delete what is in the run folder, and a study of that name in ``storage``, first.
+        storage: URL of a database instead of an SQLite file in the run folder. Other studies may be in it: each is found by its
+            workload, objective, limits, machine and threads.
+        fresh: delete what is in the run folder, and this very study in ``storage``, first.
         worker_memory_mb: memory limit of one worker process, in megabytes.
         trial_seconds: time limit of one trial.
         timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
@@ -147,12 +149,13 @@ def optimize(
         storage=storage,
         trial_s=positive(trial_seconds, "trial_seconds"),
         timing_s=positive(timing_seconds, "timing_seconds"),
-        worker_mb=worker_memory_mb,
+        worker_mb=None if worker_memory_mb is None else positive(worker_memory_mb, "worker_memory_mb"),
         seed=seed,
         fresh=fresh,
     )
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
+    workload = taken(workload)
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
     folder = run_folder(workload, out)
@@ -195,7 +198,7 @@ def command_line(
 ) -> str:
     """The command that goes on with a study, or makes it again; what it leaves out is at its default."""
     if isinstance(workload, Workload) and not workload.reference:
-        return f"trimtab.optimize(workload, out={str(folder)!r}, ...)  # {workload.name}, a workload made in Python"
+        return f"trimtab.optimize(workload, out={str(folder)!r})  # and its other arguments; {workload.name} was made in Python"
     limits, default = options.limits, Options()
     given = {
         "--max-drop": limits.max_drop,
@@ -249,7 +252,8 @@ def forget(folder: pathlib.Path) -> None:
     strange = sorted(path.name for path in folder.iterdir() if path.name not in ENTRIES and not LEFT.fullmatch(path.name))
     if strange:
         raise UsageError(
-            f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out."
+            f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out (in "
+            "Python, out=...)."
         )
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
@@ -274,27 +278,47 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
-                f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out."
+                f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out (in "
+                "Python, out=...)."
             ) from None
         yield
+
+
+def taken(workload: Workload | str | os.PathLike[str]) -> Workload | str:
+    """``workload`` as a study takes it.
+
+    Raises:
+        UsageError: it is something else, such as a model.
+    """
+    found = os.fspath(workload) if isinstance(workload, os.PathLike) else workload
+    if not isinstance(found, (Workload, str)):
+        raise UsageError(
+            "A study needs a trimtab.Workload, such as Workload(model=model, inputs=example), or a reference to one, such as "
+            f"'model.py:workload', not a {type(found).__name__}."
+        )
+    return found
 
 
 def run_folder(workload: Workload | str, out: str | pathlib.Path | None) -> pathlib.Path:
     """Where a study lives: as said, else ``runs/`` and the name of the workload or of its file.
 
     Raises:
-        UsageError: a file is there.
+        UsageError: a file is there, or the name is no UTF-8, which some libraries cannot write to.
     """
     if out is not None:
         folder = pathlib.Path(out)
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"The run folder {folder} is a file. Give a folder with --out.")
+        if os.path.exists(folder) and not os.path.isdir(folder):  # which say no where pathlib's raise
+            raise UsageError(f"The run folder {folder} is a file. Give a folder with --out (in Python, out=...).")
+        if (readable := str(folder).encode(errors="replace").decode()) != str(folder):
+            raise UsageError(
+                f"The name of the run folder {readable} is no UTF-8. Give another with --out (in Python, out=...)."
+            )
         return folder
     if isinstance(workload, Workload):
         return pathlib.Path("runs") / workload.name
     place, _, name = workload.rpartition(":") if not workload.endswith(".py") else (workload, "", "")
     stem = pathlib.Path(place).stem if place.endswith(".py") else place
-    return pathlib.Path("runs") / (f"{stem}-{name}" if name else stem)
+    return pathlib.Path("runs") / (f"{stem}-{name}" if name else stem).encode(errors="replace").decode().replace("?", "_")
 
 
 def confirm_s(study: Study, budget_s: float) -> float:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from trimtab._joined import example_counts, joined
 from trimtab._json import from_json, write_json
 from trimtab._ties import is_discrete
-from trimtab._tree import Structure, cloned, flatten, unflatten
+from trimtab._tree import Structure, classes, cloned, flatten, handed_on, unflatten
 from trimtab.contracts import Executable
-from trimtab.errors import InputError, WorkloadError
+from trimtab.errors import InputError, UsageError, WorkloadError
 from trimtab.measure.stats import bootstrap_drop, paired_drop
 from trimtab.measurement import Drop
 from trimtab.signature import Dim, Signature
@@ -80,23 +80,39 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
     """Run ``call`` over ``batches`` and score what it says.
 
     Raises:
-        WorkloadError: the outputs hold NaN, are not the same twice, or the score is not usable; says what and where.
+        WorkloadError: the outputs hold NaN, are not the same twice, or the score is not usable, or only with the model's own
+            classes; says what and where.
     """
-    with user_code("The model failed on the data", BY_HAND):
-        nested = predict(call, batches, evaluation)
-        again = predict(call, batches[:1], evaluation)
+    try:
+        with user_code("The model failed on the data", BY_HAND):
+            nested = predict(call, batches, evaluation)
+            again = predict(call, batches[:1], evaluation)
+    except WorkloadError as error:
+        if lost := _lost_classes(error, call, batches, evaluation):
+            raise lost from error
+        raise
     flat = [flatten(output, "the output") for output in nested]
     kept = [[leaf.clone() for leaf in leaves] for leaves, _ in flat]  # a score may work in place on what it is given
     _check_outputs(kept, flatten(again[0], "the output")[0])
-    scores = None if evaluation is None else score(evaluation, nested, batches)
+    try:
+        scores = None if evaluation is None else score(evaluation, nested, batches)
+    except WorkloadError as error:
+        if lost := _lost_classes(error, call, batches, evaluation):
+            raise lost from error
+        raise
     return Reference(outputs=kept, structures=[structure for _, structure in flat], scores=scores)
 
 
 def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
     """The outputs of ``call`` for every batch, through the evaluation's own ``run`` where it has one.
 
-    A model may write to its inputs, and the batches serve again, so that it gets copies.
+    A model may write to its inputs, and the batches serve again, so that it gets copies. What it gives is handed on as every
+    runtime gives it, so that the model as written is judged by the same as all others.
     """
+    return _predicted(lambda *args, **kwargs: handed_on(call(*args, **kwargs)), batches, evaluation)
+
+
+def _predicted(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
     run = evaluation.run if evaluation is not None else None
     outputs = []
     for batch in batches:
@@ -108,12 +124,45 @@ def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Eval
     return outputs
 
 
+def _lost_classes(
+    error: WorkloadError, call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None
+) -> WorkloadError | None:
+    """What explains ``error`` where the evaluation works with the classes of the model's own output, and only with these."""
+    met: dict[str, tuple[str, ...]] = {}
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        met.update(classes(flatten(output, "the output")[1]))
+        return output
+
+    if evaluation is None:
+        return None
+    try:
+        with user_code("The model failed on the data"):
+            _judged(evaluation, _predicted(watched, batches, evaluation), batches)
+    except (WorkloadError, UsageError):
+        return None
+    if not met:
+        return None
+    name, fields = next(iter(met.items()))
+    return WorkloadError(
+        f"The evaluation needs the methods of `{name}`, and no runtime gives those back, only its fields: {', '.join(fields)}. "
+        f"Use these, in functions of your own. ({str(error).rstrip('.')}.)"
+    )
+
+
 def score(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batch]) -> Scores:
     """Judge ``outputs`` against the batches' targets.
 
     Raises:
         WorkloadError: the score or metric raised, or returned something that is not numbers.
     """
+    if evaluation.metric is not None:  # to which the reference comes from a file
+        outputs = [handed_on(output) for output in outputs]
+    return _judged(evaluation, outputs, batches)
+
+
+def _judged(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batch]) -> Scores:
     if evaluation.metric is not None:
         counts, targets = _counts(outputs, batches), [batch.target for batch in batches]
         whole = joined(outputs, counts)(None), joined(targets, counts)(None)
@@ -145,14 +194,14 @@ def drop(
         found = paired_drop(reference.scores.each, scores.each, limit=limit, higher_is_better=better)
         return dataclasses.replace(found, share=share)
     metric, nested = evaluation.metric, reference.nested()
-    counts = _counts(nested, batches)
+    outputs, counts = [handed_on(output) for output in outputs], _counts(nested, batches)
     sides, targets = (joined(nested, counts), joined(outputs, counts)), joined([batch.target for batch in batches], counts)
 
     def metric_of(indices: np.ndarray[Any, np.dtype[np.int64]], which: int) -> float:
         index = torch.as_tensor(indices)
         return float(metric(sides[which](index), targets(index)))
 
-    return dataclasses.replace(bootstrap_drop(metric_of, scores.n, limit=limit, higher_is_better=better), share=share)
+    return dataclasses.replace(bootstrap_drop(metric_of, reference.scores.n, limit=limit, higher_is_better=better), share=share)
 
 
 def _counts(outputs: Sequence[Any], batches: Sequence[Batch]) -> list[int]:
@@ -249,7 +298,8 @@ def _check_outputs(outputs: list[list[torch.Tensor]], again: list[torch.Tensor])
             worst = float((first.to(wide) - second.to(wide)).abs().max())
             raise WorkloadError(
                 f"The model gives different values for the same input (by up to {worst:.3g}). Turn off what is random in it, "
-                "such as functional dropout without training=self.training."
+                "such as functional dropout without training=self.training, or what it keeps from call to call: make that an "
+                "input and an output."
             )
 
 

@@ -91,7 +91,7 @@ class Signature:
     ``inputs`` and ``outputs`` list the tensors in flat order. ``input_structure`` is a tuple of two structures: the positional
     arguments (a tuple) and the keyword arguments (a dict). ``parameters`` names the positional ones, so that a caller may pass
     them by keyword as the model itself allows. ``batched`` is false where the first axis of the inputs counts something else
-    than examples, such as the time of a sequence.
+    than examples, such as the time of a sequence. ``writes`` names the inputs that a call writes to, as into a cache.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -101,6 +101,12 @@ class Signature:
     parameters: tuple[str, ...]
     dims: tuple[Dim, ...] = ()
     batched: bool = True
+    writes: tuple[str, ...] = ()
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """The places among the inputs of those that a call writes to."""
+        return tuple(i for i, spec in enumerate(self.inputs) if spec.name in self.writes)
 
     @cached_property
     def _flat(self) -> bool:

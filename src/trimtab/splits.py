@@ -62,7 +62,7 @@ class _Splitting:
         if evaluation is None:
             return self._without_labels(calibration)
         size = self.rows or _within(evaluation.batch_size, self.most)
-        data = self._fitting(labelled(evaluation.data, evaluation, self.generator, size, judge), "evaluation")
+        data = self._fitting(labelled(evaluation.data, evaluation, self.generator, size, notes, judge), "evaluation")
         given = count(data)
         if not calibration:
             share = min(0.2, MOST_CALIBRATION / max(count(data), 1))
@@ -72,7 +72,7 @@ class _Splitting:
                 f"No calibration data was given: {_words(first)} with labels were set aside for it and are not scored."
             )
         if evaluation.test is not None:
-            selection, read = data, labelled(evaluation.test, evaluation, self.generator, size, judge)
+            selection, read = data, labelled(evaluation.test, evaluation, self.generator, size, notes, judge)
             test = self._fitting(read, "test")
         else:
             selection, test = self._divide(data, 0.5)

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trimtab._batches import rows_of
-from trimtab._independence import ROUNDING, Judge
+from trimtab._independence import ROUNDING, Answer, Judge
 from trimtab._sizes import Specs, as_far_as_it_goes, specs_of
+from trimtab._ties import is_discrete
 from trimtab._tree import cloned, flatten, unflatten
 from trimtab._weights import tolerance
 from trimtab.candidate import Candidate, call_model
@@ -57,8 +58,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     with user_code("The workload's model could not be built", "Call the function that makes it yourself."):
         model = workload.build_model()
     _check_model(model)
-    if model.training:
-        notes.append("The model came in training mode; it is measured, and ships, in evaluation mode.")
+    notes += _in_training(model)
     model.eval()
     args, kwargs = as_call(workload.inputs)
     _check_example(model, args, kwargs)
@@ -71,13 +71,14 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     try:
         with user_code("The model failed on the example inputs", BY_HAND):
             candidate = make(dynamic=dynamic)
-    except WorkloadError:
+    except (WorkloadError, UsageError):
         if workload.dynamic is not None or not dynamic:
             raise
         candidate = as_far_as_it_goes(make, dynamic, calls, notes)
         if candidate.signature.batch is None and _is_plain(workload) and _is_lasting(workload):
             splits = split(workload, rows, judge)  # batches of other sizes were of our own cutting
     candidate = _counted(candidate, judge, notes)
+    notes += _writing(candidate)
     candidate = dataclasses.replace(candidate, calibration=tuple(_calibration(workload, model, splits)))
     if not candidate.signature.outputs:
         nothing = unflatten(candidate.signature.output_structure, [])
@@ -88,6 +89,45 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         stand_ins = _stand_ins(candidate)
         splits = dataclasses.replace(splits, selection=splits.selection or stand_ins, test=stand_ins)
     return Subject(workload=workload, candidate=candidate, splits=splits, notes=(*notes, *splits.notes))
+
+
+def refuse_nan(candidate: Candidate) -> None:
+    """Refuse a model that gives NaN for its example, which an artifact could not be tested with.
+
+    Raises:
+        WorkloadError: it does.
+    """
+    with user_code("The model failed on the example inputs", BY_HAND):
+        output = call_model(candidate.model, candidate.signature.input_structure, candidate.leaves)
+    for spec, leaf in zip(candidate.signature.outputs, flatten(output, "output")[0], strict=True):
+        if not is_discrete(leaf.dtype) and (bad := int(torch.isnan(leaf).sum())):
+            raise WorkloadError(
+                f"The model gives NaN for the workload's inputs: {bad} of {leaf.numel()} values of {spec.name!r}. An artifact "
+                "is tested with them, and nothing can be held against NaN. Take inputs from the data: inputs=images[:1]."
+            )
+
+
+def _in_training(model: nn.Module) -> list[str]:
+    """A sentence where the model, or a part of it, came in training mode, as one that drops out on purpose does."""
+    if model.training:
+        return ["The model came in training mode; it is measured, and ships, in evaluation mode."]
+    # modules that other libraries make need not say in which mode they are
+    parts = [name for name, part in model.named_modules() if getattr(part, "training", False)]
+    if not parts:
+        return []
+    more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+    return [f"A part of the model came in training mode: {parts[0]}{more}. It is measured, and ships, in evaluation mode."]
+
+
+def _writing(candidate: Candidate) -> list[str]:
+    """A sentence where the model writes to its inputs, which not every runtime does by itself."""
+    names = " and ".join(repr(name) for name in candidate.signature.writes)
+    if not names:
+        return []
+    return [
+        f"The model writes to its input{'s' * (len(candidate.signature.writes) > 1)} {names}. Whatever ships does so too, and "
+        "was held to it. If nobody looks at them afterwards, have the model write to a copy: several runtimes then do less."
+    ]
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -118,6 +158,11 @@ def _check_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         )
     require_plain(leaves, input_names(parameter_names(model.forward, len(args)), structure), "input")
     for leaf in leaves:
+        if leaf.device.type not in ("cpu", "meta"):
+            raise UsageError(
+                f"The workload's inputs are on {leaf.device}. Inference is optimized, timed and shipped for the CPU: give the "
+                "model as model.cpu() and its inputs as tensors of the CPU."
+            )
         if leaf.is_meta:
             raise UsageError("The workload's inputs are on the meta device, where tensors have no values. Give real ones.")
         if leaf.is_floating_point() and (bad := int(torch.isnan(leaf).sum())):
@@ -125,12 +170,17 @@ def _check_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse weights without values, and those that no runtime can take over."""
+    """Refuse weights without values, those on another device, and those that no runtime can take over."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise WorkloadError(
                 f"The model's {name!r} has no shape yet, as in a lazy layer that was never called. Call it once on the inputs "
                 "before handing it over."
+            )
+        if tensor.device.type not in ("cpu", "meta"):
+            raise UsageError(
+                f"The model's {name!r} is on {tensor.device}. Inference is optimized, timed and shipped for the CPU: give the "
+                "model as model.cpu(), and its inputs as tensors of the CPU."
             )
         if tensor.layout is not torch.strided:
             raise WorkloadError(
@@ -209,11 +259,26 @@ def _counted(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
         inputs = _inputs(candidate.signature.input_structure, candidate.leaves)
         if (rows := rows_of(inputs, None)) > 1:
             judge(Batch(inputs, None, rows))
+        elif (rows := candidate.leaves[0].shape[0]) > 1:  # not all inputs have it, as the edges of a graph have no nodes
+            judge.about(_along(candidate, candidate.signature.batch), rows)
     if judge.verdict is None or judge.verdict.counted:
         return candidate
     if not asked:
         notes.append(f"The first axis of the inputs is not taken for the batch: {judge.verdict.reason}.")
     return dataclasses.replace(candidate, signature=dataclasses.replace(candidate.signature, batched=False))
+
+
+def _along(candidate: Candidate, name: str) -> Answer:
+    """The model's answer for some positions of the dimension ``name`` of its example, while all else stays."""
+
+    def answer(index: torch.Tensor) -> Any:
+        leaves = list(candidate.leaves)
+        for i, spec in enumerate(candidate.signature.inputs):
+            for axis in (axis for axis, size in enumerate(spec.shape) if size == name):
+                leaves[i] = leaves[i].index_select(axis, index.to(leaves[i].device))
+        return call_model(candidate.model, candidate.signature.input_structure, leaves)
+
+    return answer
 
 
 def _stand_ins(candidate: Candidate) -> tuple[Batch, ...]:
@@ -223,12 +288,21 @@ def _stand_ins(candidate: Candidate) -> tuple[Batch, ...]:
     batches = [Batch(_inputs(structure, candidate.leaves))]
     for _ in range(RESAMPLED):
         leaves = [_resample(leaf, generator) for leaf in candidate.leaves]
-        try:
-            call_model(candidate.model, structure, leaves)
-        except (RuntimeError, ValueError, IndexError, AssertionError):
+        if not _answers(candidate, leaves):
             break  # this model wants inputs of a form that resampling destroys; the example itself remains
         batches.append(Batch(_inputs(structure, leaves)))
     return tuple(batches)
+
+
+def _answers(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether the model has an answer to inputs that nobody gave it but us: none that is NaN, whatever else it may raise."""
+    try:
+        with user_code("The model failed on resampled inputs"):
+            output = call_model(candidate.model, candidate.signature.input_structure, leaves)
+        found = flatten(output, "output")[0]
+    except (UsageError, WorkloadError):
+        return False
+    return not any(not is_discrete(leaf.dtype) and leaf.isnan().any() for leaf in found)
 
 
 def fresh(subject: Subject, seed: int = 1) -> Candidate:
@@ -239,9 +313,7 @@ def fresh(subject: Subject, seed: int = 1) -> Candidate:
     found = next((leaves for batch in unseen if (leaves := _like(candidate, batch)) is not None), None)
     generator = torch.Generator().manual_seed(seed)
     leaves = found if found is not None else [_resample(leaf, generator) for leaf in candidate.leaves]
-    try:
-        call_model(candidate.model, candidate.signature.input_structure, leaves)
-    except (RuntimeError, ValueError, IndexError, AssertionError):
+    if not _answers(candidate, leaves):
         return candidate
     args, kwargs = unflatten(candidate.signature.input_structure, leaves)
     return dataclasses.replace(candidate, args=args, kwargs=kwargs)

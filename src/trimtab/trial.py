@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from trimtab.measurement import Comparison, Drop, Interval, Measurement, Parity
 from trimtab.recipe import Recipe
@@ -56,3 +56,7 @@ class Trial:
     log: str | None = None
     """Path of the kept log, relative to the run folder."""
     traceback: str | None = None
+    ended_by: Literal["time", "memory"] | None = None
+    """The limit of a worker that ended it, if one did: with more of that it deserves another try."""
+    limit: float | None = None
+    """How much that was, in seconds or megabytes."""

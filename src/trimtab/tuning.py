@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Mapping
@@ -12,17 +13,18 @@ from trimtab._json import to_json, write_json
 from trimtab._units import positive, seconds
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError, UsageError
-from trimtab.optimizing import RESULT_FILE, Interrupt, alone, confirm_s, disk_errors, forget, run_folder
+from trimtab.optimizing import RESULT_FILE, Interrupt, alone, confirm_s, disk_errors, forget, run_folder, taken
 from trimtab.report import write as write_report
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
+from trimtab.study.record import Record
 from trimtab.study.result import Result
 from trimtab.study.training import TrainingStudy, finish
 from trimtab.study.workers import Workers
 from trimtab.workload import Limits, Workload
 
 SETTINGS_FILE = "settings.json"
-FEWEST_UPDATES = 8
+UPDATES, FEWEST_UPDATES = 24, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,27 +47,35 @@ class Tuned(Result):
     proven to be faster."""
 
     def ladder(self) -> TrainingLadder:  # type: ignore[override]
-        """As written, tuned, best."""
-        rungs = [rung for rung in super().ladder().rungs if rung["rung"] != "lossless"]
+        """As written, the best exact settings, the best of all; a training has no tuned form beside these."""
+        rungs = [rung for rung in super().ladder().rungs if rung["rung"] != "tuned"]
         return TrainingLadder(tuple(rungs))
+
+    def record(self) -> Record:
+        """All that a report shows, the settings included."""
+        return dataclasses.replace(super().record(), settings=self.spoken)
 
     def to_json(self) -> dict[str, Any]:
         """The answer with its settings."""
         return super().to_json() | {"settings": to_json(self.settings)}
 
-    def __str__(self) -> str:
+    @property
+    def spoken(self) -> str:
+        """The settings as Python writes them, without what is at its default."""
         changed = [f.name for f in dataclasses.fields(Settings) if getattr(self.settings, f.name) != f.default]
-        shown = ", ".join(f"{name}={getattr(self.settings, name)!r}" for name in changed)
-        return f"{self.sentence}\n\n{self.ladder()}\n\nSettings({shown})"
+        return f"Settings({', '.join(f'{name}={getattr(self.settings, name)!r}' for name in changed)})"
+
+    def __str__(self) -> str:
+        return f"{self.sentence}\n\n{self.ladder()}\n\n{self.spoken}"
 
 
 def tune(
-    workload: Workload | str,
+    workload: Workload | str | os.PathLike[str],
     *,
     limits: Limits | None = None,
     budget: str | float | None = None,
     trials: int | None = None,
-    updates: int = 24,
+    updates: int = UPDATES,
     out: str | pathlib.Path | None = None,
     storage: str | None = None,
     fresh: bool = False,
@@ -91,7 +101,7 @@ def tune(
         updates: over how many the losses are compared.
         out: the run folder; ``runs/NAME-tune`` if not said. A study found there goes on.
         storage: URL of a database instead of an SQLite file in the run folder.
-        fresh: delete what is in the run folder, and a study of that name in ``storage``, first.
+        fresh: delete what is in the run folder, and this very study in ``storage``, first.
         worker_memory_mb: memory limit of one worker process, in megabytes.
         trial_seconds: time limit of one trial.
         timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
@@ -110,13 +120,14 @@ def tune(
         storage=storage,
         trial_s=positive(trial_seconds, "trial_seconds"),
         timing_s=positive(timing_seconds, "timing_seconds"),
-        worker_mb=worker_memory_mb,
+        worker_mb=None if worker_memory_mb is None else positive(worker_memory_mb, "worker_memory_mb"),
         fresh=fresh,
     )
     if not isinstance(updates, int) or updates < FEWEST_UPDATES:
         raise UsageError(f"updates is {updates!r}; losses are compared over a whole number of at least {FEWEST_UPDATES}.")
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
+    workload = taken(workload)
     folder = run_folder(workload, out)
     if out is None:
         folder = folder.with_name(f"{folder.name}-tune")
@@ -124,7 +135,8 @@ def tune(
     with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
         if fresh:
             forget(folder)
-        command = f"trimtab.tune({_spoken(workload)}, out={str(folder)!r}, ...)"
+        asked = {"limits": limits, "budget": budget, "trials": trials, "updates": updates, "storage": storage}
+        command = _spoken(workload, asked | {"out": str(folder)})
         study = TrainingStudy(
             workload,
             folder,
@@ -172,8 +184,13 @@ def _limits(limits: Limits | None) -> Limits:
     return found
 
 
-def _spoken(workload: Workload | str) -> str:
-    return repr(workload) if isinstance(workload, str) else "workload"
+def _spoken(workload: Workload | str, asked: Mapping[str, Any]) -> str:
+    """The call that goes on with a study; what it leaves out is at its default."""
+    given = [
+        f"{name}={value!r}" for name, value in asked.items() if value is not None and (name, value) != ("updates", UPDATES)
+    ]
+    what = repr(workload) if isinstance(workload, str) else "workload"
+    return f"trimtab.tune({', '.join([what, *given])})"
 
 
 def _line(rung: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -44,7 +45,7 @@ class Evaluation:
     """``run(model, inputs)`` -> output for one item, for a model that is called more than once for it (a recurrent model
     over frames, a Siamese pair). Items are then never taken apart."""
     test: Any = None
-    """Data kept for the winner alone; without it a part of ``data`` is set aside."""
+    """Data kept for what is confirmed alone; without it a part of ``data`` is set aside."""
     higher_is_better: bool = True
     batch_size: int = 64
     """Examples per batch where ``data`` is a Dataset or a tuple of tensors."""
@@ -112,6 +113,9 @@ class Limits:
             raise UsageError(f"max_drop is {self.max_drop!r}; use a number like 0.005 or one of {', '.join(PRESETS)}.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            preset = field.name == "max_drop" and isinstance(value, str)
+            if value is not None and not preset and not isinstance(value, numbers.Real):
+                raise UsageError(f"{field.name} is {value!r}; a limit is a plain number, without a unit.")
             if isinstance(value, float) and not math.isfinite(value):
                 way_out = "Give a large one, such as 1e9" if field.name.startswith("max_") else "Leave it out for none"
                 raise UsageError(f"{field.name} is {value}; a limit is a finite number. {way_out}.")

@@ -25,7 +25,7 @@ READS = frozenset(
 )
 """Names of what makes something of Python's own from the values of tensors. Not all of them have the tracer warn."""
 
-BETWEEN = ("overrides.py", "_tensor.py", pathlib.Path(__file__).name)
+BETWEEN = frozenset({torch.overrides.__file__, torch._tensor.__file__, __file__})
 """Files that stand between the line which reads and the mode that sees it."""
 
 Place = tuple[str, int]
@@ -118,7 +118,7 @@ def _storages(values: Any) -> Iterator[StorageWeakRef | None]:
 
 def _place() -> Place:
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.endswith(BETWEEN):
+    while frame.f_back is not None and frame.f_code.co_filename in BETWEEN:
         frame = frame.f_back
     path, here = pathlib.Path(frame.f_code.co_filename), pathlib.Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path), frame.f_lineno

@@ -29,6 +29,8 @@ INPUTS = "trimtab.inputs"
 ONE_FILE_BYTES = 1_900_000_000
 """Weights up to this size stand in the file itself; protobuf cannot hold 2 GB."""
 
+_PLACE_KEYS = {"location", "offset", "length", "checksum"}
+
 Exporter = Literal["dynamo", "torchscript"]
 OpenRun = Callable[[pathlib.Path, Signature], Run]
 
@@ -100,7 +102,12 @@ def refuse_unsafe(folder: pathlib.Path) -> None:
     for tensor in tensors(model):
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             continue
-        place = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        keys = [entry.key for entry in tensor.external_data]
+        if keys.count("location") != 1 or len(set(keys)) != len(keys) or not set(keys) <= _PLACE_KEYS:
+            raise IntegrityError(  # readers differ in which of two entries they take
+                f"{path} says where the tensor {tensor.name!r} lies by {', '.join(keys)[:200]!r}. Do not use it."
+            )
+        place = next(entry.value for entry in tensor.external_data if entry.key == "location")
         if place != DATA or not (folder / place).is_file():
             raise IntegrityError(
                 f"{path} keeps the tensor {tensor.name!r} in {place!r}, but only {DATA!r} beside it is allowed. Do not use it."
@@ -112,6 +119,7 @@ def tensors(model: Any) -> Iterator[Any]:
     yield from _graph_tensors(model.graph)
     for function in model.functions:
         yield from _node_tensors(function.node)
+        yield from _attribute_tensors(function.attribute_proto)
     for training in model.training_info:
         yield from _graph_tensors(training.initialization)
         yield from _graph_tensors(training.algorithm)
@@ -126,12 +134,16 @@ def _graph_tensors(graph: Any) -> Iterator[Any]:
 
 def _node_tensors(nodes: Any) -> Iterator[Any]:
     for node in nodes:
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-                yield from (sparse.values, sparse.indices)
-            for graph in (attribute.g, *attribute.graphs):
-                yield from _graph_tensors(graph)
+        yield from _attribute_tensors(node.attribute)
+
+
+def _attribute_tensors(attributes: Any) -> Iterator[Any]:
+    for attribute in attributes:
+        yield from (attribute.t, *attribute.tensors)
+        for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+            yield from (sparse.values, sparse.indices)
+        for graph in (attribute.g, *attribute.graphs):
+            yield from _graph_tensors(graph)
 
 
 def _attempt(candidate: Candidate, signature: Signature, exporter: Exporter, folder: pathlib.Path, open_run: OpenRun) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class Request:
         self._request = compiled.create_infer_request()
         self._infer = self._request.infer
         self._queue: Any = None
+        self._lock = threading.Lock()  # of the memory below: several threads may call one executable
         inputs = [
             _static(port, getattr(torch, spec.dtype)) for port, spec in zip(compiled.inputs, signature.inputs, strict=True)
         ]
@@ -49,12 +51,13 @@ class Request:
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs for inputs of the sizes that this was compiled for."""
-        if self._short:
+        with self._lock:
+            if not self._short:
+                return self._run_large(leaves)
             for kept, leaf in zip(self._kept_inputs, leaves, strict=True):
                 kept.copy_(leaf.detach() if leaf.requires_grad else leaf)  # type: ignore[union-attr]
             self._infer(share_outputs=True)
             return [kept.clone() for kept in self._kept_outputs]  # type: ignore[union-attr]
-        return self._run_large(leaves)
 
     def coverage(self) -> list[str]:
         """See :func:`trimtab.backends._openvino.coverage`."""
@@ -110,6 +113,11 @@ class Request:
 
 def run_queue(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
     """Run ``requests`` on the model of ``request``, as many at once as it has streams."""
+    with request._lock:
+        return _in_streams(request, requests)
+
+
+def _in_streams(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
     if request._queue is None:
         request._queue = ir.runtime().AsyncInferQueue(request.compiled, request.parallel)
     queue = request._queue

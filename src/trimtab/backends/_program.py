@@ -184,21 +184,24 @@ def at_sizes(candidate: Candidate, sizes: dict[str, int]) -> list[torch.Tensor]:
 
 def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor]) -> str | None:
     """How ``call`` differs from the model on ``leaves``, or ``None``; inputs that the model itself refuses prove nothing."""
+    own, given = ([leaf.clone() for leaf in leaves] for _ in range(2))
     with torch.no_grad():
         try:
-            reference = candidate.flat(copied=False)(*(leaf.clone() for leaf in leaves))
+            reference = candidate.flat(copied=False)(*own)
         except EXPORT_ERRORS:
             return None
         try:
             with quiet():
-                outputs = call([leaf.clone() for leaf in leaves])
+                outputs = call(list(given))
         except EXPORT_ERRORS as error:
             return f"it raises {type(error).__name__}: {first_line(error)}"
     if len(outputs) != len(reference):
         return f"it gives {len(outputs)} tensors instead of {len(reference)}"
     reduced = candidate.settings.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
-    pairs = zip(candidate.signature.outputs, reference, outputs, strict=True)
-    found = next((wrong for spec, want, got in pairs if (wrong := _difference(spec.name, want, got, reduced))), None)
+    signature = candidate.signature
+    rows = [(spec.name, *pair) for spec, *pair in zip(signature.outputs, reference, outputs, strict=True)]
+    rows += [(f"what it writes to {signature.inputs[i].name}", own[i], given[i]) for i in signature.written]
+    found = next((wrong for name, want, got in rows if (wrong := _difference(name, want, got, reduced))), None)
     return None if found is None else found + known_cause(candidate.model)
 
 
@@ -223,6 +226,14 @@ def _difference(name: str, want: torch.Tensor, got: torch.Tensor, reduced: bool)
 def dense(leaves: Sequence[torch.Tensor], formats: Sequence[torch.memory_format]) -> list[torch.Tensor]:
     """``leaves`` laid out in memory as ``formats`` say; those that are already are not copied."""
     return [leaf.contiguous(memory_format=layout) for leaf, layout in zip(leaves, formats, strict=True)]
+
+
+def written_back(leaves: Sequence[torch.Tensor], laid: Sequence[torch.Tensor], written: Sequence[int]) -> None:
+    """Bring what a call wrote to ``laid``, where that is a copy of one of ``leaves`` in another layout, to the leaf itself."""
+    with torch.no_grad():
+        for i in written:
+            if laid[i].data_ptr() != leaves[i].data_ptr():
+                leaves[i].copy_(laid[i])
 
 
 def memory_formats(signature: Signature, memory_format: str) -> list[torch.memory_format]:

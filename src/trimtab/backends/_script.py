@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import warnings
 from collections.abc import Sequence
@@ -175,7 +176,8 @@ def _build(structure: Structure, names: Any) -> str:
     if structure.kind == "tensor":
         return str(next(names))
     if structure.kind == "constant":
-        return repr(structure.value)
+        odd = isinstance(structure.value, float) and not math.isfinite(structure.value)
+        return f"float('{structure.value}')" if odd else repr(structure.value)
     items = [_build(item, names) for item in structure.items]
     if structure.kind == "tuple":
         return f"({', '.join(items)},)"

@@ -28,6 +28,7 @@ from trimtab.backends._program import (
     memory_formats,
     quiet,
     verified,
+    written_back,
 )
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable
@@ -49,6 +50,8 @@ class Build:
     """Sizes of the inputs that ``example.pt2`` is made for; ``dynamic.pt2``, if there is one, takes all others."""
     layouts: list[str] = field(default_factory=list)
     """Memory format of each input."""
+    writes: list[int] = field(default_factory=list)
+    """Places of the inputs that a call writes to, for ``run.py``."""
 
 
 class AotiExecutable(Executable):
@@ -76,11 +79,16 @@ class AotiExecutable(Executable):
         """
         if torch.get_num_threads() != self._build.threads:
             raise UsageError(_other_threads(self._build.threads, torch.get_num_threads()))
+        call, strides = self._example, self._strides
         if self._dynamic is not None and [leaf.shape for leaf in leaves] != self._shapes:
+            call = self._dynamic
             strides = [_strides(leaf.shape, layout) for leaf, layout in zip(leaves, self._formats, strict=True)]
-            outputs = self._dynamic(_exactly(leaves, strides, self._formats))
+        laid = _exactly(leaves, strides, self._formats)
+        if written := self.signature.written:
+            outputs = call(list(laid))  # the package empties the list that it gets
+            written_back(leaves, laid, written)
         else:
-            outputs = self._example(_exactly(leaves, self._strides, self._formats))
+            outputs = call(laid)
         return in_order(outputs) if self.settings.memory_format == "channels_last" else outputs
 
     def save(self, folder: pathlib.Path) -> list[str]:
@@ -135,6 +143,7 @@ class Aoti(Backend):
             threads=torch.get_num_threads(),
             shapes=[list(leaf.shape) for leaf in candidate.leaves],
             layouts=[str(layout).removeprefix("torch.") for layout in layouts],
+            writes=list(candidate.signature.written),
         )
         write_json(folder / BUILD, build)
         program, frozen = export_static(candidate)
@@ -175,9 +184,9 @@ def load(folder, threads):
         tensor = torch.as_tensor(array)
         return torch.empty_like(tensor, memory_format=getattr(torch, layout)).copy_(tensor)
     def call(arrays):
-        fits = [list(a.shape) for a in arrays] == build["shapes"]
+        fits, given = [list(a.shape) for a in arrays] == build["shapes"], list(map(laid, arrays, build["layouts"]))
         with torch.no_grad():
-            return (example if fits else other)(*map(laid, arrays, build["layouts"]))
+            return [*(example if fits else other)(*given), *(given[i] for i in build["writes"])]
     return call
 """
 

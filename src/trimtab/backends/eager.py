@@ -141,6 +141,7 @@ class Eager(Backend):
 
     name = "eager"
     honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
+    tells_fallbacks = True  # there are none: the operators are PyTorch's own
 
     grad_mode: Literal["inference", "no_grad"] = "inference"
     """``no_grad`` is what most people write; ``inference`` saves the version counters and view tracking too."""

@@ -30,6 +30,7 @@ from trimtab.backends._program import (
     other_size,
     save_program,
     verified,
+    written_back,
 )
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable
@@ -59,6 +60,7 @@ class InductorExecutable(Executable):
         self._compiled = _compiled(module, mode)
         self._lent: tuple[int, ...] | None = None
         self._laid = settings.memory_format == "channels_last"
+        self._written = signature.written
         self.candidate: Candidate | None = None
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -68,7 +70,10 @@ class InductorExecutable(Executable):
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._lent is None:
                 self._lent = self._find_lent(leaves)
-            outputs = copied(self._compiled(*dense(leaves, self._formats)), self._lent)
+            laid = dense(leaves, self._formats)
+            outputs = copied(self._compiled(*laid), self._lent)
+            if self._written:
+                written_back(leaves, laid, self._written)
             return in_order(outputs) if self._laid else outputs
 
     def _find_lent(self, leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:

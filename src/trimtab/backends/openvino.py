@@ -13,12 +13,23 @@ from torch import nn
 
 from trimtab._weights import weights
 from trimtab.backends import _openvino as ir
-from trimtab.backends._foreign import CONVERSION_ERRORS, Row, Run, calibration_rows, no_numpy_form, static_signature
+from trimtab.backends._foreign import (
+    CONVERSION_ERRORS,
+    Row,
+    Run,
+    calibration_rows,
+    no_numpy_form,
+    put_back,
+    returned,
+    returning,
+    static_signature,
+)
 from trimtab.backends._openvino_request import Request, run_queue
+from trimtab.backends._openvino_rules import check_model
 from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, first_line, own_folder, shared_folder
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Choice, Executable, install_hint, missing_package
-from trimtab.errors import CompileError, IntegrityError, UsageError
+from trimtab.errors import CompileError, InputError, IntegrityError, UsageError
 from trimtab.measurement import OperatorTime
 from trimtab.signature import Signature, TensorSpec
 
@@ -31,35 +42,42 @@ class OpenVinoExecutable(Executable):
     ) -> None:
         super().__init__(signature, settings)
         self._folder, self._config, self._owned = folder, config, owned
+        self._graph = returned(signature)
         model = _read(folder)
-        if (len(model.inputs), len(model.outputs)) != (len(signature.inputs), len(signature.outputs)):
+        if (len(model.inputs), len(model.outputs)) != (len(signature.inputs), len(self._graph.outputs)):
             raise IntegrityError(f"{folder / ir.MODEL} has other inputs or outputs than the signature: {signature.describe()}.")
         shapes = _hot_shapes(model, folder, signature)
+        # for other sizes, which may come when the files are others' or gone; it maps its weights instead of holding them
+        self._model = model.clone() if shapes is None or signature.dims else None
         self._through = ir.given_back(model)
         self._hot: Request | None = None
         self._any: Request | None = None
         if shapes is not None:
             _reshape(model, shapes)
-            self._hot = Request(self._compile(model), signature, self._through)
+            self._hot = Request(self._compile(model), self._graph, self._through)
         self._shapes = [torch.Size(shape) for shape in shapes or []]
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the request made for these sizes; inputs need not be contiguous."""
-        return self._request(leaves).run(leaves)
+        outputs = self._request(leaves).run(leaves)
+        return put_back(leaves, outputs, self.signature.written) if self.signature.writes else outputs
 
     def run_many(self, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
         """Run as many requests at once as there are streams."""
         wanted = [self._request(leaves) for leaves in requests]
         if len(requests) < 2 or wanted[0].parallel < 2:
-            return [request.run(leaves) for request, leaves in zip(wanted, requests, strict=True)]
+            return [self.run(leaves) for leaves in requests]
         same = all(request is wanted[0] for request in wanted)
-        return run_queue(wanted[0] if same else self._for_any(), requests)
+        answers = run_queue(wanted[0] if same else self._for_any(), requests)
+        if not (written := self.signature.written):
+            return answers
+        return [put_back(leaves, outputs, written) for leaves, outputs in zip(requests, answers, strict=True)]
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
         """OpenVINO's performance counters, of a model compiled with them; the kernel stands behind each kind of operator."""
         model = _read(self._folder)
         _reshape(model, [list(leaf.shape) for leaf in leaves])
-        request = Request(self._compile(model, {"PERF_COUNT": True}), self.signature, self._through)
+        request = Request(self._compile(model, {"PERF_COUNT": True}), self._graph, self._through)
         return request.operator_times(leaves, repeats)
 
     def save(self, folder: pathlib.Path) -> list[str]:
@@ -68,7 +86,7 @@ class OpenVinoExecutable(Executable):
 
     def close(self) -> None:
         """Free the compiled models and the executable's own copy of the files."""
-        self._hot = self._any = None
+        self._hot = self._any = self._model = None
         if isinstance(self._owned, tempfile.TemporaryDirectory):
             self._owned.cleanup()
 
@@ -86,7 +104,9 @@ class OpenVinoExecutable(Executable):
 
     def _for_any(self) -> Request:
         if self._any is None:
-            self._any = Request(self._compile(_read(self._folder)), self.signature, self._through)
+            if self._model is None:
+                raise InputError(f"The model was built for the sizes {self.signature.describe()} only, or it is closed.")
+            self._any = Request(self._compile(self._model), self._graph, self._through)
         return self._any
 
     def _compile(self, model: Any, more: Mapping[str, Any] | None = None) -> Any:
@@ -112,6 +132,7 @@ class OpenVino(Backend):
     requires = ("openvino",)
     honours = frozenset({"threads", "batch"})
     own_graph = True
+    tells_fallbacks = True
     overlap = frozenset({"hint", "streams"})
 
     precision: Literal["f32", "bf16", "int8_static", "int8_weights"] = "f32"
@@ -191,8 +212,9 @@ class OpenVino(Backend):
         openvino = ir.runtime()
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
-        name = f"openvino-{fingerprint(candidate, openvino.__version__)}"
-        with shared_folder(candidate, name, lambda base: ir.convert(candidate, base, self._open_run)) as base:
+        graph = returning(candidate)
+        name = f"openvino-{fingerprint(graph, openvino.__version__)}"
+        with shared_folder(candidate, name, lambda base: ir.convert(graph, base, self._open_run)) as base:
             facts = ir.read_facts(base)
             signature = candidate.signature if facts.dynamic else static_signature(candidate)
             if self.precision.startswith("int8"):
@@ -213,6 +235,7 @@ class OpenVino(Backend):
         for file in ir.FILES:
             if (folder / file).is_symlink() or not (folder / file).is_file():
                 raise IntegrityError(f"{folder / file} is missing or a link.")
+        check_model(folder / ir.MODEL, folder / ir.WEIGHTS)
         try:
             return OpenVinoExecutable(folder, self._config(settings), signature, settings)
         except CompileError as error:

@@ -17,6 +17,7 @@ from typing import Self
 
 from typer.exceptions import TyperException
 
+from trimtab._json import ESCAPED
 from trimtab.errors import BUG, EXIT_BUG, TrimtabError, UsageError
 
 EXIT_INTERRUPTED = 130
@@ -77,7 +78,7 @@ def _kept(error: Exception) -> str:
     try:
         handle, name = tempfile.mkstemp(prefix="trimtab-bug-", suffix=".txt")
         os.close(handle)
-        pathlib.Path(name).write_text(head + "".join(traceback.format_exception(error)), encoding="utf-8")
+        pathlib.Path(name).write_text(head + "".join(traceback.format_exception(error)), encoding="utf-8", errors=ESCAPED)
     except OSError as reason:
         return f"Its traceback could not be written ({reason})."
     return f"Its traceback is in {name}; please send it to us."

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 from typing import Any
 
+GONE = (errno.EPIPE, errno.EIO, errno.ENOSPC)
+"""What a pipe, a terminal and a disk say that take nothing any more."""
+
 
 class _Lasting(io.FileIO):
-    """A file descriptor that leads nowhere once its reader has gone, as `head` does when it has enough.
+    """A file descriptor that leads nowhere once its reader has gone, as `head` does when it has enough and a terminal that is
+    closed, or once the disk that it leads to is full.
 
     Nothing is raised: typer and rich make exit code 1 of a broken pipe, which means something else here, and a search that is
-    under way is worth its result.
+    under way is worth its result, which lies in the run folder too.
     """
 
     def write(self, data: Any, /) -> int:
         """Write, or pretend to."""
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())  # so that child processes are spared it too
             os.close(nowhere)

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from trimtab._archive import load_program
@@ -75,6 +76,9 @@ class ProgramFile:
 
 def _module(program: ExportedProgram) -> fx.GraphModule:
     """The program as a module that can be put into evaluation mode like any other; it is in it by its graph."""
+    values = (*program.state_dict.values(), *program.constants.values())
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values):
+        program = move_to_device_pass(program, "cpu")  # exported on a GPU, by constants in its graph too
     module: fx.GraphModule = program.module(check_guards=False)
     module._forward_pre_hooks.clear()  # input guards; executables check their inputs themselves
     for name in ("train", "eval"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -9,7 +10,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimtab._fixes import no_file
@@ -40,20 +41,33 @@ def _run_file(path: pathlib.Path) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    with user_code(f"{path} could not be run", f"Try it alone: python {path}"):
+    with user_code(f"{path} could not be run", f"Try it alone: python {path}"), _arguments(str(path)):
         spec.loader.exec_module(module)
     return module
 
 
+@contextlib.contextmanager
+def _arguments(*found: str) -> Iterator[None]:
+    """A block in which a script that reads its arguments finds ``found``, and not trimtab's."""
+    before = sys.argv
+    sys.argv = list(found)
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
 def _import(name: str) -> types.ModuleType:
     sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise UsageError(f"There is no module {name!r} on the path. For a file, write its path with .py.")
-    with user_code(f"The module {name} could not be imported", f"Try it alone: python -c 'import {name}'"):
+    with user_code(f"The module {name} could not be imported", f"Try it alone: python -c 'import {name}'"), _arguments(name):
+        try:
+            found = importlib.util.find_spec(name)  # which runs the packages that it lies in
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            found = None
+        if found is None:
+            raise UsageError(f"There is no module {name!r} on the path. For a file, write its path with .py.")
         return importlib.import_module(name)
 
 

@@ -46,6 +46,9 @@ WARM_UP_SHARE = 0.15
 PATIENCE = 2.0
 """Where quiet quads are hard to find, the time limit is stretched to this many times its length until the fewest are there."""
 
+LUCKY = 0.1
+"""Share of the calls that are taken for undisturbed where hardly any block was."""
+
 StoppedBy = Literal["width", "time", "pairs"]
 
 
@@ -242,9 +245,9 @@ def _result(
     sides = {"candidate": [q.candidate for q in used], "rival": [q.rival for q in used]}
     timed = {name: _measurement(session, name, pairs, conditions) for name, pairs in sides.items()}
     ratio = widened(_ratio(used), process_noise)
-    if missing:  # of calls that neighbours starve, blocks may tell another story than all calls together; neither is sure
-        plain = timed["rival"].median / timed["candidate"].median
-        ratio = Interval(ratio.value, min(ratio.low, plain), max(ratio.high, plain))
+    if missing:  # of calls that neighbours starve, all together or the luckiest may tell another story than blocks do
+        seen = [ratio.value, *(_quantiles(used, share) for share in (LUCKY, 0.5))]
+        ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
     return Comparison(
         ratio=ratio,
         pairs=2 * len(used),
@@ -279,6 +282,15 @@ def _measurement(
 def _ratio(quads: Sequence[Quad]) -> Interval:
     rival = [block.ns for quad in quads for block in quad.rival]
     return ratio_interval(rival, [block.ns for quad in quads for block in quad.candidate])
+
+
+def _quantiles(quads: Sequence[Quad], share: float) -> float:
+    """The ratio of what ``share`` of all calls of either side take at most."""
+    rival, candidate = (
+        quantile_of([ns for quad in quads for block in getattr(quad, side) for ns in block.times], share)
+        for side in ("rival", "candidate")
+    )
+    return max(1.0, rival) / max(1.0, candidate)
 
 
 def _noise(pairs: Sequence[tuple[Block, Block]]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from trimtab._ties import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
 from trimtab._tree import Structure, flatten, names
 from trimtab.measurement import Parity, Relative
-from trimtab.signature import dtype_name
+from trimtab.signature import TensorSpec, dtype_name
 
 TOLERANCE = {  # of exact recipes, by the dtype of the output: (centred error, tail error)
     torch.float64: (1e-9, 1e-7),
@@ -63,7 +63,13 @@ class _Figures:
 
 
 def compare_outputs(
-    reference: Sequence[Any], outputs: Sequence[Any], *, exact: bool, max_error: float | None = None, scored: bool = False
+    reference: Sequence[Any],
+    outputs: Sequence[Any],
+    *,
+    exact: bool,
+    max_error: float | None = None,
+    scored: bool = False,
+    specs: Sequence[TensorSpec] | None = None,
 ) -> Parity:
     """Hold ``outputs`` against ``reference``: one nested value of tensors per batch, dimension 0 being the examples.
 
@@ -76,6 +82,12 @@ def compare_outputs(
     The scale of the errors is what the reference varies by over the examples, per element of the output, in the root mean
     square. With one example only, or where it does not vary over the examples, it is what its values vary by within the
     examples; then its size; then 1. ``relative_to`` says which.
+
+    What follows from data is left to the score where there is one and the recipe is not ``exact``: sizes that are not the same
+    in all batches of the reference, as the number of boxes that are found, and, of what the evaluation's own run makes of the
+    outputs, texts, numbers and the lengths of lists. Where ``specs`` describe the outputs, no run makes anything of them: a
+    size that follows one of the inputs stays held, and so do texts and numbers, which a runtime keeps as it was built. Values
+    are compared in those batches only whose sizes are the reference's; ``left_out`` counts the others.
     """
     if len(reference) != len(outputs):
         return _refused(f"There are outputs for {len(outputs)} batches and references for {len(reference)}.", 0)
@@ -83,21 +95,27 @@ def compare_outputs(
         return _refused("There is nothing to compare: no batch was run.", 0)
     left, right = [flatten(v, "reference") for v in reference], [flatten(v, "output") for v in outputs]
     n = _examples([leaves for leaves, _ in left])
-    if len({structure.tensors for _, structure in left}) > 1:
-        return _refused(
-            "The reference has another number of tensors from batch to batch, so nothing can be held against it.", n
-        )
-    for number, ((ours, expected), (theirs, structure)) in enumerate(zip(left, right, strict=True)):
-        reason = _structure(expected, structure) or _gates(names(expected, "output"), ours, theirs)
+    lenient = scored and not exact
+    free = _following_data(left, specs) if lenient else {}
+    rows: dict[tuple[str, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    left_out = 0
+    for number, ((ours, expected), (theirs, found)) in enumerate(zip(left, right, strict=True)):
+        reason = _structure(expected, found, lenient and specs is None)
+        pairs = [] if reason else _pairs(ours, expected, theirs, found)
+        reason = reason or _gates(pairs, free) or _nan_in_more(ours, theirs)
         if reason is not None:
             return _refused(f"{reason[:-1]} (batch {number})." if len(reference) > 1 else reason, n)
-    found = [
-        _figures(name, [ours[i] for ours, _ in left], [theirs[i] for theirs, _ in right])
-        for i, name in enumerate(names(left[0][1], "output"))
-    ]
-    beside = scored or any(each.continuous for each in found)
-    reason = next((r for each in found if (r := _judge(each, exact, max_error, beside)) is not None), None)
-    return _worst(found, reason, n)
+        if len(ours) != len(theirs) or any(a.shape != b.shape for _, a, b in pairs):
+            left_out += 1
+            continue
+        for name, a, b in pairs:
+            mine, other = rows.setdefault((name, a.dtype), ([], []))
+            mine.append(a)
+            other.append(b)
+    figures = [_figures(name, *pair) for (name, _), pair in rows.items()]
+    beside = scored or any(each.continuous for each in figures)
+    reason = next((r for each in figures if (r := _judge(each, exact, max_error, beside)) is not None), None)
+    return dataclasses.replace(_worst(figures, reason, n), left_out=left_out)
 
 
 def _refused(reason: str, n: int) -> Parity:
@@ -126,15 +144,45 @@ def _examples(batches: Sequence[Sequence[Tensor]]) -> int:
     return sum(leaves[0].shape[0] if leaves and leaves[0].dim() else 1 for leaves in batches)
 
 
-def _structure(expected: Structure, found: Structure, where: str = "The output") -> str | None:
-    """What differs between two structures, constants included; the names of classes may differ."""
-    if expected.kind != found.kind or expected.keys != found.keys or len(expected.items) != len(found.items):
+def _following_data(
+    batches: Sequence[tuple[Sequence[Tensor], Structure]], specs: Sequence[TensorSpec] | None
+) -> dict[tuple[str, int], set[int]]:
+    """The axes of each output, by its name and number of axes, whose sizes are not the same in all ``batches``, but for those
+    that ``specs`` say follow a size of the inputs."""
+    shapes: dict[tuple[str, int], set[torch.Size]] = {}
+    for leaves, structure in batches:
+        for name, leaf in zip(names(structure, "output"), leaves, strict=True):
+            shapes.setdefault((name, leaf.dim()), set()).add(leaf.shape)
+    free = {key: {axis for axis in range(key[1]) if len({shape[axis] for shape in seen}) > 1} for key, seen in shapes.items()}
+    for spec in specs or ():
+        held = {axis for axis, size in enumerate(spec.shape) if isinstance(size, str) and size != "?"}
+        free[spec.name, len(spec.shape)] = free.get((spec.name, len(spec.shape)), set()) - held
+    return free
+
+
+def _pairs(
+    ours: Sequence[Tensor], expected: Structure, theirs: Sequence[Tensor], found: Structure
+) -> list[tuple[str, Tensor, Tensor]]:
+    """The tensors that belong together, with their name; where a list has become longer or shorter, those in equal places."""
+    where, there = names(expected, "output"), names(found, "output")
+    if where == there:
+        return list(zip(where, ours, theirs, strict=True))
+    other = dict(zip(there, theirs, strict=True))
+    return [(name, leaf, other[name]) for name, leaf in zip(where, ours, strict=True) if name in other]
+
+
+def _structure(expected: Structure, found: Structure, lenient: bool, where: str = "The output") -> str | None:
+    """What differs between two structures, constants included; the names of classes may differ and, where that is ``lenient``,
+    texts, numbers and the lengths of lists."""
+    longer = len(expected.items) != len(found.items) and not (lenient and expected.kind == "list")
+    if expected.kind != found.kind or expected.keys != found.keys or longer:
         return f"{where} is {_shape_of(found)}, but the reference is {_shape_of(expected)}."
-    if expected.kind == "constant" and not _equal_constants(expected.value, found.value):
+    alike = _alike if lenient else _equal_constants
+    if expected.kind == "constant" and not alike(expected.value, found.value):
         return f"{where} is {found.value!r}, but the reference is {expected.value!r}."
     keys = expected.keys or tuple(map(str, range(len(expected.items))))
-    pairs = zip(keys, expected.items, found.items, strict=True)
-    return next((r for key, a, b in pairs if (r := _structure(a, b, f"{where}[{key}]")) is not None), None)
+    pairs = zip(keys, expected.items, found.items, strict=False)  # one of two lists may be longer
+    return next((r for key, a, b in pairs if (r := _structure(a, b, lenient, f"{where}[{key}]")) is not None), None)
 
 
 def _shape_of(structure: Structure) -> str:
@@ -148,17 +196,34 @@ def _equal_constants(a: object, b: object) -> bool:
     return a == b
 
 
-def _gates(where: Sequence[str], reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
-    """What no recipe may change: shapes, dtypes, and which values are NaN or infinite."""
-    for name, a, b in zip(where, reference, outputs, strict=True):
-        if a.shape != b.shape:
+def _alike(a: object, b: object) -> bool:
+    """Whether a score may judge between two constants: both are texts, or both numbers, and what was finite still is."""
+    if isinstance(a, (bool, int, float)) and isinstance(b, (bool, int, float)):
+        return math.isfinite(b) or _equal_constants(a, b)
+    return (isinstance(a, str) and isinstance(b, str)) or _equal_constants(a, b)
+
+
+def _gates(pairs: Sequence[tuple[str, Tensor, Tensor]], free: Mapping[tuple[str, int], Collection[int]]) -> str | None:
+    """What no recipe may change: shapes but for the axes that are ``free``, dtypes, and which values are NaN or infinite."""
+    for name, a, b in pairs:
+        axes = free.get((name, a.dim()), ())
+        same = a.dim() == b.dim() and all(x == y or i in axes for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)))
+        if not same:
             return f"{name!r} has the shape {list(b.shape)}, but the reference has {list(a.shape)}."
         if a.dtype != b.dtype:
             return f"{name!r} is {dtype_name(b.dtype)}, but the reference is {dtype_name(a.dtype)}."
-        for word, count in _strange(a, b).items():
+        strange = _strange if a.shape == b.shape else _strange_anywhere
+        for word, count in strange(a, b).items():
             if count:
-                return f"{name!r} has {count} of {a.numel()} values that are {word}."
+                return f"{name!r} has {count} of {b.numel()} values that are {word}."
     return None
+
+
+def _nan_in_more(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
+    """The same for the tensors that are there in addition, where a list has become longer."""
+    if len(theirs) <= len(ours) or any(leaf.isnan().any() for leaf in ours):
+        return None
+    return "The output holds NaN where the reference has none." if any(leaf.isnan().any() for leaf in theirs) else None
 
 
 def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
@@ -172,9 +237,18 @@ def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
     }
 
 
+def _strange_anywhere(a: Tensor, b: Tensor) -> dict[str, int]:
+    """The same where sizes differ, so that no value has a counterpart: how many are NaN or infinite where none was."""
+    a, b = _signed_infinities(_real(a)), _signed_infinities(_real(b))
+    return {
+        "NaN where the reference has none": 0 if a.isnan().any() else int(b.isnan().sum()),
+        "infinite where the reference is not": 0 if a.isinf().any() else int(b.isinf().sum()),
+    }
+
+
 def _real(tensor: Tensor) -> Tensor:
     """``tensor`` on the CPU in double precision; a complex one with its parts in a last dimension of two."""
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach().cpu().resolve_conj()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 

@@ -13,6 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from trimtab.measurement import OperatorTime, operator_shares
 
 _LEVEL = "KINETO_LOG_LEVEL"
+_OF_THE_DRIVER = ("cuda", "Activity Buffer", "Lazy Function", "Runtime Triggered")
+"""How events of the GPU's driver begin, which are listed beside the operators that had it do something."""
 
 
 def operator_times(call: Callable[[], object], *, repeats: int = 10) -> list[OperatorTime]:
@@ -35,14 +37,27 @@ def operator_times(call: Callable[[], object], *, repeats: int = 10) -> list[Ope
 def _recorded(call: Callable[[], object], repeats: int) -> list[Any]:
     """The profiler's events by operator. Kernels of a GPU are listed beside the operators that launched them, which have their
     time already, so they are left out."""
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_gpu = _gpu_has_anything()
+    if on_gpu:
+        torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     with quiet(), profile(activities=activities) as recorded:
         for _ in range(repeats):
             call()
         if on_gpu:
             torch.cuda.synchronize()
-    return [event for event in recorded.key_averages() if event.device_type.name == "CPU"]
+    return [
+        event
+        for event in recorded.key_averages()
+        if event.device_type.name == "CPU" and not event.key.startswith(_OF_THE_DRIVER)
+    ]
+
+
+def _gpu_has_anything() -> bool:
+    """Whether anything lies on a GPU: a driver that somebody asked for its name would put its own events into the profile."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return any(torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count()))
 
 
 def _self_times(events: Sequence[Any]) -> list[tuple[Any, float]]:

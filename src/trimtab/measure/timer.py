@@ -43,13 +43,19 @@ class LocalRunner:
     Every call is waited for with ``synchronize`` before the clock is read, so that a device that works in the background is not
     timed by how fast it takes orders. The garbage collector is off within a block. Before the recorded calls come a few that
     are not (an eighth of them, at least one from four on): they find the caches and the clock frequency as the other
-    process of a pair left them.
+    process of a pair left them. ``before`` is run ahead of every call and not timed.
     """
 
-    def __init__(self, call: Callable[[], object], synchronize: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        call: Callable[[], object],
+        synchronize: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
+    ) -> None:
         self.pid = os.getpid()
         self._call = call
         self._synchronize = synchronize
+        self._before = before
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds of each of ``calls`` calls."""
@@ -68,14 +74,18 @@ class LocalRunner:
 
     def _run(self, calls: int) -> list[int]:
         call, synchronize, clock = self._call, self._synchronize, time.perf_counter_ns
-        if synchronize is None:
+        if synchronize is None and self._before is None:
             return [_timed(call, clock) for _ in range(calls)]
-        synchronize()
+        wait, before = synchronize or _nothing, self._before
+        wait()
         times = []
         for _ in range(calls):
+            if before is not None:
+                before()
+                wait()
             begun = clock()
             call()
-            synchronize()
+            wait()
             times.append(clock() - begun)
         return times
 
@@ -180,6 +190,10 @@ def synchronizer(device: torch.device | str) -> Callable[[], None] | None:
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: torch.accelerator.synchronize(device)
+
+
+def _nothing() -> None:
+    """Waits for nothing: on the CPU a call that returns is done."""
 
 
 def _timed(call: Callable[[], object], clock: Callable[[], int]) -> int:

@@ -60,7 +60,7 @@ class Attention(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; whoever trains it allows this kernel only."""
+        """The same model; whoever trains it has this kernel come first, and another for inputs that it does not take."""
         return candidate.with_settings(attention=self.kernel)
 
     def _failure(self, candidate: Candidate, kernels: list[SDPBackend]) -> str | None:

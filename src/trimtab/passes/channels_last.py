@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from trimtab.candidate import Candidate
 from trimtab.contracts import Pass
@@ -37,9 +38,17 @@ class ChannelsLast(Pass):
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model with NHWC weights; the settings make backends lay out the inputs alike."""
         model = candidate.own_model()
-        model._apply(_laid_out)  # type: ignore[no-untyped-call]  # `to(memory_format=...)` fails where a 3-D convolution has weights of five dimensions
+        lay_out(model)
         return candidate.with_model(model, memory_format="channels_last")
 
 
+def lay_out(model: nn.Module) -> None:
+    """Give ``model`` NHWC weights, in place.
+
+    ``model.to(memory_format=...)`` fails where a 3-D convolution has weights of five dimensions.
+    """
+    model._apply(_laid_out)  # type: ignore[no-untyped-call]
+
+
 def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -1,11 +1,12 @@
-"""The charts as data for plotly. Colours are names that the page looks up in its theme, so that they follow it."""
+"""The charts as data for plotly. Colours are names that the page looks up in its theme, so that they follow it; a number behind
+a name says how much of the colour there is, on paper."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trimtab._plain import plain
@@ -21,6 +22,8 @@ AREA = 34
 """Diameter, in pixels, of the largest point."""
 SMALL = 1e-9
 """A size, in MB, for what has none: plotly draws no point at all for 0, and the smallest for this."""
+PALE = 0.35
+"""How much of its colour a point has that others beat; the rest is paper, so that points do not darken each other."""
 REACH = 3.0
 """How many times as high as the fastest trial the chart may become to show a limit that nothing meets."""
 
@@ -202,11 +205,14 @@ def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:
     place = _axis(found, log=not labelled(record))
     largest = max((point.size or 0.0 for point in found), default=0.0) or 1.0
     backends = sorted({point.backend for point in found})
-    data = [_front_line(best, place)]
-    for index, backend in enumerate(backends):
-        own = [point for point in found if point.backend == backend]
-        colour = f"@series-{index % SERIES}"
-        data += [_trace(backend, colour, own, best, place, largest), _key(backend, colour)]
+    colours = {backend: f"@series-{index % SERIES}" for index, backend in enumerate(backends)}
+    beaten = [point for point in found if point not in best]
+    data = [  # what is drawn later covers what is drawn first
+        *_traces(beaten, colours, place, largest, pale=True),
+        _front_line(best, place),
+        *_traces(best, colours, place, largest, pale=False),
+        *(_key(backend, colour) for backend, colour in colours.items()),
+    ]
     against = words.terms(record).lost if labelled(record) else "error of the outputs"
     about = (
         f"Speed-up against {against} of {len(found)} trials; {len(best)} of them are not beaten in both. The table of trials "
@@ -235,15 +241,20 @@ def _front_line(best: Sequence[Point], place: Callable[[float], float]) -> dict[
     }
 
 
+def _traces(
+    found: Sequence[Point], colours: Mapping[str, str], place: Callable[[float], float], largest: float, *, pale: bool
+) -> list[dict[str, Any]]:
+    """A trace for each backend, the large points below the small ones; only those that no other beats have whiskers."""
+    own = {name: sorted((p for p in found if p.backend == name), key=lambda p: -(p.size or 0.0)) for name in colours}
+    return [_trace(name, colours[name], points, place, largest, pale=pale) for name, points in own.items() if points]
+
+
 def _trace(
-    name: str, colour: str, own: Sequence[Point], best: Sequence[Point], place: Callable[[float], float], largest: float
+    name: str, colour: str, own: Sequence[Point], place: Callable[[float], float], largest: float, *, pale: bool
 ) -> dict[str, Any]:
-    shown = [point in best for point in own]
-    nothing = (0.0, 0.0)
-    across = [(p.x - p.low, p.high - p.x) if s else nothing for p, s in zip(own, shown, strict=True)]
-    along = [
-        (p.speed.value - p.speed.low, p.speed.high - p.speed.value) if s else nothing for p, s in zip(own, shown, strict=True)
-    ]
+    across = [(0.0, 0.0) if pale else (p.x - p.low, p.high - p.x) for p in own]
+    along = [(0.0, 0.0) if pale else (p.speed.value - p.speed.low, p.speed.high - p.speed.value) for p in own]
+    colour = f"{colour} {PALE}" if pale else colour
     error = {"color": colour}
     return {
         "type": "scatter",
@@ -264,9 +275,9 @@ def _trace(
             "sizemode": "area",
             "sizeref": 2 * largest / AREA**2,
             "sizemin": 5,
-            "opacity": [1.0 if s else 0.35 for s in shown],
+            "opacity": 1.0,
             "symbol": ["circle" if point.keeps else "circle-open" for point in own],
-            "line": {"width": 2, "color": colour},
+            "line": {"width": [1 if pale and p.keeps else 2 for p in own], "color": "@paper" if pale else colour},
         },
     }
 
@@ -292,12 +303,11 @@ def _pareto_layout(
     if asked is not None and asked <= REACH * top:
         top = max(top, asked)
     shapes, notes = _limit_lines(record, top)
+    spots = [point.x if labelled(record) else math.log10(place(point.x)) for point in found]
+    middle = (min(spots) + max(spots)) / 2
     notes += [
-        {
-            **{"x": point.x if labelled(record) else math.log10(place(point.x)), "y": point.speed.value, "ay": -34, "ax": 0},
-            **{"text": "ships", "font": {"color": "@ink"}, "arrowcolor": "@ink", "arrowwidth": 1, "showarrow": True},
-        }
-        for point in found
+        _shipping(record, x, point.speed.value, right=x > middle)
+        for x, point in zip(spots, found, strict=True)
         if rows[point.row].ships
     ]
     across: dict[str, Any] = {"title": {"text": words.terms(record).lost}, "zeroline": True}
@@ -318,6 +328,15 @@ def _pareto_layout(
         "legend": {"orientation": "h", "y": -0.24, "x": 0},
         "hovermode": "closest",
     }
+
+
+def _shipping(record: Record, x: float, y: float, *, right: bool) -> dict[str, Any]:
+    """What ships, by name and with its confirmed speed-up; its words go inwards from a point in the ``right`` half."""
+    again = record.confirmation.speedup if record.confirmation is not None and record.confirmation.again else None
+    text = "ships" if again is None else f"ships<br>({words.quoted(again)} when measured again)"
+    arrow = {"showarrow": True, "arrowcolor": "@ink", "arrowwidth": 1, "ax": 0, "ay": -34}
+    side = "right" if right else "left"
+    return arrow | {"x": x, "y": y, "text": text, "font": {"color": "@ink"}, "xanchor": side, "align": side}
 
 
 def _asked(record: Record) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from trimtab.study.record import Record
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 SIDES = {"as_written": "as written", "best": "what ships"}
+COLOURS = {"as_written": "@quiet", "best": "@accent"}
 
 
 def placed(record: Record) -> list[tuple[str, Explanation, Roofline]]:
@@ -30,10 +32,12 @@ def roofline(record: Record) -> Chart | None:
     roofs = list(_roofs(record.peaks, models))
     if not roofs:
         return None
-    ridges = [peak / memory for _, _, peak, memory, _ in roofs]
+    ridges = [peak / memory for _, _, peak, memory in roofs]
     intensities = [place.intensity for _, _, place in models]
     low, high = min(*ridges, *intensities) / 5, max(*ridges, *intensities) * 8
-    data = [_roof(*roof, low, high) for roof in roofs]
+    under = _under(record.peaks, models)
+    roofs.sort(key=lambda roof: roof[:2] in under)  # those that are used are drawn last, and so above the others
+    data = [_roof(*roof, under.get(roof[:2], []), low, high) for roof in roofs]
     data += [_model(name, place) for name, _, place in models]
     said = "; ".join(
         f"{SIDES[name]} reaches {words.digits(place.achieved)} of {words.digits(place.attainable)} billion operations a second "
@@ -45,22 +49,46 @@ def roofline(record: Record) -> Chart | None:
         "yaxis": {"type": "log", "title": {"text": "billion operations a second"}, "exponentformat": "power", "dtick": 1},
         "legend": {"orientation": "h", "y": -0.24, "x": 0},
         "hovermode": "closest",
+        "annotations": _labels([(*roof[:3], under[roof[:2]]) for roof in roofs if roof[:2] in under]),
     }
     return Chart("roofline", f"Roofline of this machine with the models on it: {said}.", data, layout, 430)
 
 
-def _roofs(peaks: Peaks, models: list[tuple[str, Explanation, Roofline]]) -> Iterator[tuple[str, int, float, float, bool]]:
-    """``(dtype, threads, peak, memory, whether a model is computed in it)`` of every roof at the models' numbers of threads."""
-    used = {(each.dtype, each.threads or peaks.threads) for _, each, _ in models}
-    for threads in sorted({threads for _, threads in used}):
+def _under(peaks: Peaks, models: list[tuple[str, Explanation, Roofline]]) -> dict[tuple[str, int], list[str]]:
+    """Which models are under which roof, by ``(dtype, threads)``."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for name, each, _ in models:
+        found.setdefault((each.dtype, each.threads or peaks.threads), []).append(name)
+    return found
+
+
+def _labels(roofs: list[tuple[str, int, float, list[str]]]) -> list[dict[str, Any]]:
+    """The name of each roof that a model is under, at its right end: above the highest of them, below the others."""
+    top = max((peak for _, _, peak, _ in roofs), default=0.0)
+    return [
+        {
+            "text": f"{dtype}, {words.count(threads, 'thread')}: {' and '.join(SIDES[name] for name in names)}",
+            **{"xref": "paper", "x": 1, "xanchor": "right", "y": math.log10(peak), "showarrow": False},
+            "yanchor": "bottom" if peak == top else "top",
+            "font": {"color": "@ink", "size": 12},
+        }
+        for dtype, threads, peak, names in roofs
+    ]
+
+
+def _roofs(peaks: Peaks, models: list[tuple[str, Explanation, Roofline]]) -> Iterator[tuple[str, int, float, float]]:
+    """``(dtype, threads, peak, memory)`` of every roof at the models' numbers of threads."""
+    for threads in sorted({threads for _, threads in _under(peaks, models)}):
         memory = peaks.find("memory", "cpu", threads)
         for dtype in DTYPES:
             peak = peaks.find(dtype, "cpu", threads)  # type: ignore[arg-type]
             if peak and memory:
-                yield dtype, threads, peak, memory, (dtype, threads) in used
+                yield dtype, threads, peak, memory
 
 
-def _roof(dtype: str, threads: int, peak: float, memory: float, used: bool, low: float, high: float) -> dict[str, Any]:
+def _roof(dtype: str, threads: int, peak: float, memory: float, names: list[str], low: float, high: float) -> dict[str, Any]:
+    """A roof, in the colour of the model that is under it, if only one is."""
+    colour = "@grid-strong 0.6" if not names else COLOURS[names[0]] if len(names) == 1 else "@ink"
     ridge = peak / memory
     unit = "GOP/s" if dtype == "int8" else "GFLOP/s"
     return {
@@ -69,7 +97,7 @@ def _roof(dtype: str, threads: int, peak: float, memory: float, used: bool, low:
         "name": f"{dtype}, {words.count(threads, 'thread')}",
         "x": [low, ridge, max(high, ridge)],
         "y": [low * memory, peak, peak],
-        "line": {"color": "@ink" if used else "@grid-strong", "width": 2 if used else 1.2, "dash": _dash(dtype)},
+        "line": {"color": colour, "width": 2 if names else 1.2, "dash": _dash(dtype)},
         "hovertemplate": (
             f"{dtype}, {words.count(threads, 'thread')}: {words.digits(peak)} {unit}, "
             f"memory {words.digits(memory)} GB/s<extra></extra>"
@@ -95,7 +123,7 @@ def _model(name: str, place: Roofline) -> dict[str, Any]:
         "marker": {
             "size": 13,
             "symbol": "circle" if ours else "diamond",
-            "color": "@accent" if ours else "@quiet",
+            "color": COLOURS[name],
             "line": {"color": "@ink", "width": 1},
         },
         "hovertemplate": (

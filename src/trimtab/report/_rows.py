@@ -59,10 +59,9 @@ class Column:
 
 
 SPEED = Column("speed-up", "Against the model as written, in turns, with its 95% interval; above 1 is faster.")
-LATENCY = Column("latency", "Median time of one call.")
-ERROR = Column("error", "Root mean square error of the outputs, relative to what the reference varies by.", minor=True)
+EXAMPLES = Column("examples a call", "How many examples the call takes at once that the latency is of.")
+SIZE = Column("size", "Of the files that ship.", minor=True)
 REST = (
-    Column("size", "Of the files that ship.", minor=True),
     Column("peak memory", "Of a fresh process that loads it and calls it.", minor=True),
     Column("cold start", "Load and first call.", minor=True),
     Column("took", "What the whole trial took, compilation and scoring included.", minor=True),
@@ -74,11 +73,28 @@ def labelled(record: Record) -> bool:
     return words.known(record.prepared.score) is not None or any(trial.drop is not None for trial in record.trials)
 
 
+def has_files(record: Record) -> bool:
+    """Whether what ships is files, as it is of a model; of a training it is settings."""
+    return record.mode == "infer"
+
+
 def columns(record: Record) -> tuple[Column, ...]:
     """The headings over :attr:`Row.cells`."""
-    terms, error = words.terms(record), dataclasses.replace(ERROR, minor=labelled(record))
+    terms = words.terms(record)
+    about = f"Root mean square error of the {terms.outputs}, relative to what the reference varies by."
+    error = Column("error", about, minor=labelled(record))
+    latency = Column(terms.measure, f"Median time of one {terms.call}.")
     drop = Column(f"{terms.drop} (≤ bound)", f"The {terms.lost} {terms.searched}, and the upper bound of that.")
-    return (SPEED, LATENCY, *([drop] if labelled(record) else []), error, *REST)
+    several = [EXAMPLES] if words.alone(record) else []
+    return (
+        SPEED,
+        latency,
+        *several,
+        *([drop] if labelled(record) else []),
+        error,
+        *([SIZE] if has_files(record) else []),
+        *REST,
+    )
 
 
 def rows(record: Record) -> list[Row]:
@@ -111,11 +127,15 @@ def _cells(trial: Trial, record: Record) -> Iterator[Cell]:
     yield Cell(_or_dash(words.speed(trial.speedup)), known(trial.speedup.value) if trial.speedup else None)
     latency = trial.latency_ms.median if trial.latency_ms else None
     yield Cell(_or_dash(words.milliseconds(latency)), known(latency))
+    if words.alone(record):
+        examples = words.examples(trial, record)
+        yield Cell("–" if examples is None else f"{examples:,}", examples)
     if labelled(record):
         yield Cell(_or_dash(words.drop(trial.drop, record)), known(trial.drop.value) if trial.drop else None)
     error = trial.parity.centred_error if trial.parity else None
     yield Cell(_or_dash(words.error(error)), known(error), minor=labelled(record))
-    yield Cell(_or_dash(words.megabytes(trial.size_mb)), known(trial.size_mb), minor=True)
+    if has_files(record):
+        yield Cell(_or_dash(words.megabytes(trial.size_mb)), known(trial.size_mb), minor=True)
     yield Cell(_or_dash(words.megabytes(trial.peak_mb)), known(trial.peak_mb), minor=True)
     yield Cell(_or_dash(words.duration(trial.cold_s)), known(trial.cold_s), minor=True)
     yield Cell(words.duration(trial.seconds), known(trial.seconds), minor=True)
@@ -155,7 +175,8 @@ def _facts(trial: Trial, record: Record) -> Iterator[tuple[str, str]]:
     if trial.latency_ms is not None and trial.latency_ms.p90 is not None:
         yield "90% of calls within", words.milliseconds(trial.latency_ms.p90)
     if trial.drop is not None and trial.drop.limit is not None:
-        yield f"limit of the {terms.drop}", f"{words.lost(trial.drop.limit, record)}, {_decided(trial.drop, terms.sample)}"
+        decided = _decided(trial.drop, terms.sample, trial.recipe.exact)
+        yield f"limit of the {terms.drop}", f"{words.lost(trial.drop.limit, record)}, {decided}"
     if trial.parity is not None:
         yield terms.outputs, words.clipped(words.parity(trial.parity, record), 300)
     if trial.comparison is not None:
@@ -165,7 +186,9 @@ def _facts(trial: Trial, record: Record) -> Iterator[tuple[str, str]]:
     yield "name", trial.recipe.hash
 
 
-def _decided(drop: Drop, sample: str) -> str:
+def _decided(drop: Drop, sample: str, exact: bool) -> str:
+    if drop.decided is None and exact:
+        return f"undecidable with {words.count(drop.n, sample)}, but it is exact and was held to rounding instead"
     if drop.decided is None:
         more = f"; about {drop.n_needed:,} would decide" if drop.n_needed else ""
         return f"undecidable with {words.count(drop.n, sample)}{more}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from trimtab._json import to_json
@@ -84,7 +84,7 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     yield "answer", _verdict.headline(record)
     yield terms.answer.lower() if record.status else "best so far", str(best.recipe) if best is not None else "nothing"
     for rung in RUNGS:
-        yield from _rung(rung, _verdict.rung(record, rung))
+        yield from _rung(rung, record)
     for tile in _verdict.tiles(record):
         if tile.name in ("speed-up over tuned", terms.lost, "error of the outputs", "throughput"):
             yield tile.name, f"{tile.value}" + (f" ({tile.below})" if tile.below else "")
@@ -95,12 +95,12 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
         yield f"version of {name}", number
 
 
-def _rung(name: str, found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    title = words.RUNG_WORDS[name]
+def _rung(name: str, record: Record) -> Iterator[tuple[str, str]]:
+    title, found = words.RUNG_WORDS[name], _verdict.rung(record, name)
     if found is None:
         yield title, "none"
         return
-    latency = words.milliseconds(found["latency_ms"]["median"])
+    latency = words.milliseconds(found["latency_ms"]["median"]) + _verdict.of_examples(record, found)
     yield title, f"{words.speed(words.rung_interval(found))}, {latency}, {words.megabytes(found['size_mb'])}"
 
 

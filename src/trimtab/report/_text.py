@@ -72,7 +72,7 @@ def text(record: Record, columns: int | None = None) -> str:
 
 
 def _answer(record: Record, screen: Screen) -> Iterator[str]:
-    head = f"{record.workload}: {_verdict.headline(record)}   [{record.started}, {words.duration(record.seconds)}]"
+    head = f"{record.workload}: {_verdict.headline(record)}   [last run {record.started}, {words.duration(record.seconds)}]"
     yield from screen.wrapped(head, 1, hang=4)
     yield from screen.wrapped(_verdict.sentence(record), 3)
     if recipe := _verdict.recipe(record):
@@ -85,11 +85,14 @@ def _ladder(record: Record, screen: Screen) -> Iterator[str]:
     found, terms = _verdict.rungs(record), words.terms(record)
     if not found:
         return
-    head = f"{'LADDER':<11} {'speed-up':<23} {'latency':>12} {terms.score:>12} {terms.drop + ' at most':>12}"
+    head = f"{'LADDER':<11} {'speed-up':<23} {terms.measure:>12} {terms.score:>12} {terms.drop + ' at most':>12}"
     yield f"{head}  recipe" if screen.wide else head[: screen.width]
     for rung in found[:4]:
-        figures = f"{rung['latency']:>12} {rung[terms.score]:>12} {rung['at most']:>12}"
+        figures = f"{rung[terms.measure]:>12} {rung[terms.score]:>12} {rung['at most']:>12}"
         yield from screen.row(f"{rung['rung']:<11} {rung['speed-up']:<23} {figures}", rung["recipe"])
+    if words.alone(record):
+        many = ", ".join(rung["examples a call"] for rung in found[:4])
+        yield from screen.wrapped(f"A latency is that of one call alone; examples a call, from the top: {many}.", 1)
 
 
 def _trials(record: Record, screen: Screen) -> Iterator[str]:
@@ -128,6 +131,8 @@ def _trusted(record: Record, screen: Screen) -> Iterator[str]:
     if quiet := _trust.noise(record):
         yield from screen.wrapped("; ".join(f"{name}: {value}" for name, value in quiet), 2, hang=4)
     undecided = f"undecidable trials: {len(_trust.undecided(record))}"
+    if exact := _trust.undecided_exact(record):
+        undecided += f", and {exact:,} exact, held to rounding instead"
     yield from screen.wrapped(f"{_compared(record)}; {undecided}", 1, hang=4)
     if doubt := _verdict.doubt(record):
         yield from screen.wrapped(doubt, 1, hang=4)

@@ -41,6 +41,8 @@ def _confirmation(record: Record) -> Iterator[Fact]:
         before = f"; {words.drop(searched.drop, record)} {terms.searched}" if searched is not None and searched.drop else ""
         yield f"{terms.lost} {terms.again}", words.drop(found.drop, record) + before
     yield f"{terms.outputs} {terms.again}", words.parity(found.parity, record)
+    if found.measured_at is not None:
+        yield "measured again at", plain(found.measured_at)
 
 
 def _source(mode: Mode, found: Confirmation) -> str:
@@ -93,7 +95,7 @@ def data(record: Record) -> list[Fact]:
     purpose = {
         "calibration": "quantizers see it",
         "selection": "the search sees it",
-        "test": "touched once, by what won",
+        "test": _seen(record),
     }
     facts = [
         (name, f"{words.count(size, 'example')}: {purpose.get(name, 'kept apart')}") for name, size in prepared.splits.items()
@@ -103,6 +105,15 @@ def data(record: Record) -> list[Fact]:
         where = "" if prepared.n is None else " " + terms.scored.format(words.count(prepared.n, terms.sample))
         facts.append((f"{terms.score} of {terms.subject}", words.score(prepared.score, record) + where))
     return facts
+
+
+def _seen(record: Record) -> str:
+    """Whom the test data was shown to: each recipe that it refuses makes a pass by luck more likely for the next."""
+    number = len(record.tried)
+    if not number:
+        return "only recipes that are confirmed see it"
+    luck = ", each of them a chance more to pass by luck" if number > 1 else ""
+    return f"only recipes that were confirmed saw it, one after the other: {number} here{luck}"
 
 
 def undecided(record: Record) -> list[str]:
@@ -115,6 +126,23 @@ def undecided(record: Record) -> list[str]:
         for t in record.trials
         if t.drop is not None and t.drop.limit is not None and t.drop.decided is None and not t.recipe.exact
     ]
+
+
+def undecided_exact(record: Record) -> int:
+    """How many exact recipes there are of which the data could not tell either."""
+    return sum(
+        t.drop is not None and t.drop.limit is not None and t.drop.decided is None and t.recipe.exact for t in record.trials
+    )
+
+
+def excused(record: Record) -> str:
+    """Why those may ship all the same, in a sentence; empty where there are none."""
+    number = undecided_exact(record)
+    if not number:
+        return ""
+    to = "floating-point noise" if record.mode == "infer" else "what rounding explains"
+    those = "is undecided by the data; it was" if number == 1 else "are undecided by the data; they were"
+    return f"{words.count(number, 'exact recipe')} {those} held to {to} instead."
 
 
 def notes(record: Record) -> list[str]:
@@ -162,8 +190,8 @@ def study(record: Record) -> list[Fact]:
         ("objective", record.objective),
         *((f"limit: {name}", value) for name, value in words.limits(record)),
         ("sampler", record.sampler),
-        ("began", record.started),
-        ("took", words.duration(record.seconds)),
+        ("last run began", record.started),
+        ("last run took", words.duration(record.seconds)),
     ]
 
 

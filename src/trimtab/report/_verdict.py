@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimtab._plain import plain
+from trimtab.confirm import Confirmation
+from trimtab.measurement import Measurement
 from trimtab.report import _words as words
-from trimtab.report._rows import labelled
+from trimtab.report._rows import has_files, labelled
 from trimtab.study import verdict
 from trimtab.study.record import Record
 from trimtab.trial import Trial
@@ -50,6 +52,8 @@ def headline(record: Record) -> str:
         return words.status(record)
     if found.speedup.vague:
         return "faster than as written, by how much is unclear"
+    if found.speedup.high < 1:  # which only an original that misses a limit gives way to
+        return f"keeps the limits that the original misses, at {words.quoted(found.speedup)} its speed"
     ratio = f"{words.span(found.speedup)} times" if doubt(record) else words.quoted(found.speedup)
     return f"{ratio} the throughput of as written" if record.objective == "throughput" else f"{ratio} as fast as written"
 
@@ -89,7 +93,7 @@ def steps(record: Record) -> list[Step]:
             about=(inspect.getdoc(type(step)) or step.name).splitlines()[0],
             fields=", ".join(f"{field.name}={getattr(step, field.name)}" for field in dataclasses.fields(step)),
         )
-        for step in (*found.recipe.passes, found.recipe.backend)
+        for step in (*found.recipe.passes, *([] if record.mode == "train" else [found.recipe.backend]))
     ]
 
 
@@ -99,7 +103,9 @@ def conditions(record: Record) -> str:
     pairs = "" if found is None else f", {words.count(found.pairs, 'pair')} of timings taken in turns"
     threads = words.count(record.prepared.threads, "thread")
     inputs = words.clipped(record.prepared.inputs, 200)
-    where = f"{plain(record.environment.cpu)} on {plain(record.started)[:10]}"
+    when = record.confirmation.measured_at if record.confirmation is not None else None
+    date = f"last run on {plain(record.started)[:10]}" if when is None else f"on {plain(when)[:10]}"
+    where = f"{plain(record.environment.cpu)}{',' if when is None else ''} {date}"
     return f"Measured on {where}, {threads} unless the recipe says otherwise, inputs {inputs}{pairs}."
 
 
@@ -123,10 +129,41 @@ def _speed(record: Record) -> Iterator[Tile]:
         below = f"{words.span(found.against_tuned)}, 95% interval"
         yield Tile("speed-up over tuned", words.quoted(found.against_tuned), below)
     if best is not None:
-        yield Tile("median latency", words.milliseconds(best["latency_ms"]["median"]), _from(first, "latency_ms"))
+        value = words.milliseconds(best["latency_ms"]["median"])
+        yield Tile(f"median {words.terms(record).measure}", value, _written(record, found, first, best))
     if found.throughput is not None:
-        unit = plain(found.throughput.unit)
-        yield Tile("throughput", f"{words.digits(found.throughput.median)} {unit}", "")
+        yield _throughput(found, found.throughput)
+
+
+def _written(record: Record, found: Confirmation, first: Mapping[str, Any] | None, best: Mapping[str, Any]) -> str:
+    """What the latency was as written: in turns with what ships, for what another minute saw does not compare."""
+    if words.alone(record):  # these are timed one after the other, and each of as many examples as its recipe takes
+        before = _from(first, "latency_ms")
+        parts = (of_examples(record, best).strip(), f"{before}{of_examples(record, first)}" if before else "")
+        return "; ".join(part for part in parts if part)
+    if found.comparison is None:
+        return _from(first, "latency_ms")
+    return f"{words.milliseconds(found.comparison.rival.median)} as written, in turns with it"
+
+
+def _throughput(found: Confirmation, measured: Measurement) -> Tile:
+    bounds, times = f"{words.digits(measured.interval.low)} to {words.digits(measured.interval.high)}", found.comparison
+    before = ""
+    if times is not None:  # both are of as many examples
+        before = f"; {words.digits(measured.median * times.candidate.median / times.rival.median)} as written, in turns with it"
+    return Tile("throughput", f"{words.digits(measured.median)} {plain(measured.unit)}", bounds + before)
+
+
+def examples(record: Record, found: Mapping[str, Any] | None) -> int | None:
+    """With how many examples the call was that the latency of a rung is of; ``None`` where all calls have the same."""
+    name = None if found is None else found["recipe"]
+    return words.examples(next((trial for trial in record.trials if str(trial.recipe) == name), None), record)
+
+
+def of_examples(record: Record, found: Mapping[str, Any] | None) -> str:
+    """`` for 8 examples``, to stand behind the latency of a rung; empty where all calls have the same."""
+    number = examples(record, found)
+    return "" if number is None else f" for {words.count(number, 'example')}"
 
 
 def _cost(record: Record) -> Iterator[Tile]:
@@ -137,7 +174,7 @@ def _cost(record: Record) -> Iterator[Tile]:
         below = f"at most {words.lost(found.drop.upper, record)}; {scores}"
         yield Tile(terms.lost, words.lost(found.drop.value, record), below)
     elif found is not None and found.parity is not None and not labelled(record):
-        yield Tile("error of the outputs", words.error(found.parity.centred_error), "of what they vary by")
+        yield Tile(f"error of the {terms.outputs}", words.error(found.parity.centred_error), "of what they vary by")
     if best is not None:
         yield Tile("size on disk", words.megabytes(best["size_mb"]), _from(first, "size_mb"))
         yield Tile("peak memory", words.megabytes(best["peak_mb"]), _from(first, "peak_mb"))
@@ -156,7 +193,8 @@ def _from(first: Mapping[str, Any] | None, key: str) -> str:
 
 
 def doubt(record: Record) -> str:
-    """A warning where the figures of the answer rest on a machine that was too busy, or on too few calls; else empty."""
+    """A warning where the figures of the answer rest on a machine that was too busy, on too few calls, or on processes that
+    run unlike each time; else empty."""
     found = record.confirmation.comparison if record.confirmation is not None else None
     if found is None or found.doubt is None:
         return ""
@@ -164,6 +202,9 @@ def doubt(record: Record) -> str:
     if found.few:
         cause = f"The calls are so slow that only {words.count(found.pairs, 'pair')} were measured"
         way_out = f"Give it more time: {longer}."
+    elif found.differs is not None:
+        cause = found.differs[0].upper() + found.differs[1:]
+        way_out = "That is how they run here: more time or a quieter machine would narrow it little."
     else:
         cause = "The machine was too busy while this was measured"
         way_out = f"Run the study again with {fresh} when the machine is quiet."
@@ -173,17 +214,18 @@ def doubt(record: Record) -> str:
 
 def rungs(record: Record) -> list[dict[str, str]]:
     """The ladder as a table."""
-    terms = words.terms(record)
+    terms, several = words.terms(record), words.alone(record)
     return [
         {
             "rung": words.RUNG_WORDS.get(each["rung"], str(each["rung"])),
             "recipe": plain(str(each["recipe"])),
             "speed-up": words.speed(words.rung_interval(each)),
-            "latency": words.milliseconds(each["latency_ms"]["median"]),
+            terms.measure: words.milliseconds(each["latency_ms"]["median"]),
+            **({"examples a call": words.digits(examples(record, each), 1)} if several else {}),
             terms.score: words.score(each["score"]["value"], record),
             terms.drop: words.lost(each["drop"]["value"], record),
             "at most": words.lost(each["drop"]["upper"], record),
-            "size": words.megabytes(each["size_mb"]),
+            **({"size": words.megabytes(each["size_mb"])} if has_files(record) else {}),
             "peak memory": words.megabytes(each["peak_mb"]),
             "cold start": words.duration(each["cold_s"]),
         }

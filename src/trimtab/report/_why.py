@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from trimtab._plain import plain
+from trimtab.evaluate import REQUESTS
 from trimtab.explain import Explanation
 from trimtab.measurement import OperatorTime
 from trimtab.report import _words as words
@@ -43,16 +44,16 @@ def sides(record: Record) -> list[Side]:
     """The model as written and what ships, as far as they were explained."""
     found = {name: record.explanations[name] for name in SIDES if name in record.explanations}
     longest = max((bar.self_ms for each in found.values() for bar in _shown(each)), default=0.0)
-    return [_side(SIDES[name], each, longest) for name, each in found.items()]
+    return [_side(SIDES[name], each, longest, several=words.alone(record)) for name, each in found.items()]
 
 
-def _side(title: str, found: Explanation, longest: float) -> Side:
+def _side(title: str, found: Explanation, longest: float, *, several: bool) -> Side:
     return Side(
         title=title,
         recipe=plain(found.recipe),
         source=plain(found.source),
         bars=tuple(_bar(each, longest) for each in _shown(found)),
-        summary=" ".join(_summary(found)),
+        summary=" ".join(_summary(found, several=several)),
         notes=tuple(words.some(found.notes)),
     )
 
@@ -85,10 +86,17 @@ def _time(ms: float, longest: float) -> str:
     return f"{1e3 * ms:.1f} µs" if ms >= 0.00005 else "below 0.1 µs"
 
 
-def _summary(found: Explanation) -> Iterator[str]:
-    """How the operators add up beside the time of a call."""
+def _summary(found: Explanation, *, several: bool) -> Iterator[str]:
+    """How the operators add up beside the time of a call; where ``several`` requests were timed at once they need not."""
     total = sum(words.known(row.self_ms) or 0.0 for row in found.operators)
     seconds = words.known(found.seconds)
+    if several:
+        if seconds is not None:
+            share = words.milliseconds(1e3 * seconds)
+            yield f"With {REQUESTS} requests at once the inputs of one call are through every {share}."
+        if total:
+            yield f"In profiled calls, one at a time, the operators take {words.milliseconds(total)}."
+        return
     if seconds is not None:
         yield f"One call takes {words.milliseconds(1e3 * seconds)}."
     if not total:
@@ -139,6 +147,17 @@ def _roof_line(name: str, found: Explanation) -> tuple[str, ...]:
 def said(record: Record) -> list[str]:
     """What the runtime said of what ships: operators that it could not run natively, sizes that it could not keep."""
     return [] if record.winner is None else words.some(record.winner.notes)
+
+
+def nothing(record: Record) -> str:
+    """What it means that nothing was said of what ships: only some runtimes tell which operators they could not run."""
+    if record.winner is None:
+        return "Nothing ships yet, or nothing ships at all."
+    if record.mode == "train":
+        return "Nothing."
+    if record.winner.recipe.backend.tells_fallbacks:
+        return "Nothing: no operator that the runtime could not run natively, and no size that it could not keep."
+    return "Nothing; but this runtime does not say which operators it could not run natively."
 
 
 def uncounted(record: Record) -> str:

@@ -12,6 +12,7 @@ from trimtab.contracts import Mode
 from trimtab.measurement import Drop, Interval, Parity
 from trimtab.recipe import Recipe
 from trimtab.study.record import Record
+from trimtab.trial import Trial
 
 UNKNOWN = "not measured"
 MANY = 1e3
@@ -56,6 +57,13 @@ class Terms:
     """Where the search measured a drop."""
     again: str
     """Where the confirmation did."""
+    rungs: str
+    """What the ladder leads over."""
+    measure: str
+    call: str
+    """What is timed: the name of its time, and its own."""
+    drawn: str
+    """What the size and the colour of a point say."""
 
     @property
     def lost(self) -> str:
@@ -81,6 +89,10 @@ TERMS: Mapping[Mode, Terms] = {
         scored="on {} of the selection data",
         searched="on the selection data",
         again="on the test data",
+        rungs="over its tuned form, to the best that loses nothing, to the best within the limits",
+        measure="latency",
+        call="call",
+        drawn="Area is size on disk, colour the runtime.",
     ),
     "train": Terms(
         subject="the training as written",
@@ -95,6 +107,10 @@ TERMS: Mapping[Mode, Terms] = {
         scored="at the end of {}",
         searched="in the search",
         again="from other parameters",
+        rungs="to the best settings that change nothing in what is learnt, to the best within the limits",
+        measure="update time",
+        call="update",
+        drawn="",
     ),
 }
 
@@ -189,6 +205,18 @@ def milliseconds(value: float | None) -> str:
     return f"{digits(value * 1e3)} µs" if value >= 1e-3 else f"{digits(value * 1e6)} ns"
 
 
+def alone(record: Record) -> bool:
+    """Whether latencies are of single calls, each with as many examples as its recipe takes at once, and not of the timing."""
+    return record.objective == "throughput" and record.mode == "infer"
+
+
+def examples(trial: Trial | None, record: Record) -> int | None:
+    """With how many examples the call was that the latency of a trial is of; ``None`` where all calls have the same."""
+    found = None if trial is None or not alone(record) else trial.latency_ms
+    number = None if found is None else found.conditions.get("examples")
+    return number if isinstance(number, int) else None
+
+
 def megabytes(value: float | None) -> str:
     """A size; one MB is 10**6 bytes."""
     value = known(value)
@@ -266,6 +294,8 @@ def parity(found: Parity | None, record: Record) -> str:
     else:
         largest = f"largest {error(found.tail_error)}, on {count(found.n, 'example')}"
         figures = f"centred error {error(found.centred_error)}, {largest}"
+        if found.left_out:
+            figures += f"; the score alone judges {found.left_out} of the batches, which have other sizes than the reference's"
     return figures if found.ok else f"{found.reason} ({figures})"
 
 
@@ -276,7 +306,8 @@ def count(number: int, noun: str) -> str:
 
 def recipe(found: Recipe, record: Record) -> str:
     """A recipe in words: the runtime, what is done to the model, the data that it was fitted to, the threads."""
-    words = [found.describe()]
+    words = [found.describe()] if record.mode == "infer" else [step.describe() for step in found.passes]
+    words = words or ["the settings as written"]
     examples = record.prepared.splits.get("calibration", 0)
     if examples and any("calibration" in step.needs for step in (*found.passes, found.backend)):
         words.append(f"calibrated on {count(examples, 'example')}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime as dt
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +15,9 @@ from trimtab.environment import Peaks
 from trimtab.errors import ArtifactError, StorageError, UsageError, WorkloadError
 from trimtab.evaluate import BUILT, Objective
 from trimtab.explain import Explanation
+from trimtab.measurement import Interval
 from trimtab.study import rounds, verdict
-from trimtab.study.result import ARTIFACT, Best
+from trimtab.study.result import ARTIFACT, TRIED, Best
 from trimtab.study.rivals import Rivals
 from trimtab.study.runoff import run_off
 from trimtab.study.sampler import as_written
@@ -78,15 +81,24 @@ def finish(study: Study, *, until: float | None = None, end: float | None = None
     ratio = kept.confirmation.speedup
     if kept.artifact is not None and ratio is not None and ratio.high < 1:
         alone = (
-            f" In the form that stands alone it runs at {ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) of the model "
+            f" In the form that stands alone it runs at {_multiple(ratio)} of the model "
             "as written; where its class is at hand, go on using the model itself."
         )
     elif kept.artifact is not None and ratio is not None and ratio.low > 1 and not eager.recipe.passes:
         alone = (
-            f" In the form that stands alone it ran at {ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) of the model "
+            f" In the form that stands alone it ran at {_multiple(ratio)} of the model "
             "as written, and computes the same: so far do two processes of one program differ here. No tuning is behind it."
         )
     return "kept_original", f"The original ships: {why}.{alone}", kept
+
+
+def _single(ratio: Interval) -> str:
+    """One number, or both bounds where one would mislead."""
+    return f"{ratio.low:.2f}x to {ratio.high:.2f}x" if ratio.vague else f"{ratio.value:.2f}x"
+
+
+def _multiple(ratio: Interval) -> str:
+    return _single(ratio) if ratio.vague else ratio.times()
 
 
 def _unmet(study: Study, again: Mapping[str, Trial]) -> str:
@@ -158,7 +170,7 @@ def confirm(
         "must_win": must_win,
         "original_mb": _original_mb(study, eager) if must_win and study.options.objective == "memory" else None,
         "ships": trial.size_mb is not None,
-        "artifact": str(study.folder / ARTIFACT),
+        "artifact": str(study.folder.absolute() / ARTIFACT),
         "trial": to_json(trial),
         "environment": to_json(study.environment),
     }
@@ -168,12 +180,20 @@ def confirm(
     if outcome.result is None:
         reason = f"The confirmation failed: {outcome.reason}"
         return Best(trial=trial, confirmation=Confirmation(recipe=trial.recipe, ok=False, reason=reason), artifact=None)
-    found = from_json(Confirmation, outcome.result)
+    at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    found = dataclasses.replace(from_json(Confirmation, outcome.result), measured_at=at)
+    _note_tried(study, trial)
     if found.undecided and once_more and not study.interrupted():
         return confirm(study, trial, eager, rivals, must_win=must_win, end=end, once_more=False)
     if not found.undecided:
-        study.storage.note(key, outcome.result)
+        study.storage.note(key, to_json(found))
     return Best(trial=trial, confirmation=found, artifact=_shipped(study, trial))
+
+
+def _note_tried(study: Study, trial: Trial) -> None:
+    known, name = study.storage.noted(TRIED) or [], str(trial.recipe)
+    if name not in known:
+        study.storage.note(TRIED, [*known, name])
 
 
 def _original_mb(study: Study, eager: Trial) -> float | None:
@@ -234,10 +254,18 @@ def _improved(study: Study, found: Best, lost: list[str]) -> str:
     confirmation = found.confirmation
     ratio = confirmation.speedup
     assert ratio is not None
-    words = f"{found.trial.recipe} is {ratio.value:.2f}x as fast as written (95% interval {ratio.low:.2f} to {ratio.high:.2f})"
+    bounds = "95% interval, too wide for one number" if ratio.vague else f"95% interval {ratio.low:.2f} to {ratio.high:.2f}"
+    limits, eager = study.options.limits, study.to_beat
+    missed = verdict.misses(eager, limits) if eager is not None and not verdict.feasible(eager, limits) else []
+    words = (
+        f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
+    )
+    words = f"{words or found.trial.recipe} is {_single(ratio)} as fast as written ({bounds})"
     if confirmation.against_tuned is not None:
         tuned = confirmation.against_tuned
-        words += f" and {tuned.value:.2f}x the tuned original ({tuned.low:.2f} to {tuned.high:.2f})"
+        words += f" and {_single(tuned)} the tuned original" + (
+            "" if tuned.vague else f" ({tuned.low:.2f} to {tuned.high:.2f})"
+        )
     if confirmation.drop is not None:
         lost_score = confirmation.drop
         words += f"; its score drops by {lost_score.show(lost_score.value)}, at most {lost_score.show(lost_score.upper)}"
@@ -255,5 +283,6 @@ def no_baseline(study: Study) -> str:
     """Why there is nothing to measure anything against."""
     first = next((trial for trial in study.trials if trial.recipe == study.original), None)
     if first is None:
-        return "The model as written was not among the finished trials. Start again with --fresh."
-    return f"The model as written could not be measured ({first.state}): {first.reason} Log: {study.folder / str(first.log)}"
+        return "The model as written was not among the finished trials. Start again with --fresh (in Python, fresh=True)."
+    again = f"Once that is mended, start again with {study.record().options[0]}. Log: {study.folder / str(first.log)}"
+    return f"The model as written could not be measured ({first.state}): {first.reason} {again}"

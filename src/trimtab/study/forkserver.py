@@ -80,8 +80,8 @@ def serve(channel: socket.socket) -> pathlib.Path | None:
 def _warm(imported: pathlib.Path, channel: socket.socket) -> pathlib.Path | None:
     """Import what the dry run of the workload did, under the environment that it had made, and serve.
 
-    A package may start threads when it is imported, which no fork would have, or compute with threads that do not stand one.
-    Then there is no warm server.
+    A package may start threads when it is imported, which no fork would have, compute with threads that do not stand one, or
+    ask the driver of a GPU, which then answers no fork. Then there is no warm server.
     """
     known = json.loads(imported.read_text(encoding="utf-8"))
     os.environ.update(known["environment"])
@@ -95,9 +95,11 @@ def _warm(imported: pathlib.Path, channel: socket.socket) -> pathlib.Path | None
 
 
 def _computes() -> bool:
-    """Whether a fork of this process can compute on several threads."""
+    """Whether a fork of this process can compute, on several threads and on a GPU."""
     pid = os.fork()
     if pid == 0:
+        if torch.cuda._is_in_bad_fork():
+            os._exit(1)
         torch.ones(1 << 20).sum()
         torch.ones(256, 256) @ torch.ones(256, 256)
         np.ones((256, 256)) @ np.ones((256, 256))

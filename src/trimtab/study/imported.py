@@ -17,14 +17,14 @@ IMPORTED = "imported.json"
 
 
 @contextlib.contextmanager
-def imports_noted(folder: pathlib.Path) -> Iterator[None]:
+def imports_noted(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     """Write to ``folder`` which installed packages the block imports, in order, and what it makes of the environment.
 
     A user's own files are left out, because running them may be anything, and so are the runtimes, because a cold start has
-    their import in it.
+    their import in it. Gives name and path of the user's own, which are known once the block ends.
     """
-    modules, environment = set(sys.modules), dict(os.environ)
-    yield
+    modules, environment, own = set(sys.modules), dict(os.environ), dict[str, str]()
+    yield own
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     roots = tuple({os.path.realpath(place) + os.sep for place in (*places, site.getusersitepackages())})
     runtimes = {package for backend in BACKENDS.values() for package in backend.requires}
@@ -35,5 +35,7 @@ def imports_noted(folder: pathlib.Path) -> Iterator[None]:
             continue
         if os.path.realpath(origin).startswith(roots):
             found.append(name)
+        elif name.partition(".")[0] != "trimtab" and os.path.isfile(origin):
+            own[name] = os.path.abspath(origin)
     changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     write_json(folder / IMPORTED, {"modules": found, "environment": changed})

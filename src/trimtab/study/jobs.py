@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import os
 import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -17,21 +17,23 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trimtab._json import dumps, from_json, to_json, write_json
-from trimtab._tree import unflatten
-from trimtab._weights import parts, weights
+from trimtab._tree import cloned, flatten, unflatten
+from trimtab._weights import weights
 from trimtab.artifact import Golden, open_artifact, write_artifact
 from trimtab.candidate import resized
 from trimtab.confirm import Confirmation, confirm, in_round, load, started
 from trimtab.contracts import BACKENDS, CHECKS, Executable, technique_from_json
 from trimtab.environment import Environment, measured_peaks
-from trimtab.errors import TrimtabError, WorkloadError
+from trimtab.errors import TrimtabError
 from trimtab.evaluate import (
     BUILT,
     MODEL,
+    TORCH_THREADS,
     Plan,
     apply_passes,
     evaluate,
     load_saved,
+    one_call,
     ours,
     rows,
     runner_for,
@@ -47,14 +49,15 @@ from trimtab.measure.flops import weight_bytes
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
-from trimtab.measure.timer import LocalRunner, Runner
+from trimtab.measure.timer import Runner
 from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
 from trimtab.reference import Reference, refer
-from trimtab.study import space
+from trimtab.study import sameness, space
 from trimtab.study.imported import imports_noted
+from trimtab.study.sources import code_of
 from trimtab.study.travelling import baseline_speedup
-from trimtab.subject import Subject, fresh, prepare
+from trimtab.subject import Subject, fresh, prepare, refuse_nan
 from trimtab.trial import Trial
 from trimtab.workload import BY_HAND, Workload, as_call, user_code
 
@@ -80,9 +83,10 @@ def read_workload(source: Mapping[str, str]) -> Workload:
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Check the workload with a dry run, compute its reference, and find what cannot be tried on it."""
-    with imports_noted(folder):
+    with imports_noted(folder) as files:
         subject = prepare(read_workload(job["workload"]))
-        weights_found = _weights_of(subject.model)
+        weights_found = sameness.weights_of(subject.model)
+        sameness.keep(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
         call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
         evaluation = subject.workload.evaluation
         reference = refer(call, subject.splits.selection, evaluation)
@@ -91,6 +95,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         for args, kwargs in subject.candidate.calibration[:1]:
             with user_code("The model failed on the calibration data", BY_HAND):
                 call(*args, **kwargs)
+        refuse_nan(subject.candidate)
     reference.save(pathlib.Path(job["reference"]))
     example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
@@ -99,13 +104,14 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     blocked = {dumps(t, indent=None): reason for t in quick if (reason := t.blocked(subject.candidate))}
     return {
         "name": subject.workload.name,
-        "fingerprint": _fingerprint(subject, reference),
-        "identity": _fingerprint(subject),
+        "fingerprint": sameness.fingerprint(subject, reference),
+        "identity": sameness.fingerprint(subject),
+        "code": code_of(subject.model, files),
         "weights": weights_found,
         "score": None if reference.scores is None else reference.scores.value,
         "n": None if reference.scores is None else reference.scores.n,
         "blocked": blocked,
-        "notes": [*subject.notes, *(finding.message for finding in findings), *failures],
+        "notes": [*subject.notes, *_few_threads(), *(finding.message for finding in findings), *failures],
         "findings": to_json(findings),
         "inputs": subject.candidate.signature.describe(),
         "threads": torch.get_num_threads(),
@@ -139,8 +145,8 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     if job["objective"] == "throughput":
         runner = together(executable, _at_its_batch(leaves, executable), rows(leaves, executable.signature))
     else:
-        args, kwargs = unflatten(executable.signature.input_structure, leaves)
-        runner = LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize)
+        args, kwargs = unflatten(executable.signature.input_structure, [leaf.clone() for leaf in leaves])
+        runner = one_call(executable, args, kwargs)
     runner.block(1)
     write_json(folder / READY, {"sizes": sizes})
     serve(runner, job["address"], authkey())
@@ -156,13 +162,23 @@ def _at_its_batch(leaves: Sequence[torch.Tensor], executable: Executable) -> lis
 
 
 def trial_job(job: Job, folder: pathlib.Path) -> Any:
-    """Evaluate one recipe."""
+    """Evaluate one recipe.
+
+    Raises:
+        WorkloadError: inputs or data are others than those of the dry run.
+    """
     with stage("the workload"):
         subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+        sameness.check_data(job, subject)
     reference = Reference.load(pathlib.Path(job["reference"]))
     rival = RemoteRunner(job["address"], authkey())
-    plan = from_json(Plan, job["plan"])
-    return to_json(evaluate(Recipe.from_json(job["recipe"]), subject, reference, rival, plan=plan, folder=folder))
+    plan, recipe = from_json(Plan, job["plan"]), Recipe.from_json(job["recipe"])
+    calibrated = any("calibration" in step.needs for step in (*recipe.passes, recipe.backend))
+    otherwise = calibrated and sameness.calibrates_otherwise(job, subject)
+    found = evaluate(recipe, subject, reference, rival, plan=plan, folder=folder)
+    if otherwise:
+        found = dataclasses.replace(found, notes=(*found.notes, sameness.OTHER_CALIBRATION))
+    return to_json(found)
 
 
 def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
@@ -170,10 +186,11 @@ def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
     and peak memory.
 
     Raises:
-        WorkloadError: it has other weights than the search's, which nobody would find out before its end.
+        WorkloadError: it has other weights or inputs than the search's, which nobody would find out before its end.
     """
     workload = read_workload(job["workload"])
     args, kwargs = as_call(workload.inputs)
+    leaves = flatten(cloned((args, kwargs)), "the example inputs")[0]  # which the model may write to
     at_hand = isinstance(workload.model, nn.Module)
     begun = time.perf_counter()
     with PeakMemory() as peak, user_code("The model failed on the example inputs"), torch.no_grad():
@@ -182,7 +199,8 @@ def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
         cold = time.perf_counter() - begun
         for _ in range(_more_calls(cold)):
             model(*args, **kwargs)
-    _check_weights(job, model, "parameters")
+    sameness.check_weights(job, model, "parameters")
+    sameness.check_inputs(job, leaves)
     weighs = weight_bytes(model) / 1e6 if at_hand else 0.0
     return {"cold_s": None if at_hand else cold, "peak_mb": peak.result.host_mb + weighs}
 
@@ -225,7 +243,8 @@ def round_job(job: Job, folder: pathlib.Path) -> Any:
 def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it holds."""
     subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
-    _check_weights(job, subject.model, "parameters", "buffers")
+    sameness.check_weights(job, subject.model, "parameters", "buffers")
+    sameness.check_data(job, subject)
     recipe = Recipe.from_json(job["recipe"])
     # they start when this process does, and are watched by the study
     rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
@@ -248,8 +267,9 @@ def peak_job(job: Job, folder: pathlib.Path) -> float:
 
 def explain_job(job: Job, folder: pathlib.Path) -> Any:
     """Profile recipes one after the other and place them under this machine's roofline."""
+    peaks = measured_peaks(Environment.capture())  # before a script that may change how torch computes
     subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
-    threads, peaks = torch.get_num_threads(), measured_peaks(Environment.capture())
+    threads = torch.get_num_threads()
     found = {}
     for name, asked in job["recipes"].items():
         torch.set_num_threads(threads)  # which a recipe may have changed
@@ -324,51 +344,24 @@ def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
     return findings, failures
 
 
+def _few_threads() -> list[str]:
+    """A sentence where the workload's file gives torch fewer threads than it has by itself."""
+    threads = torch.get_num_threads()
+    if threads >= TORCH_THREADS:
+        return []
+    return [
+        f"The workload gives torch {threads} of {TORCH_THREADS} threads. Other runtimes get as many, unless a recipe says more."
+    ]
+
+
 def _convolves(subject: Subject) -> bool:
     sizes = [(weight.dim() > 2, weight.numel()) for weight in weights(subject.model)]
     return 2 * sum(size for kernel, size in sizes if kernel) > sum(size for _, size in sizes)
 
 
-def _fingerprint(subject: Subject, reference: Reference | None = None) -> str:
-    """Sixteen hexadecimal digits of weights, example inputs and, with ``reference``, what came out, which tells of data."""
-    digest = hashlib.blake2b(digest_size=8)
-    outputs = () if reference is None else reference.outputs[0]
-    _absorb(digest, (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))))
-    if reference is not None:
-        digest.update(repr(reference.scores).encode())  # data, labels and the score itself
-    return digest.hexdigest()
-
-
-def _weights_of(model: nn.Module) -> dict[str, str]:
-    """Sixteen hexadecimal digits of the original's parameters, and of its buffers, some of which a call may change."""
-    found = {}
-    for what, items in (("parameters", model.parameters()), ("buffers", model.buffers())):
-        digest = hashlib.blake2b(digest_size=8)
-        _absorb(digest, enumerate(items))
-        found[what] = digest.hexdigest()
-    return found
-
-
-def _check_weights(job: Job, model: nn.Module, *what: str) -> None:
-    found = _weights_of(model)
-    if any(job["weights"].get(each) not in (None, found[each]) for each in what):
-        raise WorkloadError(
-            "The model has other weights each time that it is built, so that nothing measured of one holds for another. Load "
-            "saved weights, or draw them from a seed: torch.manual_seed(0) before the model is made."
-        )
-
-
 def _more_calls(cold_s: float) -> int:
     """How many calls follow the first until memory has settled; where they are slow, one has to do."""
     return 2 if cold_s < SLOW_START_S else 1
-
-
-def _absorb(digest: hashlib.blake2b, items: Iterable[tuple[object, Any]]) -> None:
-    for name, tensor in items:
-        digest.update(str(name).encode())
-        if isinstance(tensor, torch.Tensor):
-            for part in parts(tensor.detach()):
-                digest.update(part.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
 
 
 JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {

@@ -42,6 +42,6 @@ def _watch() -> None:
 
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    # the current folder stays off the path: it may be an artifact's, and what lies there must not be imported
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

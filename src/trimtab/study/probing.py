@@ -36,6 +36,7 @@ def probed(study: Study, trial: Trial, folder: pathlib.Path, rivals: Rivals) -> 
         return None
     if outcome.result is None:
         reason = f"What it saved cannot be used in a fresh process: {outcome.reason}"
-        return dataclasses.replace(trial, state=State.FAILED, reason=reason, traceback=outcome.traceback)
+        how = {name: getattr(outcome, name) for name in ("traceback", "ended_by", "limit")}
+        return dataclasses.replace(trial, state=State.FAILED, reason=reason, **how)
     cold = trial.cold_s if trial.recipe == study.original else outcome.result["cold_s"]
     return dataclasses.replace(trial, cold_s=cold, peak_mb=outcome.result["peak_mb"])

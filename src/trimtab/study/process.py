@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -42,6 +42,10 @@ class Outcome:
     traceback: str | None = None
     cut_off: bool = False
     """Whether it was we who ended it, because the study has to end; its recipe deserves another try."""
+    ended_by: Literal["time", "memory"] | None = None
+    """The limit that it exceeded, where we ended it for that."""
+    limit: float | None = None
+    """How much that was, in seconds or megabytes."""
 
 
 class WorkerProcess:
@@ -63,9 +67,9 @@ class WorkerProcess:
         self.started = time.monotonic()
         with (folder / LOG).open("ab") as log:
             self._earlier = log.tell()  # what earlier workers in this folder said
-            forked = None if workers is None else workers.start(folder, log.fileno(), environment(), warm=warm)
+            forked = None if workers is None else workers.start(folder.absolute(), log.fileno(), environment(), warm=warm)
             self._process: Forked | subprocess.Popen[bytes] = forked or subprocess.Popen(
-                [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), WORKER, str(folder)],
+                [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), WORKER, str(folder.absolute())],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -100,17 +104,20 @@ class WorkerProcess:
             if interrupted():
                 return self._ended("It was cut off because the study had to end.", cut_off=True)
             if seconds is not None and elapsed > seconds:
-                return self._ended(
-                    f"It still ran after its time limit of {seconds:.0f} s and was killed; see its log for where it hung."
+                ended = self._ended(
+                    f"It still ran after its time limit of {seconds:.0f} s and was killed; see its log for where it hung, or "
+                    "give it longer with --trial-time."
                 )
+                return dataclasses.replace(ended, ended_by="time", limit=seconds)
             if memory_mb is None or elapsed - looked < MEMORY_POLL_S:
                 continue
             looked = elapsed
             if (used := _tree_mb(self.pid)) > memory_mb:
-                return self._ended(
+                ended = self._ended(
                     f"It used {used:.0f} MB, more than its memory limit of {memory_mb:.0f} MB, and was killed; "
                     "give it more with --worker-memory or make the model or batch smaller."
                 )
+                return dataclasses.replace(ended, ended_by="memory", limit=memory_mb)
         return self._by_itself()
 
     def kill(self) -> None:

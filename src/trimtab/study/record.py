@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from trimtab._json import dumps, from_json, write_json
+from trimtab._json import dumps, from_json, to_json, write_json
 from trimtab.confirm import Confirmation
 from trimtab.contracts import Mode, Technique
 from trimtab.environment import Environment, Peaks
@@ -16,12 +16,13 @@ from trimtab.errors import StorageError, UsageError
 from trimtab.explain import Explanation
 from trimtab.finding import Finding
 from trimtab.recipe import Recipe
+from trimtab.study.sources import MODEL
 from trimtab.study.verdict import Status
 from trimtab.trial import Trial
 from trimtab.workload import Limits
 
 RECORD, OWNER = "record.json", "workload.json"
-SEED_IT = " If you changed nothing, something in it is random: call torch.manual_seed before the model and data are made."
+SEED_IT = " If you changed nothing, something in it is random: seed torch, numpy and random before the model and data are made."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Prepared:
     """What is slow or risky about the workload as it is."""
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of the parameters and of the buffers alone: other processes have to find the same ones."""
+    code: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of the code by its file's name (:mod:`trimtab.study.sources`), which decides how long the same outputs take."""
 
     def why_not(self, recipe: Recipe) -> str | None:
         """The first reason against a recipe that was known before it was tried."""
@@ -96,6 +99,10 @@ class Record:
     explanations: Mapping[str, Explanation] = dataclasses.field(default_factory=dict)
     """``as_written`` and ``best``."""
     notes: tuple[str, ...] = ()
+    settings: str | None = None
+    """Of a tuned training: those it is to have, as Python writes them."""
+    tried: tuple[str, ...] = ()
+    """The recipes that were confirmed, in that order: those that saw the test data."""
 
     @property
     def winner(self) -> Trial | None:
@@ -131,20 +138,51 @@ class Record:
             raise StorageError(f"{path} cannot be read: {error} The same optimize command writes it anew.") from error
 
 
-def claim(folder: pathlib.Path, prepared: Prepared) -> None:
-    """Make the run folder this workload's own, so that no two share trials and artifact.
+def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, identity: Mapping[str, Any]) -> None:
+    """Make the run folder this study's own, so that no two share trials and artifact. ``identity`` is what it is about.
 
     Raises:
         UsageError: it is another's.
     """
-    owner = {"name": prepared.name, "fingerprint": prepared.fingerprint}
+    python = ".".join(environment.python.split(".")[:2])
+    owner = {
+        "name": prepared.name,
+        "fingerprint": prepared.fingerprint,
+        "identity": prepared.identity,
+        "environment": f"{environment.fingerprint} with Python {python}",
+        "threads": prepared.threads,
+        "code": dict(prepared.code),
+        "study": to_json(identity),
+    }
     path = folder / OWNER
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else owner
-    if known != owner:
+    known = owner | (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
+    if known != owner and (difference := _difference(known, owner)):
+        what, hint = difference
         raise UsageError(
-            f"The run folder {folder} was made for another workload ({known['name']}, {known['fingerprint']}; this is "
-            f"{owner['name']}, {owner['fingerprint']}). Use --out FOLDER for this one, or --fresh to forget the other."
-            + SEED_IT
-            * (known["name"] == owner["name"])
+            f"The run folder {folder} was made {what}. Use --out FOLDER (in Python, out=...) for this one, or --fresh "
+            f"(fresh=True) to forget the other.{hint}"
         )
     write_json(path, owner)
+
+
+def _difference(known: Mapping[str, Any], owner: Mapping[str, Any]) -> tuple[str, str] | None:
+    """For what or where a folder was made, and a hint: what explains the other differences comes first."""
+    same = {key for key in owner if known[key] == owner[key]}
+    another = f"for another workload ({known['name']}, {known['fingerprint']}; this is {owner['name']}, {owner['fingerprint']})"
+    if not {"name", "identity"} <= same:
+        return another, SEED_IT * ("name" in same)
+    if "environment" not in same:  # which changes the last bits of what a model says, too
+        there, here = known["environment"], owner["environment"]
+        return f"on another machine, or with other versions of Python or a runtime ({there}; this is {here})", ""
+    if "threads" not in same:
+        return f"with torch on {known['threads']} threads, which now has {owner['threads']}", ""
+    changed = [name for name in {**known["code"], **owner["code"]} if known["code"].get(name) != owner["code"].get(name)]
+    if changed:
+        names = [name for name in changed if name != MODEL] or changed
+        return f"for other code (changed since: {', '.join(names[:3])}), whose figures may not hold for this", ""
+    if "fingerprint" not in same:
+        return another, SEED_IT
+    asked = [key for key, value in owner["study"].items() if known["study"].get(key) != value]
+    if not asked:
+        return None
+    return f"for another {asked[0]}: {known['study'].get(asked[0])!r} there, {owner['study'][asked[0]]!r} now", ""

@@ -20,6 +20,8 @@ from trimtab.trial import State, Trial
 
 ARTIFACT = "artifact"
 """Folder of the artifact in the run folder."""
+TRIED = "tried"
+"""In the storage: the recipes that were confirmed, and so saw the test data, in whichever run of the study."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,16 @@ class Ladder:
     rungs: tuple[Mapping[str, Any], ...]
     share: bool = False
     """Whether the score is a share, so that its drop is shown in percent."""
+    examples: tuple[int, ...] = ()
+    """With how many examples the call of each latency was, where recipes take different numbers of them."""
 
     def __str__(self) -> str:
         lines = [f"{'rung':<11} {'speed-up':<22} {'latency':>10} {'score':>8} {'drop (up to)':>18}  recipe"]
-        return "\n".join([*lines, *(_line(rung, self.share) for rung in self.rungs)])
+        lines += [_line(rung, self.share) for rung in self.rungs]
+        if len(set(self.examples)) > 1:
+            many = ", ".join(map(str, self.examples))
+            lines.append(f"A latency is that of one call alone; examples a call, from the top: {many}.")
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,10 +82,26 @@ class Result:
             "tuned": self.study.to_beat,
             "lossless": exact[0] if exact else None,
         }
-        rungs = [verdict.entry(trial, limits, rung=rung) for rung, trial in found.items() if trial is not None]
+        rungs = [
+            verdict.entry(trial, limits, rung=rung, confirmed=self._again(trial))
+            for rung, trial in found.items()
+            if trial is not None
+        ]
+        shown = [trial for trial in found.values() if trial is not None]
         if self.best is not None:
             rungs.append(verdict.entry(self.best.trial, limits, rung="best", confirmed=self.best.confirmation))
-        return Ladder(tuple(rungs), share=self.study.prepared.share)
+            shown.append(self.best.trial)
+        given = [trial.latency_ms.conditions.get("examples") for trial in shown if trial.latency_ms is not None]
+        examples = tuple(number for number in given if isinstance(number, int))
+        complete = len(examples) == len(shown)
+        return Ladder(tuple(rungs), share=self.study.prepared.share, examples=examples if complete else ())
+
+    def _again(self, trial: Trial) -> Confirmation | None:
+        """What ``trial`` showed when it was measured again, if it is what ships: one recipe has one figure on the ladder. What
+        was written has none but its own, for everything is relative to it."""
+        if self.best is None or trial.recipe != self.best.trial.recipe or trial.recipe == self.study.original:
+            return None
+        return self.best.confirmation if self.best.confirmation.speedup is not None else None
 
     def all_notes(self) -> list[str]:
         """What was assumed, what went on, and whether the machine was quiet, in sentences."""
@@ -112,6 +136,7 @@ class Result:
             ladder=self.ladder().rungs,
             peaks=self.peaks,
             explanations=self.explanations,
+            tried=tuple(self.study.storage.noted(TRIED) or ()),
             notes=(*known.notes, *busy(known)),
         )
         if best is None:

@@ -15,10 +15,14 @@ from typing import Any, Self
 
 from trimtab import errors
 from trimtab.errors import ArtifactError, MeasurementError, UsageError, WorkloadError
+from trimtab.measure.remote import LONGEST_PATH
 from trimtab.recipe import Recipe
 from trimtab.study.jobs import AUTHKEY, READY
 from trimtab.study.process import POLL_S, RESULT, WorkerProcess
 from trimtab.study.workers import Workers
+
+NAMES, SHORT = 40, "/tmp"
+"""Bytes that the names of a folder of sockets and of one in it take; where it lies if the usual place has too long a name."""
 
 
 class Rivals:
@@ -29,8 +33,7 @@ class Rivals:
         self._workers = workers
         self._folder = folder
         self._processes: dict[str, WorkerProcess] = {}
-        # the path of a UNIX socket may have 107 bytes, fewer than many a run folder's
-        self._sockets = pathlib.Path(tempfile.mkdtemp(prefix="trimtab-"))
+        self._sockets = _short_folder()
         os.environ.setdefault(AUTHKEY, secrets.token_hex(32))
 
     def __enter__(self) -> Self:
@@ -110,3 +113,11 @@ class Rivals:
     def stop(self, name: str) -> None:
         """End one rival."""
         self._processes.pop(name).kill()
+
+
+def _short_folder() -> pathlib.Path:
+    """A new folder for sockets, whose paths may have fewer bytes than many a run folder's, or than a batch system's TMPDIR."""
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) + NAMES > LONGEST_PATH and os.path.isdir(SHORT):
+        place = SHORT
+    return pathlib.Path(tempfile.mkdtemp(prefix="trimtab-", dir=place))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab._json import from_json, to_json
+from trimtab.errors import StorageError, TrimtabError
 from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, settled, slow
 from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
@@ -60,14 +61,21 @@ def earlier(
 def beside(study: Study, rivals: Rivals, wanted: Mapping[str, Recipe], job: Mapping[str, Any], folder: Any) -> Outcome:
     """Run ``job``, which times something against the recipes ``wanted``; those that do not run are started with it.
 
-    The rivals and what is timed are interpreters of their own, which import and load side by side.
+    The rivals and what is timed are interpreters of their own, which import and load side by side. Where a rival cannot be
+    had, the outcome says why, as it does of the job itself.
     """
+    begun = time.monotonic()
     absent = [name for name in wanted if not rivals.alive(name)]
     for name in absent:
         rivals.start(name, wanted[name], fresh=True)
     with study.worker({**job, "rivals": rivals.addresses}, folder, anew=True, warm=False) as worker:
-        for name in absent:
-            rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)
+        try:
+            for name in absent:
+                rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)
+        except StorageError:
+            raise  # which is no reason to ship anything else
+        except TrimtabError as error:
+            return Outcome(reason=str(error), seconds=time.monotonic() - begun, error=type(error).__name__)
         return study.wait_for(worker, final=True)
 
 

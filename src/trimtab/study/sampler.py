@@ -14,6 +14,7 @@ from trimtab.contracts import BACKENDS, PASSES, Backend, Pass, technique_from_js
 from trimtab.errors import UsageError
 from trimtab.recipe import Recipe
 from trimtab.study import space
+from trimtab.study.storage import Storage
 from trimtab.trial import State, Trial
 
 MOST_DECLINED = 10
@@ -115,14 +116,22 @@ class Tpe(Sampler):
     attempts = 200
     """Suggestions in a row that may repeat finished trials before the space counts as exhausted."""
 
-    def __init__(self, study: optuna.Study, seed: int = 0) -> None:
-        study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=False)
-        self._study = study
+    def __init__(self, storage: Storage, seed: int = 0) -> None:
+        storage.study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=False)
+        self._storage, self._study = storage, storage.study
         self.pending: optuna.Trial | None = None
         """The optuna trial behind the last ask; the storage finishes it."""
 
     def ask(self, trials: Sequence[Trial], facts: Facts) -> Ask | None:
-        """A recipe that optuna suggests and that is not finished yet."""
+        """A recipe that optuna suggests and that is not finished yet.
+
+        Raises:
+            StorageError: the database, where optuna keeps every word of it, cannot be used.
+        """
+        with self._storage.guard("written"):
+            return self._ask(trials, facts)
+
+    def _ask(self, trials: Sequence[Trial], facts: Facts) -> Ask | None:
         done = {trial.recipe.hash: trial for trial in trials}
         self.pending = None
         first = [Ask("as_written", as_written()), Ask("tuned", Recipe(backend=BACKENDS["eager"]()))]
@@ -155,7 +164,8 @@ class Tpe(Sampler):
     def declined(self, count: int) -> bool:
         """There is always another suggestion, so a few that do not fit are enough."""
         if self.pending is not None:
-            self._study.tell(self.pending, state=TrialState.FAIL)
+            with self._storage.guard("written"):
+                self._study.tell(self.pending, state=TrialState.FAIL)
             self.pending = None
         return count >= MOST_DECLINED
 

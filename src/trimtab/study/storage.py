@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import pathlib
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -15,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from trimtab._json import from_json, to_json
+from trimtab._json import ESCAPED, from_json, to_json
 from trimtab.errors import StorageError, UsageError
 from trimtab.study.space import parameters
 from trimtab.trial import State, Trial
@@ -47,7 +49,7 @@ class Storage:
     ) -> None:
         self.url = shown(url)
         """As it may be shown: without its password."""
-        with self._guard("opened"), warnings.catch_warnings():
+        with self.guard("opened"), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             verbosity = optuna.logging.get_verbosity()
             optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -69,7 +71,7 @@ class Storage:
     def add(self, trial: Trial, value: float | None) -> Trial:
         """Keep a finished trial; gives it back with its number."""
         values, spaces = parameters(trial.recipe)
-        with self._guard("written"):
+        with self.guard("written"):
             number = len(self.study.get_trials(deepcopy=False))
             trial = _numbered(trial, number)
             state = STATES.get(trial.state, TrialState.FAIL)
@@ -89,7 +91,7 @@ class Storage:
     def finish(self, asked: optuna.Trial, trial: Trial, value: float | None) -> Trial:
         """Keep a finished trial that optuna's own sampler asked for."""
         trial = _numbered(trial, asked.number)
-        with self._guard("written"):
+        with self.guard("written"):
             asked.set_user_attr("recipe", str(trial.recipe))
             asked.set_user_attr("state", trial.state.value)
             asked.set_user_attr(TRIAL, json.dumps(to_json(trial)))
@@ -101,19 +103,22 @@ class Storage:
         return trial
 
     def trials(self) -> list[Trial]:
-        """All finished trials, in the order of their numbers. A trial that was running when its study was killed is not one."""
-        with self._guard("read"):
+        """All finished trials, in the order of their numbers. One that was running when its study was killed is none, nor is
+        one whose recipe was tried again later."""
+        with self.guard("read"):
             kept = [item for item in self.study.get_trials(deepcopy=False) if _is_finished(item)]
-        return [from_json(Trial, json.loads(item.user_attrs[TRIAL])) for item in kept]
+        found = [from_json(Trial, json.loads(item.user_attrs[TRIAL])) for item in kept]
+        last = {trial.recipe.hash: trial for trial in found}
+        return [trial for trial in found if last[trial.recipe.hash] is trial]
 
     def note(self, key: str, value: Any) -> None:
         """Keep a fact about the whole study."""
-        with self._guard("written"):
+        with self.guard("written"):
             self.study.set_user_attr(key, json.dumps(to_json(value)))
 
     def noted(self, key: str) -> Any:
         """A fact that :meth:`note` kept, or ``None``."""
-        with self._guard("read"):
+        with self.guard("read"):
             text = self.study.user_attrs.get(key)
         return None if text is None else json.loads(text)
 
@@ -126,11 +131,16 @@ class Storage:
             if known.get(key) != value:
                 raise UsageError(
                     f"The study {name!r} in {self.url} was made for another {key}: {known.get(key)!r} there, {value!r} now. "
-                    "Continue it as it was, or start another with --out FOLDER or --fresh."
+                    "Continue it as it was, or start another with --out FOLDER or --fresh (in Python, out=..., fresh=True)."
                 )
 
     @contextlib.contextmanager
-    def _guard(self, verb: str) -> Iterator[None]:
+    def guard(self, verb: str) -> Iterator[None]:
+        """A block that uses the database, whose complaints become a sentence.
+
+        Raises:
+            StorageError: it cannot be used.
+        """
         try:
             yield
         except ImportError as error:
@@ -139,8 +149,9 @@ class Storage:
             raise StorageError(
                 f"The study's storage {self.url} needs the database driver {missing}, which is not installed: {hint}."
             ) from error
-        except (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError) as error:
-            reason = str(error.__cause__ or error).splitlines()[0]
+        # of a study or trial that somebody deleted meanwhile optuna says no more than a KeyError
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, KeyError) as error:
+            reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
             fix = "If the disk is full, free space." if verb == "written" else "Mend that, or choose another with --storage."
             raise StorageError(
                 f"The study's storage {self.url} cannot be {verb}: {reason}. {fix} Finished trials are kept, and the same "
@@ -148,10 +159,15 @@ class Storage:
             ) from error
 
 
+def in_file(path: pathlib.Path) -> str:
+    """The URL of the SQLite file ``path``, whose name may hold what means something in a URL."""
+    return "sqlite:///" + re.sub("[%?#{}]", lambda sign: f"%{ord(sign[0]):X}", str(path))
+
+
 def shown(url: str) -> str:
     """``url`` as it may be shown and kept: without its password."""
     try:
-        return make_url(url).render_as_string(hide_password=True)
+        return make_url(url.encode(errors=ESCAPED).decode()).render_as_string(hide_password=True)
     except ArgumentError:
         return url  # not a URL at all, which opening it will say
 

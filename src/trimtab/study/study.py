@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import hashlib
 import json
 import pathlib
 import shutil
@@ -13,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trimtab import errors
-from trimtab._json import from_json, to_json
+from trimtab._json import ESCAPED, dumps, from_json, to_json
 from trimtab._machine import free_mb
+from trimtab.contracts import BACKENDS
 from trimtab.environment import Environment
 from trimtab.errors import MeasurementError, WorkloadError
 from trimtab.evaluate import BUILT, MODEL, UNSAVED, Plan
@@ -29,7 +31,7 @@ from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record, claim
 from trimtab.study.rivals import Rivals
 from trimtab.study.sampler import Ask, Facts, Ladder, Sampler, Tpe, as_written
-from trimtab.study.storage import Storage
+from trimtab.study.storage import Storage, in_file
 from trimtab.study.workers import Workers
 from trimtab.trial import State, Trial
 from trimtab.workload import Workload
@@ -39,8 +41,6 @@ KEEP = 3
 """Trials whose files are kept on disk: the best few, so that the next one can ship if the first does not hold."""
 HOPELESS = 0.5
 """A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
-UNLIKE = 1.2
-"""How much longer a backend may take than another that is said to cost as much."""
 
 
 class Study:
@@ -86,16 +86,15 @@ class Study:
         self.notes += [doubtful] if doubtful else []
         for remark in (*(finding.message for finding in self.prepared.findings), *self.notes):
             self.progress.remark(remark)
-        claim(folder, self.prepared)
+        claim(folder, self.prepared, self.environment, self._identity())
         self.storage = Storage(
-            options.storage or f"sqlite:///{folder / 'study.db'}",
+            options.storage or in_file(folder / "study.db"),
             self.stored_as,
             direction="maximize",
             identity=self._identity(),
             fresh=options.fresh,
         )
-        # what was missing then may be there now
-        self._trials = [t for t in self.storage.trials() if t.state is not State.SKIPPED or self.prepared.why_not(t.recipe)]
+        self._trials = [trial for trial in self.storage.trials() if not self._deserves_another(trial)]
         self._left_out: list[Trial] = []
         """Recipes that the time left was too short for; they are not finished, and the next run asks for them again."""
         self.sampler = self.make_sampler()
@@ -108,8 +107,11 @@ class Study:
 
     @property
     def stored_as(self) -> str:
-        """The study's name in its storage, which others may share."""
-        return self.prepared.name
+        """The study's name in its storage. In one that others share it tells what the study is about, lest two meet."""
+        if self.options.storage is None:
+            return self.prepared.name
+        digest = hashlib.blake2b(dumps(self._identity(), indent=None).encode(errors=ESCAPED), digest_size=4).hexdigest()
+        return f"{self.prepared.name}-{digest}"
 
     @property
     def ships(self) -> bool:
@@ -121,9 +123,15 @@ class Study:
         """What a winner has to beat: the original, tuned as far as the limits allow."""
         return verdict.best_eager(self._trials, self.options.limits, self.options.objective)
 
+    @property
+    def lost(self) -> bool:
+        """Whether the original was tried in vain, as written and in eager's own form: without it nothing can win."""
+        plain = {self.original.hash, Recipe(backend=BACKENDS["eager"]()).hash}
+        return self.to_beat is None and plain <= {trial.recipe.hash for trial in self._trials}
+
     def make_sampler(self) -> Sampler:
         """What asks for recipes."""
-        return Ladder() if self.options.sampler == "ladder" else Tpe(self.storage.study, self.options.seed)
+        return Ladder() if self.options.sampler == "ladder" else Tpe(self.storage, self.options.seed)
 
     @property
     def leader(self) -> Trial | None:
@@ -161,7 +169,7 @@ class Study:
         with Rivals(self.job(), self.folder / RIVALS, self.workers) as rivals:
             while most is None or new < most:
                 end = None if deadline is None else deadline - reserve() * self._found_something()
-                if self.interrupted() or (self._trials and self._over(end)):
+                if self.lost or self.interrupted() or (self._trials and self._over(end)):
                     break
                 self.progress.stage("searching")
                 ask = self.ask()
@@ -200,17 +208,17 @@ class Study:
         )
 
     def job(self) -> dict[str, Any]:
-        """What every job of this study has in common."""
+        """What every job of this study has in common. Paths are absolute, for a workload may change the working folder."""
         return {
             "workload": self._source,
-            "reference": str(self.folder / REFERENCE),
-            "scratch": str(self.folder / SCRATCH),
+            "reference": str(self.folder.absolute() / REFERENCE),
+            "scratch": str(self.folder.absolute() / SCRATCH),
             "objective": self.options.objective,
         }
 
     def files(self, trial: Trial) -> pathlib.Path:
         """The folder that holds what ``trial`` built."""
-        return self.folder / TRIALS / trial.recipe.hash
+        return self.folder.absolute() / TRIALS / trial.recipe.hash
 
     def run_job(
         self,
@@ -273,16 +281,20 @@ class Study:
         outcome = self.run_job(job, folder, deadline=deadline)
         if outcome.cut_off:
             return None
+        if ask.recipe == self.original and outcome.error == WorkloadError.__name__:
+            raise WorkloadError(str(outcome.reason))  # which no other recipe could mend
         if not rivals.alive("as_written") and not again:
             return self._try(ask, rivals, deadline, again=True)  # it was the rival that broke, not this recipe
         log = str((folder / LOG).relative_to(self.folder))
         unsaved = folder / UNSAVED
         if outcome.result is None and unsaved.exists():
             trial = from_json(Trial, json.loads(unsaved.read_text(encoding="utf-8")))
-            trial = dataclasses.replace(trial, reason=f"It cannot ship, because writing it failed. {outcome.reason}")
+            reason = f"It cannot ship, because writing it failed. {outcome.reason}"
+            trial = dataclasses.replace(trial, reason=reason, ended_by=outcome.ended_by, limit=outcome.limit)
             trial = probed(self, trial, folder, rivals) or trial
         elif outcome.result is None:
-            trial = Trial(recipe=ask.recipe, state=State.FAILED, reason=outcome.reason, traceback=outcome.traceback)
+            how = {name: getattr(outcome, name) for name in ("reason", "traceback", "ended_by", "limit")}
+            trial = Trial(recipe=ask.recipe, state=State.FAILED, **how)
         else:
             known = probed(self, from_json(Trial, outcome.result), folder, rivals)
             if known is None:
@@ -314,6 +326,12 @@ class Study:
             width=width,
         )
 
+    def _deserves_another(self, trial: Trial) -> bool:
+        """Whether a finished trial is to be forgotten: what it lacked then, a package or time or memory, is there now."""
+        if trial.state is State.SKIPPED:
+            return not self.prepared.why_not(trial.recipe)
+        return verdict.has_more(trial, seconds=self.options.trial_s, memory_mb=self.memory_mb)
+
     def _floor(self, ask: Ask) -> float:
         if ask.stage in ("as_written", "tuned") or self.options.objective not in ("latency", "throughput"):
             return 0.0
@@ -329,19 +347,12 @@ class Study:
         )
 
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
-        """Whether a trial of ``ask`` is likely to end in time, going by those of its backend, by those of backends that cost as
-        much, or by what it usually costs.
-
-        As long as nothing has won there is nothing to lose by one that is cut off.
-        """
+        """Whether a trial of ``ask`` is likely to end in time. As long as nothing has won there is nothing to lose by one that
+        is cut off."""
         if deadline is None or not self._found_something() or self.prepared.why_not(ask.recipe):
             return True
-        backend, timed = ask.recipe.backend, [trial for trial in self._trials if trial.seconds > 1]
-        same = [t.seconds for t in timed if t.recipe.backend.name == backend.name]
-        alike = [t.seconds for t in timed if t.recipe.backend.cost == backend.cost and t.recipe.backend.name != "eager"]
-        least = min([self.startup_s, *[t.seconds for t in timed if t.recipe == self.original]])
-        usual = max(alike) * UNLIKE if alike else least + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[backend.cost]
-        return time.monotonic() + max(same, default=usual) <= deadline
+        likely = verdict.likely_s(ask.recipe.backend, self._trials, self.original, self.startup_s)
+        return time.monotonic() + likely <= deadline
 
     def _over(self, deadline: float | None) -> bool:
         return self.interrupted() or (deadline is not None and time.monotonic() > deadline)
@@ -379,6 +390,8 @@ class Study:
     def _identity(self) -> dict[str, Any]:
         return {
             "workload": self.prepared.fingerprint,
+            "code": dict(self.prepared.code),
+            "number of threads": self.prepared.threads,
             "objective": self.options.objective,
             "machine or version of a runtime": self.environment.fingerprint,
             "limits": to_json(self.options.limits),  # early stops were decided by them

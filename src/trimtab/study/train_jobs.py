@@ -18,7 +18,8 @@ from trimtab.recipe import Recipe
 from trimtab.study import space
 from trimtab.study.imported import imports_noted
 from trimtab.study.jobs import READY, Job, authkey, read_workload
-from trimtab.train.losses import Written
+from trimtab.study.sources import code_of
+from trimtab.train.losses import Written, late
 from trimtab.train.objective import tensors
 from trimtab.train.trial import confirm, try_recipe
 from trimtab.train.trying import TrainingSubject, Updates, prepared
@@ -30,7 +31,7 @@ OTHER = 1
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Train as written for some updates, learn how far rounding alone moves their losses, and find what cannot be tried."""
-    with imports_noted(folder):
+    with imports_noted(folder) as files:
         subject = prepared(read_workload(job["workload"]), job["updates"])
         written = subject.written(seed=subject.workload.seed)
     write_json(folder / WRITTEN, written)
@@ -39,6 +40,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "name": subject.workload.name,
         "fingerprint": _fingerprint(subject, written),
         "identity": _fingerprint(subject),
+        "code": code_of(subject.trainer(subject.settings, subject.workload.seed).model, files),
         "score": written.final,
         "n": len(written.losses),
         "blocked": {dumps(t, indent=None): reason for t in steps if (reason := t.blocked(subject.candidate))},
@@ -93,7 +95,7 @@ def _meaning(subject: TrainingSubject, written: Written) -> list[str]:
     rounding = max(t / abs(loss) if loss else 0.0 for t, loss in zip(written.tolerance, written.losses, strict=True))
     return [
         "One call is one update of the parameters, with the wait for its data; every recipe has the same examples per update.",
-        f"The score is the loss over the last of {subject.updates} updates; a drop of it is how much higher the loss ends up.",
+        f"The loss at the end is the mean over the last {len(late(written.losses))} of {subject.updates} updates.",
         f"Exact recipes were held to the losses as written within what rounding explains here: {rounding:.1g} of them at most.",
     ]
 

@@ -40,7 +40,7 @@ class TrainingStudy(Study):
     @property
     def stored_as(self) -> str:
         """A workload may be optimized and trained."""
-        return f"{self.prepared.name}-tune"
+        return f"{super().stored_as}-tune"
 
     @property
     def ships(self) -> bool:
@@ -51,6 +51,11 @@ class TrainingStudy(Study):
     def to_beat(self) -> Trial | None:
         """The training as written: there is no other original."""
         return next((trial for trial in self.trials if trial.recipe == self.original), None)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the training as written was tried in vain."""
+        return self.to_beat is not None and self.to_beat.comparison is None
 
     def costs_as_written(self, rivals: Rivals) -> dict[str, float | None]:
         """What the process that trains as written found out about itself."""
@@ -66,7 +71,7 @@ class TrainingStudy(Study):
 
     def job(self) -> dict[str, Any]:
         """What every job of this study has in common."""
-        own = {"mode": "train", "updates": self.updates, "written": str(self.folder / PREPARE / WRITTEN)}
+        own = {"mode": "train", "updates": self.updates, "written": str(self.folder.absolute() / PREPARE / WRITTEN)}
         return super().job() | own
 
     def _identity(self) -> dict[str, Any]:

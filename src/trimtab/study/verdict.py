@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from trimtab.confirm import Confirmation
+from trimtab.contracts import Backend
 from trimtab.errors import UsageError
 from trimtab.evaluate import Objective
 from trimtab.measurement import Drop, Interval, Measurement
+from trimtab.recipe import Recipe
 from trimtab.trial import State, Trial
 from trimtab.workload import Limits
 
@@ -21,6 +23,12 @@ LARGE_DROP = 0.2
 """Who means to lose a fifth of the score is rare; who forgets the percent sign is not."""
 NAMED = 5
 """Recipes that a note names one by one."""
+MORE = 1.1
+"""How much more time or memory than before is worth another try; what memory is free is never the same twice."""
+DEARER = 1.2
+"""How much longer a backend may take than another that is said to cost as much."""
+QUALITY = ("accuracy", "loss")
+"""Limits of what a model, or a training, may lose."""
 RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
 
 
@@ -76,17 +84,22 @@ def _accuracy(trial: Trial) -> Miss | None:
     drop = trial.drop
     if drop is None or drop.limit is None or drop.decided or (drop.decided is None and trial.recipe.exact):
         return None  # an exact recipe was held to floating-point noise already, which proves more than a score can
+    name, what, sample = ("accuracy", "drop", "examples") if drop.of == "score" else ("loss", "rise", "updates")
     excess = drop.upper / drop.limit if drop.limit else float("inf")
     if drop.decided is False:
-        return Miss("accuracy", excess, f"Its drop of {drop.show(drop.value)} is beyond the limit of {drop.show(drop.limit)}.")
+        return Miss(name, excess, f"Its {what} of {drop.show(drop.value)} is beyond the limit of {drop.show(drop.limit)}.")
     more = (
-        f"about {drop.n_needed} would" if drop.n_needed else "more of them would hardly help, for the drop itself is too close"
+        f"about {drop.n_needed} would"
+        if drop.n_needed
+        else f"more of them would hardly help, for the {what} is too close to it"
     )
+    if drop.of == "loss":
+        more = "more of them, with updates=..., may tell"
     return Miss(
-        "accuracy",
+        name,
         excess,
-        f"Undecidable with {drop.n} examples: its drop is {drop.show(drop.value)}, but up to {drop.show(drop.upper)} cannot be "
-        f"excluded and the limit is {drop.show(drop.limit)}; {more}.",
+        f"Undecidable with {drop.n} {sample}: its {what} is {drop.show(drop.value)}, but up to {drop.show(drop.upper)} cannot "
+        f"be excluded and the limit is {drop.show(drop.limit)}; {more}.",
     )
 
 
@@ -169,7 +182,7 @@ def unmet(trials: Sequence[Trial], limits: Limits) -> str:
     complete = [t for t in trials if t.state is State.COMPLETE and t.latency_ms is not None]
     stopped = [t for t in trials if t.state is State.STOPPED and t.latency_ms is not None]
     shipping = [t for t in complete if ships(t)]
-    accurate = [t for t in shipping if not any(m.limit == "accuracy" for m in misses(t, limits))]
+    accurate = [t for t in shipping if not any(m.limit in QUALITY for m in misses(t, limits))]
     held = next((t for t in complete if not ships(t) and not misses(t, limits)), None)
     but = "" if held is None else f" {held.recipe} would keep them. {held.reason}"
     wishes = ", ".join(
@@ -182,7 +195,8 @@ def unmet(trials: Sequence[Trial], limits: Limits) -> str:
         if limit is not None
     )
     if not accurate:
-        return f"Nothing meets the limits ({wishes or 'accuracy'}), and no recipe kept the accuracy limit.{but}"
+        quality = "loss" if any(t.drop is not None and t.drop.of == "loss" for t in shipping) else "accuracy"
+        return f"Nothing meets the limits ({wishes or quality}), and no recipe kept the {quality} limit.{but}"
     nearest = min(accurate, key=lambda trial: max((miss.excess for miss in misses(trial, limits)), default=0.0))
     worst = max(misses(nearest, limits), key=lambda miss: miss.excess, default=None)
     if worst is None:
@@ -199,8 +213,9 @@ def _binding(trials: Sequence[Trial], limits: Limits) -> str:
         missed = {miss.limit for miss in misses(trial, limits)}
         if len(missed) == 1:
             alone.setdefault(missed.pop(), trial)
-    if "accuracy" in alone:
-        return f"The accuracy limit is what binds: without it, {alone['accuracy'].recipe} would do."
+    for name in QUALITY:
+        if name in alone:
+            return f"The {name} limit is what binds: without it, {alone[name].recipe} would do."
     if len(alone) == 1:
         name = next(iter(alone))
         return f"The {name} limit is what binds: without it, {alone[name].recipe} would do."
@@ -240,6 +255,23 @@ def _latency(measured: Measurement | None) -> Mapping[str, float | None]:
 
 def _drop(drop: Drop | None) -> Mapping[str, float | None]:
     return {"value": None, "upper": None} if drop is None else {"value": drop.value, "upper": drop.upper}
+
+
+def has_more(trial: Trial, *, seconds: float, memory_mb: float) -> bool:
+    """Whether a limit ended ``trial`` that is a higher one now."""
+    now = {"time": seconds, "memory": memory_mb}.get(trial.ended_by or "", 0.0)
+    return trial.limit is not None and now > MORE * trial.limit
+
+
+def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startup_s: float) -> float:
+    """Seconds that a trial of ``backend`` is likely to take, going by those of its own, by those of backends that cost as much,
+    or by what it usually costs."""
+    timed = [trial for trial in trials if trial.seconds > 1]
+    same = [t.seconds for t in timed if t.recipe.backend.name == backend.name]
+    alike = [t.seconds for t in timed if t.recipe.backend.cost == backend.cost and t.recipe.backend.name != "eager"]
+    least = min([startup_s, *[t.seconds for t in timed if t.recipe == original]])
+    usual = max(alike) * DEARER if alike else least + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[backend.cost]
+    return max(same, default=usual)
 
 
 def too_short(left_out: Sequence[Trial]) -> str:

@@ -21,20 +21,26 @@ from trimtab.study.train_jobs import TRAINING
 
 def main(folder: pathlib.Path) -> int:
     """Run the job in ``folder`` and write its result there; an error of ours is a result too, a full disk an exit code."""
-    job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+    code, here = 1, pathlib.Path.cwd()  # which the workload may change
     try:
-        write_json(folder / RESULT, _result(job, folder))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        write_json(folder / RESULT, _result(job, folder, folder.relative_to(here) if folder.is_relative_to(here) else folder))
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        raise
     finally:
-        if out_of_space(sys.exception()):
-            with contextlib.suppress(OSError):  # the log lies on a disk too
+        # at once: threads of the user's would be waited for, and runtimes that crash while they are torn down spoil a result
+        with contextlib.suppress(OSError, ValueError):  # the log lies on a disk too, and may have been closed
+            if (raised := sys.exception()) is not None:
                 traceback.print_exc()
-            os._exit(DISK_FULL)
-    os._exit(0)  # runtimes that crash while they are torn down must not spoil a result that is complete
+                code = DISK_FULL if out_of_space(raised) else code
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
-def _result(job: dict[str, Any], folder: pathlib.Path) -> Any:
+def _result(job: dict[str, Any], folder: pathlib.Path, shown: pathlib.Path) -> Any:
     try:
         return (TRAINING if job.get("mode") == "train" else JOBS)[job["kind"]](job, folder)
     except TrimtabError as error:
@@ -43,7 +49,7 @@ def _result(job: dict[str, Any], folder: pathlib.Path) -> Any:
         traceback.print_exc()
         message = str(error)
         if job["kind"] == "prepare" and isinstance(error, WorkloadError) and error.__cause__ is not None:
-            message = with_fix(message, f"The traceback is in {folder / LOG}.")  # that of the user's own code
+            message = with_fix(message, f"The traceback is in {shown / LOG}.")  # that of the user's own code
         return {"error": type(error).__name__, "message": message, "traceback": traceback.format_exc()}
 
 

@@ -66,7 +66,7 @@ class Workers:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(os.devnull, "wb") as log:
-            forked = _forked(self._plain, {"imported": str(imported)}, [log.fileno(), theirs.fileno()])
+            forked = _forked(self._plain, {"imported": str(imported.absolute())}, [log.fileno(), theirs.fileno()])
         if forked is None:
             ours.close()
             return

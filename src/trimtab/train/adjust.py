@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,10 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from trimtab.errors import WorkloadError
 from trimtab.passes.threads import usable_cores
 from trimtab.train.compiling import WORTH_S, CompiledStep
-from trimtab.train.draws import draws
+from trimtab.train.crossing import why_not_read, why_not_shared
+from trimtab.train.draws import drew_in_worker
 from trimtab.train.events import Adjusted, Event, Progressed
 from trimtab.train.feed import Feed, Seekable
-from trimtab.workload import user_code
+from trimtab.train.loader import Loader
 
 if TYPE_CHECKING:
     from trimtab.train.prepare import Ready
@@ -204,16 +206,19 @@ class Workers:
         if workers_of(self.loader) is None:
             return f"the loader, a {type(self.loader).__name__}, has no workers. Use trimtab.train.Loader."
         if isinstance(self.loader, Seekable):
-            return None if hasattr(self.loader, "retune") else f"a {type(self.loader).__name__} has no retune(workers=...)."
+            if not hasattr(self.loader, "retune"):
+                return f"a {type(self.loader).__name__} has no retune(workers=...)."
+            return why_not_shared(self.loader) or (why_not_read(self.loader) if isinstance(self.loader, Loader) else None)
         if getattr(type(self.loader), "__iter__", None) is not DataLoader.__iter__:
             return f"a {type(self.loader).__name__}, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
         if self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset):
             return "the loader's dataset divides itself, so that other workers would give other batches."
+        if reason := why_not_shared(self.loader):
+            return reason
         try:
-            with user_code("Some of its examples could not be read"):
-                random = draws(self.loader.dataset)
+            random = drew_in_worker(self.loader)
         except WorkloadError as error:
-            return f"whether the dataset draws random numbers could not be found out. {error}"
+            return f"a worker cannot read its dataset. {_last_line(error)}"
         if random:
             return "the dataset draws random numbers, which would be others with other workers. Use trimtab.train.Loader."
         return None
@@ -242,15 +247,15 @@ class Workers:
 class Micro:
     """Micro-batches of another size: as many examples per update, in more or fewer parts."""
 
-    def __init__(self, feed: Feed, model: nn.Module, size: int) -> None:
-        self.feed, self.model, self.before, self.size = feed, model, feed.micro, size
+    def __init__(self, feed: Feed, model: nn.Module, size: int, against: Callable[[], str | None] | None = None) -> None:
+        self.feed, self.model, self.before, self.size, self.against = feed, model, feed.micro, size, against
         self.what = f"micro-batch {self.before or 'whole'} -> {size}"
 
     def why_not(self) -> str | None:
-        """Statistics over a batch must stay those of the same batch."""
+        """Statistics over a batch, and losses that compare its examples, must stay those of the same batch."""
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in self.model.modules()):
             return "BatchNorm would see other batches."
-        return None
+        return None if self.against is None else self.against()
 
     def apply(self) -> None:
         """Take batches apart like this, as long as they can be."""
@@ -305,12 +310,13 @@ def adjuster(trainer: Trainer, ready: Ready) -> Adjuster:
 
     def compute(now: Window) -> Iterator[Remedy]:
         feed, step = ready.feed, ready.step
+        against = functools.partial(trainer.room.against_parts, step)
         whole = round(now.examples / trainer.settings.accumulate)
         micro = min(feed.micro or whole, whole)
         if micro > 1:
-            yield Micro(feed, trainer.model, -(-micro // 2))
+            yield Micro(feed, trainer.model, -(-micro // 2), against)
         if micro < whole:
-            yield Micro(feed, trainer.model, min(2 * micro, whole))
+            yield Micro(feed, trainer.model, min(2 * micro, whole), against)
         if isinstance(step, CompiledStep):
             left = 0 if ready.updates is None else ready.updates - trainer.position.update
             yield Compiled(step, left * now.step / 1e3)
@@ -355,6 +361,11 @@ def _window(trainer: Trainer, event: Progressed) -> Window:
     agreed = trainer.world.agreed
     examples = event.examples_per_s * event.step_ms / 1e3 / trainer.world.size  # the event has those of all processes
     return Window(agreed(step), agreed(data), agreed(compute), agreed(examples))
+
+
+def _last_line(error: BaseException) -> str:
+    """What ``error`` comes to; torch puts a worker's whole traceback into its words."""
+    return str(error.__cause__ or error).strip().splitlines()[-1]
 
 
 def _typical(windows: Iterable[Window]) -> Window:

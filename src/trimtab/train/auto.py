@@ -7,10 +7,13 @@ the best so far, and is on only if the lower end of its speed-up is above 1 and 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import PASSES, Pass
@@ -90,6 +93,9 @@ def decide(trainer: Trainer, train: Iterable[Batch], updates: int | None) -> Ite
             decisions = _Decisions(trainer, batches, updates)
             decisions.make(fields)
             left = {name for name in fields if trainer.world.any(name in decisions.interrupted)}
+            del decisions  # and with it the last copies of the model and the optimizer, whose memory the run may need
+            gc.collect()  # what was compiled refers to itself
+            torch.cuda.empty_cache()  # does nothing where there is no GPU
     values = {name: getattr(trainer.settings, name) for name in fields}
     trainer.decided |= {name: value for name, value in values.items() if name not in left or value != OFF[name]}
     return train

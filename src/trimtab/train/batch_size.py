@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +30,7 @@ from trimtab.train.live import peak_activations
 from trimtab.train.memory_errors import go_on
 from trimtab.train.objective import Batch, examples
 from trimtab.train.peek import untouched
-from trimtab.train.rehearsal import rehearsal
+from trimtab.train.rehearsal import rehearsal, stand_still
 from trimtab.train.runtime import running
 from trimtab.train.step import Step
 
@@ -219,7 +219,8 @@ class _Search:
             UsageError: none fits.
         """
         begun = time.perf_counter()
-        with rehearsal(self.trainer.model, self.trainer.optimizer), self._standing_still():
+        with rehearsal(self.trainer.model, self.trainer.optimizer):
+            stand_still(self.trainer.optimizer)
             entries = self._sweep(candidates, first_only)
             able = [entry for entry in entries if not entry.reason]
             if not able:
@@ -335,19 +336,6 @@ class _Search:
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.device)
 
-    @contextlib.contextmanager
-    def _standing_still(self) -> Iterator[None]:
-        """A block in which updates change no parameter, so that many of them on the same batch cannot diverge."""
-        groups = self.trainer.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group["lr"] * 0.0
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
 
 def plan_for(step: Step, trainer: Trainer, batch: Batch, budget_mb: float) -> Verified:
     """What to recompute so that the activations of ``batch`` keep within ``budget_mb``.
@@ -358,7 +346,8 @@ def plan_for(step: Step, trainer: Trainer, batch: Batch, budget_mb: float) -> Ve
 
     def loss() -> torch.Tensor:
         with step.precision():
-            return step.objective(getattr(step.model, "_orig_mod", step.model), batch)[0]
+            plain = getattr(step.model, "_orig_mod", step.model)
+            return step.world.looked(lambda: step.objective(plain, batch))[0]
 
     with looked_at(step):
         return choose(trainer.model, loss, budget_mb * 1e6, trainer.device, world=step.world)
@@ -375,7 +364,7 @@ def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
 def backward(step: Step, batch: Batch) -> None:
     """A forward and backward pass as in ``step``, for nothing but to be looked at."""
     with step.precision():
-        loss, _ = step.objective(step.model, batch)
+        loss, _ = step.world.looked(lambda: step.objective(step.model, batch))
     loss.backward()  # type: ignore[no-untyped-call]
 
 

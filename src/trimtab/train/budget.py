@@ -81,7 +81,7 @@ def choose(
             raise UsageError(_impossible(budget, {})) from failed
         changing = tuple(kept.changed())
         plans = front(model, traced)
-        if world.size > 1:
+        if world.processes > 1:
             plans = _those_of_the_first(model, plans, world)
         search = _Search(model, forward, device, plans, changing, budget, world)
         index = search.run()

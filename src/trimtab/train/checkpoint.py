@@ -17,9 +17,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.nn.parameter import is_lazy
 
 from trimtab._json import dumps
 from trimtab.errors import StorageError, UsageError
@@ -177,6 +179,8 @@ class Encoder:
             return {"tensor": self._keep(value)} if value.layout == torch.strided else self._sparse(value)
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
             return {"float": str(float(value))}
+        if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (bool, int, float, str)):
+            return self._array(value)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Mapping):
@@ -187,8 +191,18 @@ class Encoder:
             return [self.encode(item) for item in value]
         raise UsageError(
             f"A {type(value).__module__}.{type(value).__qualname__} cannot be kept in a checkpoint. Use tensors, numbers, "
-            "strings, lists, tuples and dicts in what state_dict() returns."
+            "arrays, strings, lists, tuples and dicts in what state_dict() returns."
         )
+
+    def _array(self, value: np.ndarray[Any, Any] | np.generic) -> Any:
+        """An array of numpy's, or a single one of its numbers, by its bytes: it has types that torch has not."""
+        if value.dtype.hasobject or value.dtype.names:
+            raise UsageError(
+                f"A numpy array of {value.dtype} cannot be kept in a checkpoint. Use numbers, or lists and dicts of them, "
+                "in what state_dict() returns."
+            )
+        key = self._keep(torch.frombuffer(bytearray(value.tobytes() or b"\0"), dtype=torch.uint8))
+        return {"array": key, "dtype": value.dtype.str, "shape": list(value.shape), "alone": isinstance(value, np.generic)}
 
     def _sparse(self, tensor: torch.Tensor) -> Any:
         """A tensor that is made of others."""
@@ -215,6 +229,30 @@ class Encoder:
         return key
 
 
+class _Words(Encoder):
+    """Says what cannot be kept, and keeps nothing."""
+
+    def encode(self, value: Any) -> Any:
+        """``value`` as JSON; parameters that only a forward pass will make are left to it."""
+        return None if is_lazy(value) else super().encode(value)
+
+    def _keep(self, tensor: torch.Tensor) -> str:
+        return ""
+
+
+def refuse_strange(state: Mapping[str, Any]) -> None:
+    """Refuse ``state`` at once where no checkpoint could hold it.
+
+    Raises:
+        UsageError: something in it can be kept neither as a tensor nor as JSON; the message names the part of ``state``.
+    """
+    for name, part in state.items():
+        try:
+            _Words().encode(part)
+        except UsageError as error:
+            raise UsageError(f"The state of the {name} cannot be saved. {error}") from error
+
+
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The inverse of :meth:`Encoder.encode`."""
     if isinstance(tree, list):
@@ -223,6 +261,10 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tree
     if "tensor" in tree:
         return tensors[tree["tensor"]]
+    if "array" in tree:
+        held, shape = tensors[tree["array"]].cpu().numpy().tobytes(), tree["shape"]
+        array = np.frombuffer(held, np.dtype(tree["dtype"]), math.prod(shape)).reshape(shape).copy()
+        return array[()] if tree["alone"] else array
     if "sparse" in tree:
         return _made_of([tensors[key] for key in tree["parts"]], tree)
     if "float" in tree:

@@ -82,13 +82,13 @@ class Collate:
                     f"place {place} {theirs}. Let the dataset give the same keys for every example."
                 )
         joined = {key: self.join([item[key] for item in items], (*path, key)) for key in first}
-        if self.mask is not None and self.mask not in joined and self.of not in joined and not path:
+        if self.mask is not None and self.mask not in joined and self.of in joined:
+            joined[self.mask] = self._mask([len(item[self.of]) for item in items], joined[self.of])
+        if self.mask is not None and not path and not _has(joined, self.mask):
             raise WorkloadError(
                 f"There is no {self.of!r} to make the mask {self.mask!r} for; the examples have {', '.join(map(str, joined))}. "
                 "Name one of these: Collate(mask=..., of=...)."
             )
-        if self.mask is not None and self.mask not in joined and self.of in joined:
-            joined[self.mask] = self._mask([len(item[self.of]) for item in items], joined[self.of])
         return joined
 
     def _sequences(self, items: Sequence[Any], path: tuple[str | int, ...]) -> Any:
@@ -182,6 +182,13 @@ def _is_numbers(item: Any) -> bool:
 
 def _is_text(item: Any) -> bool:
     return isinstance(item, np.ndarray) and item.dtype.kind not in "biufc"
+
+
+def _has(joined: Any, key: str) -> bool:
+    """Whether a mapping anywhere in a batch has ``key``."""
+    if isinstance(joined, Mapping):
+        return key in joined or any(_has(item, key) for item in joined.values())
+    return isinstance(joined, (tuple, list)) and any(_has(item, key) for item in joined)
 
 
 def _at(path: tuple[str | int, ...]) -> str:

@@ -18,6 +18,7 @@ from trimtab.train.clock import HostClock
 from trimtab.train.feed import Feed, mover
 from trimtab.train.kernels import use_kernels
 from trimtab.train.objective import Batch, Objective, tensors
+from trimtab.train.rehearsal import stand_still
 from trimtab.train.runtime import running
 from trimtab.train.world import World
 
@@ -32,7 +33,7 @@ class Double:
     The same batches are gone through again and again; at nought they are as hard as they were, and nothing diverges.
 
     Raises:
-        CompileError: the model, the loss or the optimizer cannot be copied.
+        CompileError: the model, the loss or the optimizer cannot be copied, or the optimizer finds its own learning rate.
         RuntimeError: and whatever else speaks against the settings, such as memory that runs out.
     """
 
@@ -42,8 +43,9 @@ class Double:
         self.model, objective, optimizer = copied(trainer.model, trainer.objective, trainer.optimizer)
         self.modes = trainer.modes
         self.modes.train(self.model)
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0.0
+        if any(group.get("lr") is None for group in optimizer.param_groups):
+            raise CompileError("The optimizer finds its own learning rate, so that no copy of the run can stand still.")
+        stand_still(optimizer)
         with running(settings):
             move = prepare.laid_out(self.model, settings, trainer.device)
             self.step = prepare.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())
@@ -51,7 +53,11 @@ class Double:
                 use_kernels(optimizer, settings.optimizer)
         micro = settings.batch if isinstance(settings.batch, int) else None
         self.feed = Feed(batches, settings.accumulate, HostClock(), move, micro=micro, joined=settings.exact_batchnorm)
-        self.runner = LocalRunner(self.round, synchronizer(settings.device))
+
+    @property
+    def runner(self) -> LocalRunner:
+        """Times rounds. It is not kept: it holds what holds it, and such rings stay in memory until somebody looks for them."""
+        return LocalRunner(self.round, synchronizer(self.settings.device))
 
     def round(self) -> list[Update]:
         """One update from each group of the batches."""

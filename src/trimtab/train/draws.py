@@ -68,12 +68,23 @@ def draws(dataset: Any) -> bool:
 
 
 def draws_in_workers(loader: DataLoader[Any]) -> bool:
-    """Whether the workers of ``loader`` draw random numbers; where that cannot be found out, it is taken for granted.
-
-    It is in a worker that some examples are read, because what a dataset opens in this process its workers would share.
-    """
+    """Whether the workers of ``loader`` draw random numbers; where that cannot be found out, it is taken for granted."""
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
         return True
+    try:
+        return drew_in_worker(loader)
+    except WorkloadError:  # the run itself will say so
+        return True
+
+
+def drew_in_worker(loader: DataLoader[Any]) -> bool:
+    """Whether a worker of ``loader`` has drawn random numbers for some examples.
+
+    It is in a worker that they are read, because what a dataset opens in this process its workers would share.
+
+    Raises:
+        WorkloadError: they cannot be read there.
+    """
     asked = DataLoader(
         _Asked(loader.dataset, loader.collate_fn),
         batch_size=None,
@@ -83,11 +94,8 @@ def draws_in_workers(loader: DataLoader[Any]) -> bool:
         timeout=loader.timeout,
         generator=torch.Generator(),  # it would draw a seed from everybody's
     )
-    try:
-        with user_code("Some examples could not be read"):
-            return bool(next(iter(asked)))
-    except WorkloadError:  # the run itself will say so
-        return True
+    with user_code("Some examples could not be read"):
+        return bool(next(iter(asked)))
 
 
 class _Asked(Dataset[bool]):

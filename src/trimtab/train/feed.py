@@ -9,8 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.train import packed
 from trimtab.train.clock import Clock
 from trimtab.train.draws import datasets_of
 from trimtab.train.objective import Batch, examples
@@ -213,8 +215,8 @@ def mover(device: torch.device, *, channels_last: bool = False) -> Callable[[Bat
 def split(batch: Batch, size: int) -> list[Batch]:
     """``batch`` in parts of at most ``size`` examples, as even as can be: BatchNorm has no use for a last one of one example.
 
-    Cut are the first axis of every tensor as long as the batch, and lists with an entry per example; whatever else there is
-    goes to every part.
+    Cut are the first axis of every tensor as long as the batch, packed sequences, and lists with an entry per example; whatever
+    else there is goes to every part.
 
     Raises:
         WorkloadError: its tensors differ in their first axis, or it may be a list of examples or of columns.
@@ -224,8 +226,8 @@ def split(batch: Batch, size: int) -> list[Batch]:
         return [batch]
     rows = {id(row) for row in rows_of(batch) if len(row) == count}
     columns = _columns(batch, rows)
-    if any(tensor.dim() and len(tensor) != count for tensor in columns):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in columns)
+    if any(length(column) not in (None, count) for column in columns):
+        shapes = ", ".join(map(_shape, columns))
         raise WorkloadError(
             f"A batch cannot be taken apart into micro-batches of {size}: its tensors differ in their first axis ({shapes}). "
             "Make the loader's batches smaller and set accumulate instead."
@@ -257,6 +259,8 @@ def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[in
             shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
             raise WorkloadError(f"exact_batchnorm needs batches of one shape, but these are {shapes}. Pad them alike.")
         return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
+    if isinstance(first, PackedSequence):
+        return packed.joined(batches)
     if all(_per_example(batch, count, rows) for batch, count in zip(batches, counts, strict=True)):
         return np.concatenate(batches) if isinstance(first, np.ndarray) else type(first)(itertools.chain(*batches))
     if isinstance(first, Mapping):
@@ -269,17 +273,24 @@ def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[in
 
 def _part(start: int, end: int, count: int, rows: set[int]) -> Callable[[Batch], Batch]:
     def part(item: Batch) -> Batch:
+        if isinstance(item, PackedSequence):
+            return packed.part(item, start, end)
         whole = isinstance(item, torch.Tensor) and item.dim()
         return item[start:end] if whole or _per_example(item, count, rows) else rebuilt(item, part)
 
     return part
 
 
-def _columns(batch: Batch, rows: set[int]) -> list[torch.Tensor]:
-    """The tensors in ``batch`` that are not in a list with an entry per example."""
-    if isinstance(batch, torch.Tensor):
+def _columns(batch: Batch, rows: set[int]) -> list[torch.Tensor | PackedSequence]:
+    """The tensors and packed sequences in ``batch`` that are not in a list with an entry per example."""
+    if isinstance(batch, (torch.Tensor, PackedSequence)):
         return [batch]
     return [] if id(batch) in rows else [tensor for item in inside(batch) for tensor in _columns(item, rows)]
+
+
+def _shape(column: torch.Tensor | PackedSequence) -> str:
+    """What an error says of it."""
+    return f"{length(column)} packed sequences" if isinstance(column, PackedSequence) else str(tuple(column.shape))
 
 
 def _per_example(item: Any, count: int | None, rows: set[int]) -> bool:

@@ -75,7 +75,9 @@ class Columns:
         if isinstance(column, torch.Tensor):
             if isinstance(places, slice):
                 return column[places].clone()
-            return column.index_select(0, places.to(column.device))
+            if column.is_cuda:
+                places = places.pin_memory()  # so that nobody waits for the copy
+            return column.index_select(0, places.to(column.device, non_blocking=column.is_cuda))
         chosen = range(len(column))[places] if isinstance(places, slice) else places.tolist()
         return self.collate.join([column[place] for place in chosen], (name,))
 

@@ -1,4 +1,4 @@
-"""Which of torch's implementations carries out an optimizer."""
+"""Which of torch's implementations carries out an optimizer, and where its state lies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
+from trimtab.train.feed import mover
 
 
 def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused"]) -> None:
@@ -25,6 +26,18 @@ def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused
     for parameter, state in optimizer.state.items():  # fused kernels count steps on the device, the others on the host
         if isinstance(step := state.get("step"), torch.Tensor) and not optimizer.defaults.get("capturable"):
             state["step"] = step.to(parameter.device if kernels == "fused" else "cpu")
+
+
+def bring_state(optimizer: Optimizer) -> None:
+    """Put the state of ``optimizer`` where its parameters are, which may have come to a GPU after its last update.
+
+    The number of steps stays with the host, unless the kernels are such as count on the device.
+    """
+    for group in optimizer.param_groups:
+        counts = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            state, move = optimizer.state.get(parameter, {}), mover(parameter.device)
+            state.update({name: move(value) for name, value in state.items() if name != "step" or counts})
 
 
 def why_not(optimizer: Optimizer, kernels: str) -> str | None:

@@ -59,6 +59,8 @@ def begin_other(trainer: Trainer, last: tuple[Any, Any] | None, given: Any) -> b
         batch = position.batch
         trainer.note(f"The run before ended after batch {batch} of an epoch of other data; this data begins at its beginning.")
     position.batch, position.stale, position.best, trainer.best_parameters = 0, 0, None, None
+    if trainer.step_state is not None:
+        trainer.step_state["typical"] = None  # what a batch stands for; float16's scale goes with the model and stays
     return True
 
 

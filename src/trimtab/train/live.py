@@ -84,7 +84,7 @@ def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Pa
     Whatever is allocated counts: what waits for the backward pass, what is computed again in it, the gradients of activations,
     and what operators need for themselves, such as copies in the layout of a processor's convolutions. Gradients of
     ``parameters`` do not, because they are there whatever is recomputed. The figure is that of the device's allocator; on a GPU
-    with zeroed gradients in place.
+    of a second run, with zeroed gradients in place, because libraries take at their first call what they keep for all others.
 
     Where torch's profiler is running already, which alone tells what the host's allocator does, it is that of :class:`Live`.
     """
@@ -92,6 +92,7 @@ def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Pa
     if device.type == "cuda":
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
+        run()  # cuBLAS's workspace stays, and cuDNN may try one algorithm after the other
         torch.cuda.synchronize(device)
         before = int(torch.cuda.memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)

@@ -93,4 +93,4 @@ def increase(written: Written, losses: Sequence[float], limit: float) -> Drop:
     n, value = len(apart), statistics.fmean(apart)
     half = t_quantile(0.975, n - 1) * statistics.stdev(apart) / math.sqrt(n)
     decided = True if value + half <= limit else False if value - half > limit else None
-    return Drop(value=value, low=value - half, upper=value + half, n=n, limit=limit, decided=decided, method="paired")
+    return Drop(value=value, low=value - half, upper=value + half, n=n, limit=limit, decided=decided, of="loss")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -10,6 +11,7 @@ import torch
 
 from trimtab.errors import WorkloadError
 from trimtab.measure.memory import PeakMemory, PeakUse
+from trimtab.train.additive import ADVICE, Additive
 from trimtab.train.batch_size import micro_batch, parts, plan_for
 from trimtab.train.distributed.group import PeerMemoryError
 from trimtab.train.memory_errors import out_of_memory, said
@@ -31,6 +33,7 @@ _ASSERTED = (
 )
 _SLACK = 1.05
 """A batch of so many times the elements of the one that the plan was made for gets a new plan."""
+_APART = "An update from parts is not that of the whole."
 
 
 class Room:
@@ -42,12 +45,15 @@ class Room:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.fitting = Fitting(trainer)
+        self.additive = Additive(trainer)
+        self.fitting = Fitting(trainer, self.additive)
         self._recomputed: Recomputed | None = None
         self._planned = 0
         self._memory = PeakMemory(collect=False)  # which takes half a second, longer than some runs
         self._use: PeakUse | None = None
-        self._begun = False
+        self._begun = self._looked = False
+        self._group: Sequence[Batch] = ()
+        """What the last update was made from."""
 
     def __enter__(self) -> Self:
         self._memory.__enter__()
@@ -80,7 +86,10 @@ class Room:
             WorkloadError: a single example does not fit.
         """
         if not self._begun:
-            group, self._begun = self._begin(ready, group), True
+            group = self._begin(ready, group)
+        if not self._looked and self._in_parts(group):
+            self._look(ready.step, group)
+        self._begun, self._group = True, group
         if self.trainer.settings.activation_mb is not None:
             self._plan(ready.step, group)
         return self.fitting(ready.step, group)
@@ -92,8 +101,43 @@ class Room:
             self._recomputed = Recomputed([longest_chain(model)], model.buffers(), segments=settings.segments)
         if settings.batch != "auto":
             return group
+        if self.additive.ask(ready.step, group):
+            self._looked = self.trainer.objective.doubted = True
+            self.trainer.settings, self.trainer.decided["batch"] = dataclasses.replace(settings, batch=None), None
+            self.trainer.note(f"batch=None: batches are not taken apart, because that would change what is learnt. {self._why}")
+            return group
         ready.feed.micro = micro_batch(self.trainer, ready.step, group)
         return parts(group, ready.feed.micro)
+
+    def _in_parts(self, group: Sequence[Batch]) -> bool:
+        """Whether this update is made from parts whose losses might not add up; the same in all processes.
+
+        Those cannot ask each other at every update, so that they go by the settings, and look as the run begins.
+        """
+        settings, known = self.trainer.settings, self.trainer.objective.known
+        if self.trainer.world.processes == 1:
+            return len(group) > 1 and (settings.batch is not None or not known)
+        apart = settings.batch is not None or (settings.accumulate > 1 and not known)
+        return not self._begun and (apart or settings.adjust)
+
+    def _look(self, step: Step, group: Sequence[Batch]) -> None:
+        """Tell where an update from parts is another than that from the whole."""
+        self._looked, trainer = True, self.trainer
+        if not self.additive.ask(step, group) or (trainer.settings.batch is None and trainer.settings.accumulate == 1):
+            return
+        trainer.objective.doubted = True
+        if not any(note.startswith(_APART) for note in trainer.notes):  # by a run before
+            trainer.note(f"{_APART} {self._why}")
+
+    @property
+    def _why(self) -> str:
+        return f"{self.additive.found} {ADVICE}"
+
+    def against_parts(self, step: Step) -> str | None:
+        """Why batches like those of the last update must not be taken apart in another way, in a sentence."""
+        alone = self.trainer.world.processes == 1  # several have looked by now, or nobody has
+        fails = self.additive.ask(step, self._group) if alone and self._group else self.additive.fails
+        return f"other updates would come of it. {self.additive.found}" if fails else None
 
     def _plan(self, step: Step, group: Sequence[Batch]) -> None:
         """Choose what is recomputed, by the largest batch so far.
@@ -101,7 +145,7 @@ class Room:
         Several processes do it once, at the first update, because they would have to ask each other at every one.
         """
         largest = max(group, key=_elements)
-        if self._planned and (_elements(largest) <= self._planned * _SLACK or step.world.size > 1):
+        if self._planned and (_elements(largest) <= self._planned * _SLACK or step.world.processes > 1):
             return
         if self._recomputed is not None:
             self._recomputed.undo()
@@ -118,16 +162,17 @@ class Room:
 class Fitting:
     """Makes updates; where memory does not suffice, from smaller batches, and so that no update is lost.
 
-    The update is the same, because each part counts by what it stands for; only BatchNorm sees smaller batches. The size that
-    worked is used for the updates that follow. Whole batches are tried again after :data:`AGAIN_AFTER` updates, because an
-    unusually long batch or a neighbour may have been the reason, and ever more rarely where that fails.
+    The update is the same, because each part counts by what it stands for; only BatchNorm sees smaller batches, and a loss that
+    compares the examples of a batch, which is told. The size that worked is used for the updates that follow. Whole batches are
+    tried again after :data:`AGAIN_AFTER` updates, because an unusually long batch or a neighbour may have been the reason, and
+    ever more rarely where that fails.
 
     Where batches are larger than any that fitted so far, torch's random generators and the model's buffers are kept, and put
     back before a second try. Elsewhere, where hardly ever anything fails, that would only take time.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, additive: Additive) -> None:
+        self.trainer, self.additive = trainer, additive
         self.limit: int | None = None
         """Most examples at once."""
         self._least: int | None = None
@@ -165,7 +210,7 @@ class Fitting:
             group = parts(group, size)
         self._fitted = max(self._fitted, elements)
         if self.limit is not None or size < largest:
-            self._remember(size, largest)
+            self._remember(size, largest, step, group)
         return update
 
     def _may_split(self, step: Step, size: int, error: BaseException) -> None:
@@ -181,7 +226,7 @@ class Fitting:
                 "apart. Recompute activations with Settings(activation_mb=...), or accumulate less."
             ) from error
 
-    def _remember(self, size: int, largest: int) -> None:
+    def _remember(self, size: int, largest: int, step: Step, group: Sequence[Batch]) -> None:
         """Note that an update was made from batches of at most ``size`` examples, where they had up to ``largest``."""
         whole = self.limit is not None and self._since >= self._wait  # it was tried without the limit
         if whole and size == largest:
@@ -194,13 +239,20 @@ class Fitting:
             self.limit = size
         if size < (self._least or largest):
             self._least = size
-            self._remark(size, largest)
+            self.trainer.note(
+                f"A batch of {largest} did not fit into memory: such batches now run in parts of at most {size}, with "
+                f"{self._with(step, group)}"
+            )
 
-    def _remark(self, size: int, largest: int) -> None:
-        self.trainer.note(
-            f"A batch of {largest} did not fit into memory: such batches now run in parts of at most {size}, with the same "
-            "updates, except that BatchNorm sees smaller batches."
-        )
+    def _with(self, step: Step, group: Sequence[Batch]) -> str:
+        """With which updates batches run in parts."""
+        if step.world.processes == 1:  # others need not have run out of memory, and would not be asked
+            self.additive.ask(step, group)
+        if self.additive.fails:
+            return f"other updates than those of whole batches. {self.additive.found} {ADVICE}"
+        if self.additive.found is None:
+            return "the same updates, except that BatchNorm, and a loss that compares examples, see smaller batches."
+        return "the same updates, except that BatchNorm sees smaller batches."
 
 
 class _Before:

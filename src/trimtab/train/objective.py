@@ -91,8 +91,14 @@ class Objective:
         """Whether nobody but the loss sees the model's outputs."""
         self._weighs = False
         """Whether what the last loss is a mean over was known."""
-        self._doubted = False
+        self.doubted = False
+        """Whether it was told already that losses may count for something else than they are a mean over."""
         self._elementwise = _kind(loss) in _ELEMENTWISE
+
+    @property
+    def known(self) -> bool:
+        """Whether it is one of torch's own losses, so that what it is a mean over is known."""
+        return not self.calls_model and _kind(self.loss) in (*_CLASSES, *_ELEMENTWISE)
 
     def __call__(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight]:
         """The loss of ``batch``, a scalar that carries gradients, and what it is a mean over: 1 where that is not ``weighed``.
@@ -139,9 +145,9 @@ class Objective:
 
         It is asked after each update, by one process ``alone`` or several, and looks at the first to which it matters.
         """
-        if self._doubted or (alone and len(group) == 1):
+        if self.doubted or (alone and len(group) == 1):
             return None
-        self._doubted = True
+        self.doubted = True
         if self.summed or self._weighs:
             return None
         if any(length(batch) is None for batch in group):
@@ -149,7 +155,7 @@ class Objective:
                 "Nothing tells how many examples a batch has, so that all batches count alike. If they are not alike, return "
                 "(mean, weight) from loss(model, batch)."
             )
-        if not self.calls_model and any(map(_ignores, group)):
+        if any(map(_ignores, group)):
             return (
                 f"Some targets are {IGNORED}. If the loss leaves them out, as torch's own do, its mean is over fewer than the "
                 "examples that it counts for: return (mean, weight) from loss(model, batch), or give one of torch's losses."
@@ -324,8 +330,9 @@ def _ignored(loss: Callable[..., Any]) -> int:
 
 
 def _ignores(batch: Batch) -> bool:
-    """Whether there are labels in a pair of inputs and targets that are commonly left out of a mean."""
-    return any(not (t.is_floating_point() or t.is_complex()) and bool((t == IGNORED).any()) for t in tensors(batch[1]))
+    """Whether there are labels that are commonly left out of a mean: among the targets, or anywhere if these are not known."""
+    found = tensors(batch[1] if is_pair(batch) else batch)
+    return any(not (t.is_floating_point() or t.is_complex()) and bool((t == IGNORED).any()) for t in found)
 
 
 def _wrong_label(loss: Callable[..., Any], outputs: Any, targets: Any, error: IndexError) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trimtab.train.checkpoint import SPARSE
 from trimtab.train.objective import Batch, opaque, tensors
 
 Move = Callable[[Batch], Batch]
@@ -65,14 +66,14 @@ class StreamTransfer(Transfer):
         current.wait_event(coming.copied)
         for tensor in tensors(coming.batch):
             if tensor.is_cuda:
-                tensor.record_stream(current)  # its memory belongs to the copying stream, which must not reuse it too early
+                _used_by(tensor, current)  # its memory belongs to the copying stream, which must not reuse it too early
         return coming.batch
 
     def _send(self, batch: Batch) -> _Coming:
         if there := [tensor for tensor in tensors(batch) if tensor.is_cuda]:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still be making them
             for tensor in there:
-                tensor.record_stream(self.stream)
+                _used_by(tensor, self.stream)
         if opaque(batch):  # nothing can be said of its tensors: their memory is used again only after what was computed with it
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -80,6 +81,17 @@ class StreamTransfer(Transfer):
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self.stream)
         return _Coming(moved, copied)
+
+
+def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Keep the memory of ``tensor`` from others until ``stream`` has done what it has to do now."""
+    for part in stored(tensor):
+        part.record_stream(stream)
+
+
+def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the memory of ``tensor``: itself, or what a sparse one is made of, which has none."""
+    return [getattr(tensor, name)() for name in SPARSE[tensor.layout]] if tensor.layout in SPARSE else [tensor]
 
 
 def transfer_for(device: torch.device, move: Move) -> Transfer:

@@ -20,13 +20,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
-from trimtab.train import epoch, lengths
+from trimtab.passes.channels_last import lay_out
+from trimtab.train import epoch, lengths, rates
 from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
+from trimtab.train.checkpoint import refuse_strange
 from trimtab.train.clock import Clock, clock_for
 from trimtab.train.compiling import CompiledStep, CompileWatch
 from trimtab.train.feed import Feed, mover
-from trimtab.train.kernels import use_kernels
+from trimtab.train.kernels import bring_state, use_kernels
 from trimtab.train.prefetch import transfer_for
 from trimtab.train.step import Step
 from trimtab.train.validation import Move
@@ -71,6 +73,12 @@ def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int
         _load_rest(made, trainer.resuming, trainer.world)
         if not trainer.world.take_unsent(trainer.resuming.get("unsent")):
             trainer.note("What the run before had left out of its compressed gradients is dropped: this one compresses none.")
+    elif trainer.step_state is not None:
+        made.step.load_state_dict(trainer.step_state)
+    rates.fit_batches(trainer, scheduler)
+    if trainer.checkpoints is not None:  # what cannot be saved ends the run now, and not after an epoch
+        given = {"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+        refuse_strange(given | {"scheduler": schedules.state_of(scheduler)})
     if settings.optimizer is not None and settings.optimizer != "auto":
         use_kernels(trainer.optimizer, settings.optimizer)
     if isinstance(made.step, CompiledStep):
@@ -86,7 +94,7 @@ def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move
     if nhwc:
         if any(map(is_lazy, model.parameters())):
             raise UsageError("Lazy modules have no memory_format before a forward pass: call the model once before fit().")
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        lay_out(model)
     return mover(device, channels_last=nhwc)
 
 
@@ -96,7 +104,7 @@ def step_for(settings: Settings) -> type[Step]:
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimizer]) -> Optimizer:
-    """The optimizer, made if it is a function, and checked against the model.
+    """The optimizer, made if it is a function, and checked against the model; what state it has goes where the model is.
 
     Raises:
         UsageError: the model has nothing to train, or the optimizer is over other parameters.
@@ -127,6 +135,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimiz
             f"{tuple(foreign[0].shape)}). Make it from model.parameters() of this very model, after its last conversion, or "
             "give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)."
         )
+    bring_state(optimizer)
     return optimizer
 
 
@@ -340,6 +349,8 @@ def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
     if updates is None:
         raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
     before, groups = trainer.scheduler, trainer.optimizer.param_groups
+    if before is None:  # some schedules state their rates themselves, so those that are made have one scale
+        rates.scale(trainer.optimizer, None, 1.0)
     kept = [dict(group) for group in groups]
     for group in groups if before is not None else ():  # a second run shapes the rates that the first one began with
         group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))

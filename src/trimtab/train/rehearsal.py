@@ -65,6 +65,16 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[
         set_random_state(random)
 
 
+def stand_still(optimizer: Optimizer) -> None:
+    """Set its learning rates to nought, so that many updates from the same batches change nothing, and cannot diverge.
+
+    An optimizer that finds its own rate has none to set, and goes on; a rehearsal puts back what it changes.
+    """
+    for group in optimizer.param_groups:
+        if group.get("lr") is not None:
+            group["lr"] = group["lr"] * 0.0
+
+
 def _optimizer_state(optimizer: Optimizer) -> dict[Any, Any]:
     """A copy of the state per parameter; the parameters themselves are not copied."""
     return {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trimtab import _machine
+from trimtab._float32 import products_of_float32
 from trimtab.candidate import Settings
+from trimtab.errors import UsageError
 from trimtab.passes.attention import KERNELS
+from trimtab.train.memory_errors import said
 
 
 @contextlib.contextmanager
@@ -23,50 +26,55 @@ def running(settings: Settings) -> Iterator[None]:
     An allocator that was told to keep freed memory goes on doing so; there is no way back.
     """
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    kernels = sdpa_kernel(KERNELS[settings.attention]) if settings.attention in KERNELS else contextlib.nullcontext()
+    kernels = _attention(settings.attention) if settings.attention in KERNELS else contextlib.nullcontext()
     try:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         if settings.keep_memory:
             _machine.keep_freed_memory()
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark is True or benchmark
-        with _tf32() if settings.tf32 is True else contextlib.nullcontext(), kernels:
+        with products_of_float32(tf32=True) if settings.tf32 is True else contextlib.nullcontext(), kernels:
             yield
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
 
 
-@contextlib.contextmanager
-def _tf32() -> Iterator[None]:
-    """A block with TF32, set by whichever of torch's two interfaces the process uses, because mixing them is an error."""
-    backends: Any = torch.backends
-    places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
-    before = [place.fp32_precision for place in places]
-    older: tuple[str, bool] | None
-    try:
-        older = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
-    except RuntimeError:  # somebody has set an fp32_precision, which the older interface has no word for
-        older = None
-    try:
-        if older is None:
-            _set_precisions(places[:3], ["tf32"] * 3)
-        else:
-            torch.set_float32_matmul_precision("high")
-            backends.cudnn.allow_tf32 = True
-        yield
-    finally:
-        if older is not None:
-            torch.set_float32_matmul_precision(older[0])
-            backends.cudnn.allow_tf32 = older[1]
-        _set_precisions(places, before)
+def _attention(kernel: str) -> contextlib.AbstractContextManager[object]:
+    """A block in which attention uses ``kernel`` wherever that takes the inputs.
+
+    The others stay allowed, in torch's order, because later batches may be what it does not take: flash attention takes no mask
+    on a GPU, for one, and some models give a mask only where a row is padded. Plain products take everything, and are put last
+    on a CPU whatever is asked for, so they are allowed alone.
+    """
+    first = KERNELS[kernel]
+    if first is SDPBackend.MATH:
+        return sdpa_kernel(first)
+    return sdpa_kernel([first, *(other for other in KERNELS.values() if other is not first)], set_priority=True)
 
 
-def _set_precisions(places: Sequence[Any], wanted: Sequence[str]) -> None:
-    """Of torch's parts; those that have theirs, perhaps from a setting above them, are left alone."""
-    for place, precision in zip(places, wanted, strict=True):
-        if place.fp32_precision != precision:
-            place.fp32_precision = precision
+def allocate(settings: Settings) -> None:
+    """Give torch's allocator for GPUs the options in ``settings``, beside those that it has; the process keeps them.
+
+    Raises:
+        UsageError: it does not know them.
+    """
+    options: str | None = settings.cuda_allocator
+    allocator: Any = torch._C
+    if options is None or not settings.device.startswith("cuda"):
+        return
+    before = allocator._accelerator_getAllocatorSettings()
+    if before.endswith(options):
+        return
+    both = f"{before},{options}" if before else options  # it forgets some of those that are not named
+    try:
+        allocator._accelerator_setAllocatorSettings(both)
+    except (RuntimeError, ValueError) as error:
+        allocator._accelerator_setAllocatorSettings(before)
+        raise UsageError(
+            f"Settings cuda_allocator is {options!r}, which torch does not take: {said(error)}. Write it as for "
+            "PYTORCH_CUDA_ALLOC_CONF, such as 'expandable_segments:True'."
+        ) from error
 
 
 def random_state() -> dict[str, Any]:

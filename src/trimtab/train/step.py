@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from trimtab.candidate import Settings
 from trimtab.errors import NonFiniteError
 from trimtab.train.clock import Clock
+from trimtab.train.later import Later
 from trimtab.train.memory_errors import final
 from trimtab.train.objective import Batch, Objective, Weight, examples
 from trimtab.train.recompute import buffers_of
@@ -26,6 +28,10 @@ _NO_ROOM = (
     "Settings(sharding='shard'), take an optimizer with less state, or one without temporary copies of it, with "
     "Settings(optimizer='loop') or 'fused'."
 )
+
+
+_LEAST_SCALE = 2.0**-14
+"""Of float16 losses. What still overflows at the smallest normal number that float16 has is no matter of scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +48,42 @@ class Update:
     applied: bool
     """Whether the parameters were changed: not where the loss or the gradient was not finite and such updates are left out."""
     overflowed: bool = False
-    """Whether it was left out because float16's scale was too large for the gradient of a finite loss: so it is found."""
+    """Whether it was left out because float16's scale was too large for the gradient of a finite loss: so the right one is
+    found. A gradient that is not finite at any scale is not that."""
 
     @property
     def finite(self) -> bool:
         """Whether the loss and the whole gradient are; waits for the device."""
         return math.isfinite(float(self.loss + self.check))
+
+
+class _Scaler(torch.amp.GradScaler):
+    """torch's, for gradients that may lie in parts on several processes, some of them on others than the rest."""
+
+    world = World()
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Of each parameter the part that is here; what overflows in one part counts for all."""
+        if not self.world.shared:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        here: Any = types.SimpleNamespace(param_groups=[{"params": _parts(optimizer)}])
+        found = super()._unscale_grads_(here, inv_scale, found_inf, allow_fp16)
+        for value in found.values():
+            self.world.overflow(value)
+        return found
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Of each parameter that has a gradient, what this process holds of both, in the same memory."""
+    found = []
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if (grad := parameter.grad) is not None:
+            part = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach()
+            part.grad = (grad.to_local() if hasattr(grad, "to_local") else grad).detach()
+            found.append(part)
+    return found
 
 
 class Step:
@@ -63,7 +99,7 @@ class Step:
     Args:
         model: what the objective calls, perhaps wrapped or compiled.
         optimizer: what updates the parameters.
-        norm_every: of how many updates one tells the norm of its gradient; with ``clip_norm`` all do.
+        norm_every: of how many updates one tells the norm of its gradient; with ``clip_norm``, and on a GPU, all do.
     """
 
     def __init__(
@@ -78,11 +114,14 @@ class Step:
     ) -> None:
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.settings, self.world, self.clock = settings, world, clock
-        self.scaler = torch.amp.GradScaler(settings.device, enabled=settings.autocast == "float16")
+        self.scaler = _Scaler(settings.device, enabled=settings.autocast == "float16")
+        self.scaler.world = world
         self._known = len(self._parameters)
+        world.meet(optimizer)
         self._statistics = buffers_of(model, set()) if settings.nonfinite != "raise" else []
         self._typical: float | None = None
         self._unread: Update | None = None
+        self._verdict = Later()
         self._norm_every, self._made = norm_every, 0
 
     def __call__(self, batches: Sequence[Batch]) -> Update:
@@ -95,6 +134,7 @@ class Step:
         clock, world = self.clock, self.world
         if len(self._parameters) != self._known:  # what came to the optimizer may have gathered gradients all the time
             self._known = len(self._parameters)
+            world.meet(self.optimizer)
             self.discard()
         if self._typical is None and world.size > 1:
             self._typical = world.agreed(max(map(examples, batches)))
@@ -132,7 +172,8 @@ class Step:
         grads = self._gradients()
         self._unweight(grads, total)
         clip_norm = self.settings.clip_norm
-        norm = world.norm(grads) if clip_norm is not None or self._made % self._norm_every == 0 else None
+        wanted = clip_norm is not None or self._made % self._norm_every == 0 or any(grad.is_cuda for grad in grads[:1])
+        norm = world.norm(grads) if wanted else None  # a GPU takes all norms at once, but one sum after the other
         self._made += 1
         if clip_norm is not None and norm is not None:
             world.scale(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does it
@@ -152,12 +193,17 @@ class Step:
             NonFiniteError: the last update was not finite.
         """
         unread, self._unread = self._unread, None
-        if unread is not None and not unread.finite:
+        if unread is not None and not math.isfinite(self._verdict.read()):
             what = "sum" if unread.norm is None else "norm"
             raise NonFiniteError(
                 f"The loss was {float(unread.loss)} and the {what} of its gradient {float(unread.check)}, which is not finite. "
                 'Lower the learning rate, clip with Settings(clip_norm=1.0), or leave such updates out: nonfinite="skip".'
             )
+
+    def _watch(self, update: Update) -> None:
+        """Have :meth:`check` look at ``update``. What it reads is made now, before the device has other work."""
+        self._unread = update
+        self._verdict.send(update.loss + update.check)
 
     def discard(self) -> None:
         """Forget the gradients of an update that was cut off."""
@@ -213,23 +259,28 @@ class Step:
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             self.world.scale(grads, factor)
 
+    def _found_inf(self) -> bool:
+        """Whether float16's scaler has met a gradient that is not finite, so that it leaves this update out."""
+        return any(map(float, self.scaler._found_inf_per_device(self.optimizer).values()))
+
     def _apply(self, update: Update) -> Update:
         """Run the optimizer unless the settings keep it from an update that is not finite."""
         self.check()
         if self.scaler.is_enabled():  # it leaves out what overflowed, and lowers its scale: that is how float16 works
-            before = self.scaler.get_scale()
+            left_out = self._found_inf()
+            scale = self.scaler.get_scale() if left_out else math.inf
+            overflowed = left_out and scale > _LEAST_SCALE and bool(torch.isfinite(update.loss))
             self.scaler.step(self.optimizer)
-            self.scaler.update()
-            update = dataclasses.replace(update, applied=self.scaler.get_scale() >= before)
-            update = update if update.applied else dataclasses.replace(update, overflowed=bool(torch.isfinite(update.loss)))
-            if self.settings.nonfinite == "raise" and not update.applied and not torch.isfinite(update.loss):
-                self._unread = update  # a gradient may overflow, a loss may not
+            self.scaler.update(scale if left_out and not overflowed else None)  # what a lower one does not mend
+            update = dataclasses.replace(update, applied=not left_out, overflowed=overflowed)
+            if self.settings.nonfinite == "raise" and left_out and not overflowed:
+                self._watch(update)
                 self.check()
             return update
         if self.settings.nonfinite != "raise":
             update = dataclasses.replace(update, applied=update.finite)
         else:
-            self._unread = update
+            self._watch(update)
             if update.loss.device.type == "cpu":
                 self.check()
         if update.applied:

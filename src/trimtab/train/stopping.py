@@ -75,13 +75,13 @@ class Ema:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take the parameters as they are now into the average; buffers that are no floating point are copied."""
+        """Take parameters and statistics of normalisation as they are now into the average; other buffers are copied."""
         values = self.follow(model)
         kinds: dict[Any, list[str]] = {}  # what is sharded over other processes, or not at all, cannot be in one operation
         for name, value in values.items():
             if value.layout != torch.strided:
                 self.shadow[name] = _taken(value)
-            elif value.is_floating_point() or value.is_complex():
+            elif _is_averaged(model, name, value):
                 kinds.setdefault((getattr(value, "device_mesh", None), value.is_complex()), []).append(name)
             else:
                 self.shadow[name].copy_(value)
@@ -187,6 +187,21 @@ def copied_state(model: nn.Module) -> dict[str, Any]:
     return {n: v.detach().clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for n, v in state.items()}
 
 
+def _is_averaged(model: nn.Module, name: str, value: torch.Tensor) -> bool:
+    """Whether ``value`` is a parameter or a statistic of normalisation, which change a little with each update.
+
+    Other buffers are what the model goes by now, such as a mask that holds -inf, of which there is no mean.
+    """
+    if not (value.is_floating_point() or value.is_complex()):
+        return False
+    return isinstance(value, nn.Parameter) or isinstance(_owner(model, name), nn.modules.batchnorm._NormBase)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The module that holds what ``model`` has under ``name``."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
 def _wide(value: torch.Tensor) -> torch.dtype:
     """What ``value`` is averaged in."""
     return torch.float32 if value.is_floating_point() and value.itemsize < 4 else value.dtype
@@ -206,4 +221,5 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = (getattr(each, "to_local", lambda each=each: each)() for each in (one, other))  # each process its own shard
     if one.layout != torch.strided:
         one, other = one.to_dense(), other.to_dense()
+    other = other.to(one.device)  # the best parameters of a run that was gone on with were read into the host's memory
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

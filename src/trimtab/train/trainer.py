@@ -24,7 +24,7 @@ from trimtab.train.memory import Room
 from trimtab.train.meter import Meter
 from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, Objective, in_step
-from trimtab.train.runtime import running
+from trimtab.train.runtime import allocate, running
 from trimtab.train.schedule import Schedule
 from trimtab.train.step import Update
 from trimtab.train.stopping import EarlyStopping, Ema, Shown, copied_state
@@ -104,6 +104,7 @@ class Trainer:
         prepare.check_device(settings.device)
         self.device = self.world.device(settings.device)
         prepare.check_place(model, self.device)
+        allocate(settings)
         self.world.place(self.model, settings)
         self.objective = Objective(prepare.loss_on(loss, self.device))
         self.optimizer = prepare.optimizer_for(model, optimizer)
@@ -127,6 +128,8 @@ class Trainer:
         self.resuming: dict[str, Any] | None = None
         self.scheduler: LRScheduler | None = None
         """What was made of ``schedule`` for the last run; the next one goes on from it."""
+        self.step_state: dict[str, Any] | None = None
+        """Of the last run's step, such as float16's scale, which the next one need not find again."""
         self.modes = Modes(model)
         self._last: tuple[Any, Any] | None = None
         """The training data that the last run was given, and what it went through: of an iterator, what is left."""
@@ -295,7 +298,7 @@ class Trainer:
                     return not self.world.any(left is None or left > 0)
         except WorkloadError as error:
             # A signal to the whole group of processes, as a terminal's Ctrl-C is, ends the loader's workers too.
-            if self.world.size > 1 or not self.ending or WORKER_ENDED not in str(error):
+            if self.world.processes > 1 or not self.ending or WORKER_ENDED not in str(error):
                 raise
             return False
         return True
@@ -307,7 +310,7 @@ class Trainer:
                 meter.report()
                 self._validate(held_out, ready)
         except Exception as error:
-            if self.world.size == 1 or isinstance(error, (UsageError, WorkloadError)):  # which all processes raise
+            if self.world.processes == 1 or isinstance(error, (UsageError, WorkloadError)):  # which all processes raise
                 self._save(ready)
             raise
         if self.checkpoint_every is None and not self.position.due:
@@ -373,6 +376,7 @@ class Trainer:
         if made and self.world.any(old):
             self._save(ready)
         prepare.settle(self)
+        self.step_state = ready.step.state_dict()
         self.shown.show(self.best_parameters)
         self.model.eval()
         count, what = (steps, "update") if steps is not None else (epochs, "epoch")

@@ -70,7 +70,7 @@ def confirm(recipe: Recipe, subject: TrainingSubject, rival: Runner, *, plan: Pl
     found = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
     figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _most(peak), "baseline_score": written.final}
     reason = _unfaithful(recipe, figures["parity"], figures["drop"], written)
-    reason = reason or _over(figures["peak_mb"], plan) or (_unproven(found.ratio) if must_win else None)
+    reason = reason or _over(figures["peak_mb"], plan) or (_unproven(found) if must_win else None)
     undecided = reason is not None and must_win and found.ratio.vague
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, loaded=False, undecided=undecided, **figures)
 
@@ -120,11 +120,14 @@ def _over(peak_mb: float, plan: Plan) -> str | None:
     return f"Measured again, its peak memory is {peak_mb:.4g} MB; the limit is {limit:g} MB."
 
 
-def _unproven(ratio: Interval) -> str | None:
+def _unproven(found: Comparison) -> str | None:
+    ratio = found.ratio
     if ratio.vague:
+        cause = "the updates are too slow to tell in the time for it" if found.few else "the machine was too busy to tell"
+        way_out = "give it more, with timing_seconds=60" if found.few else "run it when the machine is quiet"
         return (
-            f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as written: the machine was too "
-            "busy to tell. The same call measures it once more; run it when the machine is quiet."
+            f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as written: {cause}. The same "
+            f"call measures it once more; {way_out}."
         )
     return (
         None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -90,13 +91,17 @@ def validate(
         with world.together():
             # It is the plain model that is called: only one whose shares must be gathered needs all processes at once.
             read = _read(batches, cut)
-            for batch in world.rounds(read, _length(batches)) if world.shared else read:
+            for batch in world.rounds(read, None) if world.shared else read:  # which may be cut off, so nobody knows how many
+                if world.shared and world.any(cut()):
+                    break
                 moved = ready.move(batch)
                 with ready.step.precision():
                     with _MODEL:
-                        loss, weight, outputs = objective.answered(model, moved)
+                        loss, weight, outputs = world.looked(functools.partial(objective.answered, model, moved))
                     if metrics and outputs is None:
                         outputs = _outputs(model, moved, metrics)
+                    if not world.counts:  # it only helped others, who have more
+                        continue
                     for name, metric in metrics.items():
                         values[name].append(_per_example(name, metric, outputs, moved))
                 losses.append(loss.detach())

@@ -81,6 +81,10 @@ class World:
         """What ``ask`` gives, the forward pass of a batch, so that its backward pass can exchange gradients."""
         return ask()
 
+    def looked(self, ask: Callable[[], T]) -> T:
+        """What ``ask`` gives, a forward pass of the plain model, of which no backward pass exchanges gradients of replicas."""
+        return ask()
+
     def mean(
         self, losses: Sequence[torch.Tensor], weights: Sequence[Weight], *, summed: bool
     ) -> tuple[torch.Tensor, Weight | None]:
@@ -114,6 +118,12 @@ class World:
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
         """Multiply the gradients by ``factor``, in place."""
         torch._foreach_mul_(list(grads), factor)
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learn what updates the parameters, and see that it can where they are spread out."""
+
+    def overflow(self, found: torch.Tensor) -> None:
+        """Make ``found``, which is not 0 where float16's gradients overflowed, that of all who hold parts of the model."""
 
     def agreed(self, value: float) -> float:
         """The same number in all processes: the mean of what they give."""
@@ -169,5 +179,12 @@ class World:
 def weighted(losses: Sequence[torch.Tensor], weights: Sequence[Weight]) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the weights, and of the losses times their weights; a loss that weighs nothing counts for nothing."""
     values = torch.stack(list(losses)).double()
-    counts = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=values.device) for w in weights])
+    counts = torch.stack([_beside(values, weight) for weight in weights])
     return counts.sum(), torch.where(counts > 0, values * counts, 0.0).sum()
+
+
+def _beside(values: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """``weight`` as one of ``values``. A number is written by a GPU itself, which need not be waited for as a copy is."""
+    if isinstance(weight, torch.Tensor):
+        return weight.to(values.device, values.dtype, non_blocking=values.is_cuda)
+    return values.new_full((), weight)

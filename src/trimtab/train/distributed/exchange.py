@@ -164,9 +164,11 @@ class Meter:
         self.bytes += count
 
     def flying(self, future: Future[torch.Tensor], began: float, *, last: bool) -> None:
-        """A bucket is on its way."""
+        """A bucket is on its way; what was computed to send it, since it ``began``, kept the backward pass waiting."""
+        now = time.perf_counter()
+        self.waited_s += now - began
         if last:
-            self._last = time.perf_counter()
+            self._last = now
         future.add_done_callback(lambda _: self._flights.append((began, time.perf_counter())))
 
     def landed(self) -> None:

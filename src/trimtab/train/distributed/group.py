@@ -58,6 +58,7 @@ class Group(World):
         self.everyone = dist.new_group(backend="gloo")
         self.counts = True
         self._wish = self._stopping = False
+        self._told: BaseException | None = None
 
     @property
     def leads(self) -> bool:
@@ -266,8 +267,9 @@ class Group(World):
         Raises:
             WorkloadError: it ran out of memory, and the others cannot make the update again because they cannot be told.
         """
-        if lost(error) or isinstance(error, (PeerError, PeerMemoryError)):
+        if lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or error is self._told:
             return
+        self._told = error  # it may pass here again on its way out, and nobody would hear it then
         if update and not self._released():
             if out_of_memory(error):
                 raise no_second_try(error) from error

@@ -8,7 +8,9 @@ import hashlib
 import os
 import socket
 import sys
+import time
 import types
+import uuid
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,16 +73,52 @@ def start(device: str = "cpu") -> None:
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         check_device(device)
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_local_rank())
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     # torchrun keeps one store for all its attempts, and with it the addresses of processes that are gone; who connects to one
     # waits in vain, and uses up a restart. So each attempt has names of its own.
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"attempt-{_attempt(store, rank, size)}", store)
     store.set_timeout(TIMEOUT)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     sys.excepthook = _say
     atexit.register(_leave)
+
+
+def _attempt(store: dist.Store, rank: int, size: int) -> str:
+    """A name on which the processes that meet now agree. (Each host counts restarts for itself, so their number is none.)
+
+    Each says who it is; the first offers the list of all until everybody who is in it has answered. What processes of earlier
+    attempts have left behind may get into an offer, which then nobody takes: one of its names is of a process that is gone.
+
+    Raises:
+        UsageError: not all of them came.
+    """
+    own, end, answered = uuid.uuid4().hex, time.monotonic() + TIMEOUT.total_seconds(), ""
+    store.set(f"trimtab/hello/{rank}", own)
+    while time.monotonic() < end:
+        if rank == 0:
+            store.set("trimtab/offer", " ".join(store.get(f"trimtab/hello/{each}").decode() for each in range(size)))
+        names = store.get("trimtab/offer").decode().split()
+        if len(names) == size and names[rank] == own:  # an earlier attempt may have had more or fewer
+            name = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+            if name != answered:
+                store.add(f"trimtab/here/{name}", 1)
+                answered = name
+            if store.add(f"trimtab/here/{name}", 0) == size:
+                return name
+        time.sleep(0.05)
+    raise UsageError(
+        f"Not all of {size} processes came within {TIMEOUT}. See whether all of them were started, with the same number of "
+        "processes, and whether one of them says why it ended."
+    )
+
+
+def _local_rank() -> int:
+    """Which of this host's GPUs is that of this process; launchers other than torchrun may show each process only its own."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return int(os.environ.get("SLURM_LOCALID", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
 
 
 def _leave() -> None:

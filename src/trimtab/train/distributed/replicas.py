@@ -37,6 +37,10 @@ _NO_ROOM = (
     "The gradients fit into memory, but what their exchange takes beside them does not ({words}). Leave "
     "Settings(communication=...) out, share the model out with sharding='shard', or use a smaller one."
 )
+_LATE: dict[str | None, str] = {"topk": "3.6 times", "powersgd": "1.19 times"}
+"""What sends later what it leaves out now, and what AdamW makes of the loss then (``benchmarks/communication.py``)."""
+_SUMS = (torch.optim.SGD, torch.optim.ASGD)
+"""Optimizers whose steps are sums of gradients, to which it makes little difference which of them a part came with."""
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS_STAY: dict[str, Any] = {
     (
@@ -58,6 +62,7 @@ class Replicas(Group):
         self.exchange = COMMUNICATION[settings.communication]()
         self.engine: DistributedDataParallel | None = None
         self._called: nn.Module = nn.Identity()
+        self._delays, self._optimizer = False, ""
         self._inside = False
         """Whether an update is under way."""
         self._idle: bool | None = None
@@ -131,6 +136,11 @@ class Replicas(Group):
                 engine._match_unused_params_allreduce()  # type: ignore[no-untyped-call]
         self.renew()
 
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember whether the updates are such as take ill what comes late."""
+        self._delays = not isinstance(optimizer, _SUMS) and self.settings.communication in _LATE
+        self._optimizer = type(optimizer).__name__
+
     def renew(self) -> None:
         """Take DDP away, whose hooks stand in the middle of an update; it is made anew after the next."""
         if self.engine is not None:
@@ -159,9 +169,21 @@ class Replicas(Group):
         each = meter.bytes / meter.updates
         told = f"Each process sent {each / 1e6:.3g} MB of gradients per update, {each / full:.2f} of what float32 takes"
         if meter.hidden is None:
-            return [f"{told}."]
+            return [*self._doubts(), f"{told}."]
         ms = 1e3 * meter.flight_s / meter.updates
-        return [f"{told}; that took {ms:.3g} ms, of which {meter.hidden:.0%} passed behind the backward pass."]
+        hidden = f"that took {ms:.3g} ms, of which {meter.hidden:.0%} passed behind the backward pass"
+        return [*self._doubts(), f"{told}; {hidden}."]
+
+    def _doubts(self) -> list[str]:
+        """A sentence where the optimizer makes much of what was left out and comes later."""
+        if not self._delays:
+            return []
+        kind = self.settings.communication
+        return [
+            f"Caution: communication={kind!r} with {self._optimizer}. What is left out of a gradient comes with a later one, "
+            f"and optimizers that adapt the size of their steps make too much of that: with AdamW {_LATE[str(kind)]} the loss was "
+            "measured. Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
+        ]
 
     def _add_up(self) -> None:
         """Exchange the gradients that an update without DDP has left, in one bucket per dtype."""

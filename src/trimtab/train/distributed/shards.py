@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,14 @@ from trimtab.candidate import Settings
 from trimtab.contracts import require
 from trimtab.errors import UsageError
 from trimtab.train.distributed.group import Group
+from trimtab.train.kernels import use_kernels
 from trimtab.train.objective import Weight
 from trimtab.train.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 
 class Shards(Group):
@@ -29,8 +33,7 @@ class Shards(Group):
     between hosts. With a ``mesh`` that has an axis ``model``, whose layers were split along it, the shares are along its axis
     ``data``.
 
-    All processes must gather at the same time, so an epoch ends for all with the process that has least data: of an uneven
-    split at most one update is left out. And an update that runs out of memory ends the run.
+    All processes must gather at the same time, so an update that runs out of memory ends the run.
     """
 
     averages = True
@@ -59,7 +62,8 @@ class Shards(Group):
         within = [layer for layers in reversed(lists) for layer in layers]  # a unit within another comes first
         units = [layer for layer in within if not isinstance(layer, (nn.ModuleList, nn.ModuleDict))]  # which nobody calls
         done: set[int] = set()
-        for unit in (*units, model):
+        root = _Root(model) if self.size > 1 else model  # so that a loss may call any method of the model
+        for unit in (*units, root):
             World.place(self, unit, settings)
             self._begin_alike([v for v in (*unit.parameters(), *unit.buffers()) if id(v) not in done])
             if self.size > 1:
@@ -78,19 +82,30 @@ class Shards(Group):
             torch.manual_seed(self.gathered(torch.initial_seed())[0] + self.rank)  # those with the same data draw the same
         return model
 
-    def rounds(self, groups: Iterator[Any], length: int | None) -> Iterator[Any]:
-        """``groups``, until the first process has no more."""
-        while True:
-            group = next(groups, None)
-            if self.any(group is None):
-                return
-            yield group
-
     def exchanging(self, model: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[object]:
         """A block whose backward pass scatters gradients only if ``now``."""
         if self._model is not None:
             self._model.set_requires_gradient_sync(now)
         return contextlib.nullcontext()
+
+    def asked(self, ask: Callable[[], T]) -> T:
+        """What ``ask`` gives, with the parameters of the whole model at hand that are in no list of layers."""
+        found: T = ask() if self._model is None else self._model(ask)
+        return found
+
+    def looked(self, ask: Callable[[], T]) -> T:
+        """The same."""
+        return self.asked(ask)
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take kernels that work on one parameter after the other where not all are spread over the same processes."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if len(_by_mesh(parameters)) > 1 and any(name in optimizer.defaults for name in ("foreach", "fused")):
+            use_kernels(optimizer, "loop")
+
+    def overflow(self, found: torch.Tensor) -> None:
+        """Each process has seen its own parts only."""
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
     def norm(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all parameters, whole or not."""
@@ -155,6 +170,39 @@ class Shards(Group):
             )
         found = mesh(kind, (self.size // local, local), mesh_dim_names=("hosts", "data"))
         return found
+
+
+class _Root(nn.Module):
+    """What FSDP takes for the whole: its forward pass is whatever is asked for, and so is one of ``model`` by itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.inside = model, False
+        model.forward = _Within(self, model.forward)
+
+    def forward(self, ask: Callable[[], T]) -> T:
+        """What ``ask`` gives."""
+        before, self.inside = self.inside, True
+        try:
+            return ask()
+        finally:
+            self.inside = before
+
+
+class _Within:
+    """The forward pass of a sharded model; who calls the model has the parameters gathered."""
+
+    def __init__(self, root: _Root, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._root, self._forward = root, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._root.inside:
+            return self._forward(*args, **kwargs)
+        return self._root(functools.partial(self._forward, *args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Within:
+        raise TypeError("a sharded model has only a part of its parameters in each process.")
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

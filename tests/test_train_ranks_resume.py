@@ -1,4 +1,4 @@
-"""Two processes that go on where one was, one where two were, and a validation with fewer batches than processes."""
+"""Several processes that go on where others were: more or fewer of them, cut off in a validation, with few batches for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import os
 import pathlib
 import signal
+import types
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from _ranks import on_ranks
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError
+from trimtab.train import epoch
 from trimtab.train.trainer import Trainer
 
 COUNT = 8
@@ -60,15 +62,16 @@ def gone_on(checkpoint: pathlib.Path) -> dict[str, Any]:
     return {"seen": made.model.seen, "notes": made.notes}
 
 
-def validated(held_out: Batches) -> dict[str, float]:
+def validated(held_out: Batches, learn: int = 2, **settings: Any) -> dict[str, float]:
     """What the validation found, and what should have been found."""
-    made = trainer()
-    made.fit(batches(2), held_out, epochs=1)
+    made = trainer(**settings)
+    updates = made.fit(batches(learn), held_out, epochs=1).updates
     inputs, targets = (torch.cat(parts) for parts in zip(*held_out, strict=True))
     with torch.no_grad():
         outputs = made.model(inputs)
     return {
         **{name: made.results[name] for name in ("loss", "low")},
+        "updates": updates,
         "expected": float(nn.functional.mse_loss(outputs, targets)),
         "expected low": float((outputs < targets).double().mean()),
     }
@@ -109,6 +112,7 @@ def all_checks(folder: pathlib.Path) -> dict[str, Any]:
         "from one, odd": gone_on(folder / "odd"),
         "one batch": validated(batches(1)),
         "three batches": validated(batches(3)),
+        "shards": validated(batches(3), 3, sharding="shard"),
         "refused": refused(),
         "cut off": {sharding: cut_off(folder / sharding, sharding=sharding) for sharding in ("replicate", "shard")},
     }
@@ -169,3 +173,9 @@ def test_a_signal_to_one_process_cuts_off_the_validation_of_all(found: dict[str,
     for rank in ranks:
         assert (rank["due"], rank["updates"]) == (True, 0)
         assert rank["again"] == pytest.approx(rank["whole"])
+
+
+def test_of_all_processes_each_goes_on_with_its_own_random_numbers() -> None:
+    made: Any = types.SimpleNamespace(world=types.SimpleNamespace(rank=1, size=2, index=2, processes=4))
+    assert epoch._own(made, ["a", "b", "c", "d"]) == "c"
+    assert epoch._own(made, ["a", "b"]) == "b"  # of another number of processes, those with the same data have the same

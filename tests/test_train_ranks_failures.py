@@ -1,9 +1,9 @@
-"""Several processes in trouble: a len() that is wrong, no memory for the first exchange, gradients that are no numbers."""
+"""Several processes in trouble: a wrong len(), no memory for the first exchange, gradients that cannot cross, no device."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from _ranks import on_ranks
+from _ranks import failure, variables
+from _runs import full_at
 from trimtab.candidate import Settings
-from trimtab.errors import TrimtabError, UsageError
+from trimtab.errors import UsageError
 from trimtab.train.distributed import replicas
 from trimtab.train.distributed.group import PeerError
 from trimtab.train.distributed.processes import join
@@ -58,26 +59,9 @@ def flat(made: Trainer) -> list[float]:
     return found
 
 
-def failure(made: Trainer, data: Any) -> list[str]:
+def epoch(made: Trainer, data: Any) -> list[str]:
     """What an epoch over ``data`` fails with."""
-    try:
-        made.fit(data, epochs=1)
-    except TrimtabError as error:
-        return [type(error).__name__, str(error)]
-    return []
-
-
-def once(error: Exception, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, but for its first call, which fails."""
-    calls: list[None] = []
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 1:
-            raise error
-        return function(*args, **kwargs)
-
-    return called
+    return failure(lambda: made.fit(data, epochs=1))
 
 
 # What the two processes do, in a row; the tests below look at what they found.
@@ -87,7 +71,7 @@ def lengths() -> dict[str, Any]:
     """The loader of rank 1 gives less than it says: at once, or later; or more."""
     second = dist.get_rank() == 1
     found: dict[str, Any] = {
-        name: failure(trainer(), Sized(count if second else 5, 5)) for name, count in (("none", 0), ("some", 1), ("less", 3))
+        name: epoch(trainer(), Sized(count if second else 5, 5)) for name, count in (("none", 0), ("some", 1), ("less", 3))
     }
     found["more"] = trainer().fit(Sized(7 if second else 5, 5), epochs=2).updates
     return found
@@ -104,7 +88,7 @@ def first_exchange() -> dict[str, Any]:
         made = trainer()
         with pytest.MonkeyPatch.context() as patch:
             if module is not None and function is not None and dist.get_rank() == 1:
-                patch.setattr(module, attribute, once(torch.OutOfMemoryError("injected"), function))
+                patch.setattr(module, attribute, full_at(1, function))
             summary = made.fit(Sized(3, 3), epochs=1)
         found[name] = {"parameters": flat(made), "updates": summary.updates, "notes": list(summary.notes)}
     return found
@@ -143,7 +127,7 @@ def narrow() -> dict[str, Any]:
 def refused() -> dict[str, Any]:
     embedding = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Flatten(), nn.Linear(8, 4))
     data: Batches = [(torch.randint(0, 8, (4, 2)), torch.zeros(4, dtype=torch.int64))] * 2
-    found: dict[str, Any] = {"sparse": failure(trainer(embedding), data)}
+    found: dict[str, Any] = {"sparse": epoch(trainer(embedding), data)}
     for kind in COMPRESSED:
         try:
             join(Settings(communication=kind, autocast="float16"))
@@ -157,11 +141,6 @@ def all_checks(folder: pathlib.Path) -> dict[str, Any]:
     return {check.__name__: check() for check in (lengths, first_exchange, not_finite, tried_again, narrow, refused)}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(all_checks, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -170,20 +149,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("less", "The loader gave the batches of 3 updates in this epoch, but its len() said 5. Mend its len(), or leave it"),
     ],
 )
-def test_a_loader_that_is_shorter_than_it_says_leaves_nobody_waiting(found: list[dict[str, Any]], name: str, said: str) -> None:
-    peer, own = (each["lengths"][name] for each in found)
+def test_a_loader_that_is_shorter_than_it_says_leaves_nobody_waiting(ranks: list[dict[str, Any]], name: str, said: str) -> None:
+    peer, own = (each["lengths"][name] for each in ranks)
     assert peer == [PeerError.__name__, "The process of rank 1 failed; its own message says why."]
     assert own[0] == "WorkloadError"
     assert own[1].startswith(said)
 
 
-def test_of_a_loader_that_is_longer_than_it_says_the_rest_is_left_out(found: list[dict[str, Any]]) -> None:
-    assert [each["lengths"]["more"] for each in found] == [10, 10]
+def test_of_a_loader_that_is_longer_than_it_says_the_rest_is_left_out(ranks: list[dict[str, Any]]) -> None:
+    assert [each["lengths"]["more"] for each in ranks] == [10, 10]
 
 
 @pytest.mark.parametrize("what", ["copy", "engine"])
-def test_no_memory_for_the_first_exchange_costs_no_update(found: list[dict[str, Any]], what: str) -> None:
-    for each in (rank["first_exchange"] for rank in found):
+def test_no_memory_for_the_first_exchange_costs_no_update(ranks: list[dict[str, Any]], what: str) -> None:
+    for each in (rank["first_exchange"] for rank in ranks):
         assert each[what]["updates"] == 3
         torch.testing.assert_close(torch.tensor(each[what]["parameters"]), torch.tensor(each["nothing"]["parameters"]))
         assert "did not fit into memory" in "".join(each[what]["notes"])
@@ -192,26 +171,26 @@ def test_no_memory_for_the_first_exchange_costs_no_update(found: list[dict[str, 
 
 @pytest.mark.parametrize("kind", COMPRESSED)
 @pytest.mark.parametrize("index", [0, 2])
-def test_a_gradient_that_is_no_number_spoils_one_update_only(found: list[dict[str, Any]], kind: str, index: int) -> None:
-    first, second = (each["not_finite"][f"{kind}{index}"] for each in found)
+def test_a_gradient_that_is_no_number_spoils_one_update_only(ranks: list[dict[str, Any]], kind: str, index: int) -> None:
+    first, second = (each["not_finite"][f"{kind}{index}"] for each in ranks)
     assert first == second
     assert first["skipped"] == 1
     assert torch.tensor(first["parameters"]).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", COMPRESSED)
-def test_of_an_update_that_failed_nothing_is_sent_later(found: list[dict[str, Any]], kind: str) -> None:
-    assert [each["tried_again"][kind] for each in found] == [0.0, 0.0]
+def test_of_an_update_that_failed_nothing_is_sent_later(ranks: list[dict[str, Any]], kind: str) -> None:
+    assert [each["tried_again"][kind] for each in ranks] == [0.0, 0.0]
 
 
-def test_power_iteration_takes_bfloat16(found: list[dict[str, Any]]) -> None:
-    for each in found:
+def test_power_iteration_takes_bfloat16(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
         assert each["narrow"]["dtype"] == "torch.bfloat16"
         assert each["narrow"]["apart"] < 1.0  # of 62
 
 
-def test_what_several_processes_cannot_exchange_is_refused(found: list[dict[str, Any]]) -> None:
-    for each in found:
+def test_what_several_processes_cannot_exchange_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
         assert each["refused"]["sparse"] == [
             "UsageError",
             "The gradient of 0.weight is sparse, and several processes exchange dense ones only. Make the embedding with "
@@ -221,3 +200,11 @@ def test_what_several_processes_cannot_exchange_is_refused(found: list[dict[str,
             assert each["refused"][kind].startswith(
                 f"Settings communication={kind!r} keeps what it leaves out for later updates"
             )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs to have none")
+def test_a_device_that_is_not_there_is_refused_before_the_processes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables(0, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="Settings device is 'cuda', which cannot be used here"):
+        trainer(device="cuda")

@@ -1,0 +1,70 @@
+"""The learning rate of updates that are made from more than one batch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trimtab.errors import UsageError
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+_SCALE = "trimtab_lr_scale"
+"""Where a group of an optimizer keeps by how much its rates were multiplied; checkpoints keep it with the group."""
+_RATES = ("initial_lr", "max_lr", "min_lr", "lr")
+"""What an optimizer and torch's schedulers call them in a group."""
+
+
+def fit_batches(trainer: Trainer, scheduler: LRScheduler | None) -> None:
+    """Give the optimizer, and what ``scheduler`` makes of its rates, the size that fits the batches of an update.
+
+    The rates are taken to be chosen for updates from one batch of the loader. What a run that is gone on with has multiplied
+    them by already counts, so that they are right with another number of processes too.
+
+    Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677 (linear, for SGD); Krizhevsky 2014,
+    https://arxiv.org/abs/1404.5997 (the square root); Malladi et al. 2022, https://arxiv.org/abs/2205.10287 (for Adam).
+
+    Raises:
+        UsageError: there is a rule, and no rate that it could be applied to.
+    """
+    batches, rule = trainer.settings.accumulate * trainer.world.size, trainer.settings.scale_lr
+    if rule is not None and all(group.get("lr") is None for group in trainer.optimizer.param_groups):
+        raise UsageError(
+            f"Settings scale_lr is {rule!r}, but {type(trainer.optimizer).__name__} finds its own learning rate. Leave it out."
+        )
+    wanted = {None: 1.0, "linear": float(batches), "sqrt": math.sqrt(batches)}[rule]
+    if scale(trainer.optimizer, scheduler, wanted):
+        trainer.note(f"scale_lr={rule!r}: updates are from {batches} batches, with {wanted:.4g} times the learning rate given.")
+
+
+@torch.no_grad()
+def scale(optimizer: Optimizer, scheduler: LRScheduler | None, wanted: float) -> bool:
+    """Make the rates ``wanted`` times those that were given, whatever they are multiplied by now; whether that changes any."""
+    factors = [wanted / group.get(_SCALE, 1.0) for group in optimizer.param_groups]
+    if all(factor == 1.0 for factor in factors):
+        return False
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        for name in _RATES:
+            if (rate := group.get(name)) is None:
+                continue
+            if name == "lr" and isinstance(rate, torch.Tensor):
+                rate.mul_(factor)  # a compiled or captured update reads that very tensor
+            else:
+                group[name] = rate * factor
+        group[_SCALE] = wanted
+    _scale_schedule(scheduler, factors)
+    return True
+
+
+def _scale_schedule(scheduler: Any, factors: list[float]) -> None:
+    """The rates that a scheduler, and those inside it, keep for themselves, one for each group."""
+    for name in ("base_lrs", "max_lrs", "_last_lr"):
+        if rates := getattr(scheduler, name, None):
+            setattr(scheduler, name, [rate * factor for rate, factor in zip(rates, factors, strict=False)])
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _scale_schedule(inner, factors)

@@ -1,0 +1,104 @@
+"""What every process of a study has to find alike, inputs and data, and what may differ: rounding, calibration, test data."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from _labelled import X, Y, top1
+from trimtab.capture import Call
+from trimtab.errors import WorkloadError
+from trimtab.study.jobs import prepare_job, trial_job
+from trimtab.study.sameness import _alike, calibrates_otherwise, check_data, keep, look
+from trimtab.study.sampler import as_written
+from trimtab.subject import Subject, prepare
+from trimtab.workload import Evaluation, Workload
+
+EXAMPLE = torch.ones(2, 8)
+
+
+def subject(seed: int = 0, **more: Any) -> Subject:
+    """Of labelled data in an order that ``seed`` draws, unless ``more`` has other data."""
+    order = torch.randperm(120, generator=torch.Generator().manual_seed(seed))
+    judged = Evaluation(data=more.pop("data", (X[order], Y[order])), score=top1, test=more.pop("test", None))
+    return prepare(Workload(model=nn.Linear(8, 2).eval(), evaluation=judged, **{"inputs": EXAMPLE} | more))
+
+
+def test_a_look_tells_drawn_values_from_rounded_ones_of_any_size_and_kind() -> None:
+    large = torch.rand(300, 1000)
+    kinds: list[Any] = [
+        large,
+        torch.rand(3, dtype=torch.float64),
+        torch.rand(3, dtype=torch.complex64).conj(),
+        torch.rand(7).half(),
+        torch.randint(9, (40,)),
+        torch.rand(40) > 0.5,
+        torch.tensor([0.5, -torch.inf, torch.nan]),
+    ]
+    assert _alike(look(kinds), look([kind.clone() for kind in kinds]))
+    assert len(look([large])) < 8, "it is small, however large the values are"
+    assert _alike(look([large]), look([large * (1 + 1e-7 * torch.randn_like(large))]))
+    for kind in kinds[:4]:
+        assert not _alike(look([kind]), look([torch.rand(kind.shape).to(kind.dtype)]))
+    for kind in kinds[4:]:
+        assert not _alike(look([kind]), look([kind.flip(0)]))
+    assert not _alike(look([torch.zeros(2, 3)]), look([torch.zeros(3, 2)]))
+    rare = torch.zeros(60, 1000)
+    assert not _alike(look([rare]), look([rare.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1.0))]))
+
+
+def test_a_look_sees_what_is_no_tensor_and_what_lies_deep() -> None:
+    def made(text: str, number: float) -> Any:
+        return [(Call((X,), {"scale": number}), {"names": [text, "b"], "mask": None})]
+
+    assert _alike(look(made("a", 0.1 + 0.2)), look(made("a", 0.3)))
+    assert not _alike(look(made("a", 0.5)), look(made("c", 0.5)))
+    assert not _alike(look(made("a", 0.5)), look(made("a", 0.6)))
+    assert look([object()]).shape == (0, 2)
+
+
+@pytest.mark.parametrize("other", ["inputs", "order", "labels"])
+def test_other_inputs_or_data_than_in_the_dry_run_are_refused(other: str, tmp_path: pathlib.Path) -> None:
+    changed = {"inputs": {"inputs": torch.rand(2, 8)}, "order": {"seed": 1}, "labels": {"data": (X, 1 - Y)}}[other]
+    keep(tmp_path, subject(**{"data": (X, Y)} if other == "labels" else {}))
+    message = "inputs are others each time" if other == "inputs" else "is other data each time that it is read"
+    with pytest.raises(WorkloadError, match=rf"{message}.*random\.seed\(0\), np\.random\.seed\(0\), torch\.manual_seed\(0\)"):
+        check_data({"reference": str(tmp_path)}, subject(**changed))
+
+
+def test_calibration_and_test_data_may_be_drawn_anew(tmp_path: pathlib.Path) -> None:
+    def drawn() -> Subject:
+        return subject(calibration=torch.rand(40, 8), test=(torch.rand(40, 8), Y[:40]))
+
+    job = {"reference": str(tmp_path)}
+    keep(tmp_path, first := drawn())
+    check_data(job, second := drawn())
+    assert not calibrates_otherwise(job, first)
+    assert calibrates_otherwise(job, second), "which is said where something rests on it"
+
+
+def test_a_trial_asks_for_the_data_of_the_dry_run_before_anything_else(tmp_path: pathlib.Path) -> None:
+    class Drawn(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, i: int) -> Any:
+            return X[i] + torch.from_numpy(np.random.randn(8)).float(), int(Y[i])
+
+    workload = Workload(model=nn.Linear(8, 2).eval(), inputs=EXAMPLE, evaluation=Evaluation(data=Drawn(), score=top1))
+    (tmp_path / "workload.pkl").write_bytes(cloudpickle.dumps(workload))
+    job = {
+        "workload": {"pickle": str(tmp_path / "workload.pkl")},
+        "reference": str(tmp_path / "reference"),
+        "scratch": str(tmp_path / "scratch"),
+        "recipe": as_written().to_json(),
+    }
+    prepare_job(job, tmp_path)
+    with pytest.raises(WorkloadError, match="is other data each time that it is read"):
+        trial_job(job, tmp_path)

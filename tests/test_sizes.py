@@ -1,0 +1,145 @@
+"""Sizes that come in multiples: stated, or found in examples, data and files; what runtimes keep of them."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from _labelled import X
+from trimtab.backends._program import export_program
+from trimtab.backends.onnxruntime import OnnxRuntime
+from trimtab.candidate import Candidate
+from trimtab.errors import InputError, UsageError, WorkloadError
+from trimtab.reference import Fitted
+from trimtab.signature import Dim
+from trimtab.subject import prepare
+from trimtab.workload import Evaluation, Workload
+
+
+class Unet(nn.Sequential):
+    """Sizes must be even."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 8, 3, 2, 1), nn.ConvTranspose2d(8, 3, 2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, super().forward(x)], 1)
+
+
+IMAGE = torch.randn(1, 3, 32, 32)
+
+
+def test_a_dimension_in_multiples() -> None:
+    dim = Dim("h", min=5, max=99, step=16)
+    assert (dim.min, dim.max, dim.bounds) == (16, 96, "16 to 96 in multiples of 16")
+    assert [size for size in range(110) if size in dim] == [16, 32, 48, 64, 80, 96]
+    assert (dim.near(32, 2, 1), dim.near(96, 1, -1), dim.holding(33)) == (64, 80, 48)
+    with pytest.raises(UsageError, match="has no multiple of 16 in its bounds 17..31"):
+        Dim("h", min=17, max=31, step=16)
+
+
+@pytest.mark.parametrize("known", ["stated", "examples", "data"])
+def test_a_size_in_multiples_is_kept_by_runtimes(known: str) -> None:
+    more: dict[str, Any] = {
+        "stated": {"dynamic": {"x": {2: Dim("x_2", step=2), 3: Dim("x_3", step=2)}}},
+        "examples": {"examples": [torch.randn(1, 3, 48, 32), torch.randn(1, 3, 64, 96)]},
+        "data": {"calibration": [torch.randn(1, 3, k, 96 - k) for k in (32, 48, 64, 32, 48, 64)]},
+    }[known]
+    candidate = prepare(Workload(model=Unet().eval(), inputs=IMAGE, **more)).candidate
+    assert [(dim.name, dim.step) for dim in candidate.signature.dims] == [("x_2", 2), ("x_3", 2)]
+    assert candidate.signature.outputs[0].shape == (1, 6, "x_2", "x_3")
+    assert export_program(candidate)[1].dims == candidate.signature.dims
+    executable = OnnxRuntime().compile(candidate)
+    other = torch.randn(1, 3, 40, 70)
+    assert torch.allclose(executable(other), candidate.model(other), atol=1e-4)
+    with pytest.raises(InputError, match="'x_2' of 'x' is 41; this was built for 2 to any in multiples of 2"):
+        executable(torch.randn(1, 3, 41, 70))
+
+
+def test_a_size_that_fails_is_named_with_what_to_state() -> None:
+    with pytest.raises(
+        WorkloadError, match=r"^At h=33 the model fails: .* state trimtab.Dim\('h', step=...\), or leave it out"
+    ):
+        prepare(Workload(model=Unet().eval(), inputs=IMAGE, dynamic={"x": {2: "h", 3: "w"}}))
+    with pytest.raises(UsageError, match="has h=32, but dynamic states 24 to any in multiples of 24"):
+        Candidate.of(Unet().eval(), (IMAGE,), dynamic={"x": {2: Dim("h", step=24)}})
+
+
+def test_a_batch_in_multiples_is_filled_up() -> None:
+    candidate = Candidate.of(nn.Linear(8, 2).eval(), (X[:4],), dynamic={"input": {0: Dim("batch", step=4)}})
+    fitted = Fitted(OnnxRuntime().compile(candidate), candidate.signature)
+    assert torch.allclose(fitted(X[:7]), candidate.model(X[:7]), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["auto.pt2", "derived.pt2", "u.onnx"])
+def test_files_whose_sizes_are_multiples(kind: str, tmp_path: pathlib.Path) -> None:
+    model, path, two = Unet().eval(), tmp_path / kind, torch.randn(2, 3, 32, 32)
+    if kind == "u.onnx":
+        axes = {"x": {0: "n", 2: "h", 3: "w"}}
+        torch.onnx.export(model, (two,), str(path), dynamo=False, input_names=["x"], dynamic_axes=axes)
+    else:
+        auto, axis = torch.export.Dim.AUTO, torch.export.Dim
+        dims = {0: auto, 2: auto, 3: auto} if kind == "auto.pt2" else {2: 2 * axis("h", max=100), 3: 2 * axis("w", max=100)}
+        torch.export.save(torch.export.export(model, (two,), dynamic_shapes={"x": dims}), path)
+    workload = trimtab.load_workload(path, shapes={"x": "2x3x32x32"})
+    assert [dim.step for axis, dim in workload.dynamic["x"].items() if axis] == [2, 2]
+    assert [dim.step for dim in prepare(workload).candidate.signature.dims][-2:] == [2, 2]
+
+
+def test_sizes_that_a_program_computes_are_fixed_and_told_of(tmp_path: pathlib.Path) -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y[1:]
+
+    n = torch.export.Dim("n", min=2)
+    program = torch.export.export(Two(), (X[0], torch.ones(9)), dynamic_shapes={"x": {0: n}, "y": {0: n + 1}})
+    torch.export.save(program, tmp_path / "two.pt2")
+    workload = trimtab.load_workload(tmp_path / "two.pt2")
+    assert workload.dynamic is None
+    assert "two.pt2 computes sizes of x (axis 0), y (axis 0) from others; they are fixed at the example's." in workload.notes
+
+
+def test_an_output_that_loses_an_axis_at_one_row_freezes_the_batch_and_says_so() -> None:
+    class Head(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).squeeze()
+
+    judged = Evaluation(data=(X, X.sum(1)), score=lambda output, target: -(output - target).abs().reshape(-1))
+    subject = prepare(Workload(model=Head(8, 1).eval(), inputs=X[:1], evaluation=judged))
+    assert subject.candidate.signature.describe() == "x: float32[1, 8]"
+    assert {batch.rows for batch in subject.splits.selection} == {1}
+    (note,) = [note for note in subject.notes if "stays fixed" in note]
+    assert note == (
+        "The output 'output' has 0 axes for one size of 'batch' and 1 for another, so that batch stays fixed. squeeze() drops "
+        "every axis of size one: name the axis."
+    )
+    with pytest.raises(UsageError, match="has 0 axes for one size of 'batch' and 1 for another. Let the model keep them"):
+        prepare(Workload(model=Head(8, 1).eval(), inputs=X[:1], dynamic={"x": {0: "batch"}}))
+
+
+class Decoder(nn.Module):
+    def forward(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        return torch.cat([past, x[:, None]], 1)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 2), (2, 1, 0)])
+def test_calls_that_are_empty_in_part_are_a_workload_of_their_own(sizes: tuple[int, ...]) -> None:
+    module, calls = Decoder().eval(), [(torch.ones(1, 4), torch.ones(1, size, 4)) for size in sizes]
+
+    def run() -> None:
+        for call in calls:
+            module(*call)
+
+    message = "'past' is empty in some calls and not in others: axis 1 has the sizes 0 and 2.*with keep=lambda call: ..."
+    with pytest.raises(UsageError, match=message):
+        Workload.capture(module, run)
+    with pytest.raises(UsageError, match=message):
+        prepare(Workload(model=module, inputs=calls[0], examples=calls[1:]))
+    workload = Workload.capture(module, run, keep=lambda call: call.args[1].numel() > 0)
+    assert prepare(workload).candidate.signature.inputs[1].shape == (1, "past_1", 4)
+    assert prepare(Workload(model=module, inputs=calls[sizes.index(0)])).candidate.signature.dims == ()

@@ -1,0 +1,224 @@
+"""Settings that decide themselves, and adjustments: interrupted, beside other processes, over a loader of its own class."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import pathlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from trimtab import Settings, Trainer
+from trimtab.errors import UsageError
+from trimtab.train import auto, double
+from trimtab.train.adjust import Workers, _window
+from trimtab.train.clock import HostClock
+from trimtab.train.distributed.data import share
+from trimtab.train.events import Event, Progressed, Remarked
+from trimtab.train.feed import Feed, mover
+from trimtab.train.peak import flops_share
+from trimtab.train.runtime import running
+from trimtab.train.world import World
+
+DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, dtype=torch.int64))
+
+
+class Own(DataLoader[Any]):
+    """A loader that gives something else than a DataLoader would."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((inputs + 1, labels) for inputs, labels in super().__iter__())
+
+
+class Two(World):
+    """The first of two processes, the other of which finds 2 more than it does."""
+
+    size = 2
+
+    def agreed(self, value: float) -> float:
+        return value + 1
+
+
+def trainer(settings: Settings, *layers: nn.Module, **more: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), *layers, nn.Linear(4, 4))
+    return Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW, settings=settings, **more)
+
+
+def test_a_loader_of_a_class_of_its_own_is_not_shared_out() -> None:
+    with pytest.raises(UsageError, match=r"train is a Own, and with 2 processes each would train on all of it\."):
+        share(Own(DATA, 4), "train", 0, 2, 0)
+
+
+def test_a_loader_that_is_shared_out_keeps_its_generator_and_its_order() -> None:
+    generator = torch.Generator().manual_seed(3)
+    made = share(DataLoader(DATA, 4, generator=generator, in_order=False), "train", 0, 2, 0)
+    assert isinstance(made, DataLoader)
+    assert made.generator is generator
+    assert not made.in_order
+
+
+def test_a_loader_of_a_class_of_its_own_gets_no_workers() -> None:
+    feed = Feed(Own(DATA, 4), 1, HostClock(), mover(torch.device("cpu")))
+    reason = Workers(feed, trainer(Settings(threads=1)).position, 2).why_not()
+    assert reason == "a Own, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
+
+
+def test_the_examples_of_a_window_are_those_of_one_process_and_agreed() -> None:
+    event = Progressed(
+        update=1, epoch=0, updates=2, loss=1.0, norm=1.0, rate=0.1, examples_per_s=1000.0, step_ms=64.0, skipped=0,
+        shares={"data": 0.5, "forward": 0.25, "backward": 0.25},
+    )  # fmt: skip
+    assert _window(trainer(Settings(threads=1), world=Two()), event).examples == 64 / 2 + 1
+
+
+def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
+    made = trainer(Settings(threads=1, autocast="auto", optimizer="auto"), nn.SyncBatchNorm(4), world=Two())
+    batches = [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))] * 2
+    assert auto.decide(made, batches, 1000) is batches
+    assert made.notes == [
+        "autocast, optimizer stay off: a copy of a model with SyncBatchNorm would wait for the other processes."
+    ]
+    assert (made.settings.autocast, made.settings.optimizer) == (None, None)
+    assert flops_share(made, batches, 10.0) is None
+    assert double.why_not_alone(trainer(Settings(threads=1), nn.SyncBatchNorm(4))) is None
+    assert double.why_not_alone(trainer(Settings(threads=1), world=Two())) is None
+
+
+def test_float16_is_not_tried_where_communication_keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(Settings(threads=1, autocast="auto", communication="topk"), world=Two())
+    made.device = torch.device("cuda")  # where float16 would be tried
+    decisions = auto._Decisions(made, [], 1000)
+    decisions.candidate = double.candidate(
+        trainer(Settings(threads=1)), Settings(threads=1), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+    )
+    reasons = [decisions._against_trying(technique) for technique in auto._techniques("autocast")]
+    assert "what communication leaves out for later updates would be in units of a scale that changes." in reasons
+
+
+def test_what_an_interruption_left_open_is_decided_by_the_run_that_goes_on(tmp_path: pathlib.Path) -> None:
+    def stop(trainer: Trainer, event: Event) -> None:
+        if isinstance(event, Remarked) and event.text.startswith("autocast"):
+            trainer.stop("Ctrl-C.")
+
+    def enough(trainer: Trainer, event: Event) -> None:
+        trainer.stop("Enough.")
+
+    settings = Settings(threads=1, autocast="auto", optimizer="auto")
+    batches = [(torch.randn(8, 4), torch.randint(4, (8,))) for _ in range(4)]
+    first = trainer(settings, checkpoint=tmp_path, callbacks=[stop])
+    first.fit(batches, steps=200)
+    assert any("optimizer" in note and "interrupted before it was measured" in note for note in first.notes)
+    assert first.decided.keys() == {"autocast"}
+    again = trainer(settings, checkpoint=tmp_path, callbacks=[enough]).resume()
+    assert again.settings.optimizer == "auto"
+    again.fit(batches, steps=200)
+    assert again.decided.keys() == {"autocast", "optimizer"}
+    assert again.settings.optimizer != "auto"
+
+
+class Picky(nn.Module):
+    """Attention that takes 16 bits only, once it is ``picky``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.picky = nn.Linear(8, 4), False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.picky and not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("Expected a 16-bit type.")
+        rows = self.linear(inputs)[None, None]
+        return functional.scaled_dot_product_attention(rows, rows, rows)[0, 0]
+
+
+def test_kernels_of_attention_are_tried_in_the_precision_that_will_run() -> None:
+    batches = [(torch.randn(8, 8), torch.randint(0, 4, (8,))) for _ in range(8)]
+    made = Trainer(Picky(), loss=nn.CrossEntropyLoss(), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    decisions = auto._Decisions(made, batches, 8)
+    decisions.candidate = double.candidate(made, made.settings, batches[0])
+    decisions.candidate.model.get_submodule("model").picky = True
+    assert decisions._options_anew(["attention"]) == {}
+    assert all(reason is not None for _, reason in decisions._options(["attention"])["attention"])
+    made.settings = Settings(autocast="bfloat16")
+    assert any(reason is None for _, reason in decisions._options_anew(["attention"])["attention"])
+    assert double.candidate(made, made.settings, batches[0]).settings.autocast == "bfloat16"
+
+
+class Masked(nn.Module):
+    """Attention with a mask that is learnt, in those batches that ask for it: what no kernel but plain products takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask = nn.Linear(8, 8), nn.Parameter(torch.zeros(1, 1, 6, 6))
+
+    def forward(self, inputs: torch.Tensor, masked: bool) -> torch.Tensor:
+        rows = self.linear(inputs)[:, None]
+        mask = self.mask if masked else None
+        return functional.scaled_dot_product_attention(rows, rows, rows, attn_mask=mask).mean((1, 2, 3))
+
+
+def test_a_batch_that_a_kernel_of_attention_does_not_take_runs_with_another() -> None:
+    data = [((torch.randn(4, 6, 8), index >= 6), torch.randn(4)) for index in range(8)]
+    made = Trainer(
+        Masked(), loss=nn.MSELoss(), optimizer=functools.partial(torch.optim.SGD, lr=0.1), settings=Settings(attention="flash")
+    )
+    assert made.fit(data, epochs=1).updates == 8
+    rows, used = torch.randn(1, 1, 6, 8, requires_grad=True), dict[str, bool]()
+    for kernel in ("flash", "math"):
+        with running(Settings(attention=kernel)):  # type: ignore[arg-type]
+            used[kernel] = "Flash" in str(functional.scaled_dot_product_attention(rows, rows, rows).grad_fn)
+    assert used == {"flash": True, "math": False}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_kernel_that_was_chosen_comes_first_on_a_gpu() -> None:
+    rows = torch.randn(2, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.zeros(2, 1, 64, 64, device="cuda", dtype=torch.bfloat16)
+    for kernel, name in (("efficient", "Efficient"), ("flash", "Flash"), ("efficient", "Efficient")):
+        with running(Settings(device="cuda", attention=kernel)):  # type: ignore[arg-type]
+            assert name in str(functional.scaled_dot_product_attention(rows, rows, rows).grad_fn)
+            assert functional.scaled_dot_product_attention(rows, rows, rows, attn_mask=mask).isfinite().all()
+
+
+def test_copies_that_lose_are_given_back_and_the_last_when_all_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+    most = 0
+    plain = double.Double.__init__
+
+    def noted(self: double.Double, *args: Any) -> None:
+        nonlocal most
+        plain(self, *args)
+        made.append(weakref.ref(self.model))
+        most = max(most, sum(each() is not None for each in made))
+
+    monkeypatch.setattr(double.Double, "__init__", noted)
+    left: list[int] = []
+
+    def look(run: Trainer, event: Event) -> None:
+        left.append(sum(each() is not None for each in made))
+
+    settings = Settings(threads=1, autocast="auto", optimizer="auto")
+    gc.disable()  # nobody may have to look for them
+    try:
+        trainer(settings, callbacks=[look], log_every=1).fit([(torch.randn(8, 4), torch.randint(4, (8,)))] * 4, steps=4000)
+    finally:
+        gc.enable()
+    assert len(made) >= 3
+    assert most == 2
+    assert left[-1] == 0
+
+
+def test_an_optimizer_that_finds_its_own_rate_leaves_everything_off() -> None:
+    made = trainer(Settings(threads=1, autocast="auto"))
+    made.optimizer.param_groups[0]["lr"] = None
+    batches = [(torch.randn(8, 4), torch.randint(4, (8,)))]
+    assert auto.decide(made, batches, 100) is batches
+    assert made.notes[-1].startswith("autocast cannot be measured and stay off. The optimizer finds its own learning rate")

@@ -1,0 +1,242 @@
+"""Schedules of the learning rate: those of torch and ours go on where they stood, over a run of any length, or are refused."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+from torch.utils.data import DataLoader
+
+from _runs import EPOCH, Line, Stream, loader, told, trainer
+from trimtab import Trainer
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.events import Event
+from trimtab.train.schedule import cosine, linear, one_cycle
+from trimtab.train.stopping import EarlyStopping
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Falling:
+    """A factor that is an object, not a function."""
+
+    def __call__(self, update: int) -> float:
+        return 0.9**update
+
+
+def sequential(optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
+    """One after another, with functions inside."""
+    parts = [LambdaLR(optimizer, lambda update: (update + 1) / 4), LambdaLR(optimizer, Falling())]
+    return SequentialLR(optimizer, parts, milestones=[3])
+
+
+SCHEDULES: dict[str, Any] = {
+    "one_cycle": one_cycle(0.05), "cosine": cosine(), "linear": linear(floor=0.1), "sequential": sequential,
+    "object": lambda optimizer, updates: LambdaLR(optimizer, Falling()),
+    "multiplicative": lambda optimizer, updates: MultiplicativeLR(optimizer, lambda update: 0.9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_goes_on_where_it_stood(name: str, tmp_path: pathlib.Path) -> None:
+    want = told(whole := trainer(schedule=SCHEDULES[name]), "rate")
+    whole.fit(loader(), epochs=2)
+
+    def stop(made: Trainer, event: Event) -> None:
+        if event.update == 6:
+            made.stop("enough")
+
+    got = told(cut := trainer(schedule=SCHEDULES[name], checkpoint=tmp_path, callbacks=[stop]), "rate")
+    cut.fit(batches := loader(), epochs=2)
+    rest = told(resumed := trainer(schedule=SCHEDULES[name], checkpoint=tmp_path).resume(), "rate")
+    resumed.fit(loader(), epochs=2)
+    again = told(cut, "rate")  # and so does a second run of the same trainer
+    cut.fit(batches, epochs=2)
+    assert len(want) == 16
+    assert got[:6] + rest == want
+    assert got[:6] + again == want
+
+
+def warmed_up(optimizer: Optimizer, updates: int) -> LRScheduler:
+    """A quarter up, then along a cosine."""
+    rise = updates // 4
+    parts = [LinearLR(optimizer, 0.1, total_iters=rise), CosineAnnealingLR(optimizer, T_max=updates - rise)]
+    return SequentialLR(optimizer, parts, milestones=[rise])
+
+
+SHAPES: dict[str, Callable[[Optimizer, int], LRScheduler]] = {
+    "one_cycle": one_cycle(0.05),
+    "cosine": cosine(),
+    "annealing": lambda optimizer, updates: CosineAnnealingLR(optimizer, T_max=updates, eta_min=1e-4),
+    "linear": lambda optimizer, updates: LinearLR(optimizer, 1.0, 0.1, total_iters=updates),
+    "polynomial": lambda optimizer, updates: PolynomialLR(optimizer, total_iters=updates),
+    "step": lambda optimizer, updates: StepLR(optimizer, step_size=updates // 4),
+    "steps": lambda optimizer, updates: MultiStepLR(optimizer, [updates // 2, 3 * updates // 4]),
+    "sequential": warmed_up,
+}
+
+
+def rates(made: Trainer) -> list[float]:
+    """The rate of every update to come, as the optimizer has it and not as it is told."""
+    found: list[float] = []
+    made.optimizer.register_step_pre_hook(lambda optimizer, *_: found.append(optimizer.param_groups[0]["lr"]))
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(name: str, tmp_path: pathlib.Path) -> None:
+    want = rates(whole := trainer(schedule=SHAPES[name]))
+    whole.fit(loader(), epochs=2)
+    first = rates(short := trainer(schedule=SHAPES[name], checkpoint=tmp_path))
+    short.fit(loader(), epochs=1)
+    assert len(first) == EPOCH
+    rest = rates(resumed := trainer(schedule=SHAPES[name], checkpoint=tmp_path).resume())
+    resumed.fit(loader(), epochs=2)
+    short.fit(loader(), epochs=2)
+    assert rest == pytest.approx(want[EPOCH:], rel=1e-6)
+    assert first[EPOCH:] == pytest.approx(want[EPOCH:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (one_cycle(0.05), cosine(), "The run began with OneCycleLR, and this is LambdaLR"),
+        (cosine(), one_cycle(0.05), "The run began with LambdaLR, and this is OneCycleLR"),
+        (None, one_cycle(0.05), "The run began with no schedule, and this is OneCycleLR"),
+        (cosine(), None, "The run began with LambdaLR, and this is no schedule"),
+        (SHAPES["sequential"], lambda optimizer, updates: SequentialLR(
+            optimizer, [ConstantLR(optimizer), CosineAnnealingLR(optimizer, 4)], [4]
+        ), "The run began with LinearLR, and this is ConstantLR"),
+    ],
+)  # fmt: skip
+def test_another_kind_of_schedule_is_refused(before: Any, after: Any, said: str, tmp_path: pathlib.Path) -> None:
+    trainer(schedule=before, checkpoint=tmp_path).fit(loader(), epochs=1)
+    resumed = trainer(schedule=after, checkpoint=tmp_path).resume()
+    with pytest.raises(UsageError, match=rf"{said}\. Give the schedule that it began with\."):
+        resumed.fit(loader(), epochs=2)
+    assert resumed.position.update == EPOCH
+
+
+def test_schedulers_that_are_multiplied_keep_their_lengths(tmp_path: pathlib.Path) -> None:
+    def chained(optimizer: Optimizer, updates: int, length: int | None = None) -> LRScheduler:
+        return ChainedScheduler([ConstantLR(optimizer, 0.5, total_iters=3), CosineAnnealingLR(optimizer, length or updates)])
+
+    trainer(schedule=chained, checkpoint=tmp_path).fit(loader(), epochs=1)
+    resumed = trainer(schedule=chained, checkpoint=tmp_path).resume()
+    with pytest.raises(UsageError, match=r"The CosineAnnealingLR in a ChainedScheduler lasts {'T_max': 16} now, unlike in the"):
+        resumed.fit(loader(), epochs=2)
+    resumed.schedule = functools.partial(chained, length=EPOCH)
+    assert resumed.fit(loader(), epochs=2).updates == EPOCH
+
+
+def test_a_cycle_is_as_long_as_the_run_that_goes_on(tmp_path: pathlib.Path) -> None:
+    trainer(schedule=one_cycle(0.05), checkpoint=tmp_path).fit(loader(), epochs=1)
+    resumed = trainer(schedule=one_cycle(0.05), checkpoint=tmp_path).resume()
+    assert resumed.fit(loader(), epochs=2).updates == 8
+    assert isinstance(resumed.scheduler, OneCycleLR)
+    assert resumed.scheduler.total_steps == 17
+
+
+def test_a_cycle_that_is_too_short_is_refused_at_once() -> None:
+    made = trainer(optimizer=torch.optim.SGD((model := Line()).parameters(), lr=0.1), model=model)
+    made.schedule = OneCycleLR(made.optimizer, 0.1, total_steps=10)
+    with pytest.raises(
+        UsageError, match=r"The OneCycleLR has 10 steps, of which 0 are made, and the run has 16 updates to come"
+    ):
+        made.fit(loader(), epochs=2)
+    assert made.position.update == 0
+
+
+def test_a_cycle_that_is_over_is_not_asked_for_more(tmp_path: pathlib.Path) -> None:
+    trainer(schedule=one_cycle(0.05), checkpoint=tmp_path).fit(loader(), epochs=2)
+    assert trainer(schedule=one_cycle(0.05), checkpoint=tmp_path).resume().fit(loader(), epochs=1).updates == 0
+
+
+class Sharded(Stream):
+    """Gives more batches than its length says."""
+
+    def __len__(self) -> int:
+        return 4
+
+
+def after_a_step(optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
+    return SequentialLR(optimizer, [StepLR(optimizer, 1), OneCycleLR(optimizer, 0.1, total_steps=updates)], [2])
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+@pytest.mark.parametrize(("schedule", "ended"), [(one_cycle(0.1), 9), (after_a_step, 10)])
+def test_a_cycle_stays_at_its_last_rate(schedule: Any, ended: int) -> None:
+    data = DataLoader(Sharded(lambda _: [(torch.ones(1), torch.ones(1))] * 6), 1)
+    (note,) = trainer(schedule=schedule).fit(data, epochs=2).notes
+    assert note.startswith(f"The schedule ended after {ended} updates, and the run makes more")
+
+
+def test_a_plateau_is_found_in_the_validation(tmp_path: pathlib.Path) -> None:
+    def schedule(optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs")
+
+    made = trainer(schedule=schedule, checkpoint=tmp_path)
+    with pytest.raises(UsageError, match="ReduceLROnPlateau goes by the validation, and there is none"):
+        made.fit(loader(), epochs=3)
+    found = told(made, "rate")
+    made.fit(loader(), loader(), epochs=3)
+    assert sorted(set(found), reverse=True) == [0.01, 0.005]  # the first validation is the best so far
+    rest = told(resumed := trainer(schedule=schedule, checkpoint=tmp_path).resume(), "rate")
+    resumed.fit(loader(), loader(), epochs=4)
+    assert set(rest) == {0.0025}
+
+
+def plateau(mode: Any) -> Callable[..., Any]:
+    return lambda optimizer, updates: ReduceLROnPlateau(optimizer, mode=mode)
+
+
+def test_a_plateau_of_the_opposite_direction_is_refused() -> None:
+    made = trainer(schedule=plateau("max"), metrics={"right": lambda outputs, targets: outputs > targets})
+    with pytest.raises(
+        UsageError,
+        match=r"has mode='max', but goes by the validation's loss, which is watched with mode='min'\. Give both one mode: "
+        r"EarlyStopping\(metric=\.\.\., mode='max'\)",
+    ):
+        made.fit(loader(), loader(), epochs=1)
+    assert made.position.update == 0
+    made.early_stopping = EarlyStopping(metric="right", mode="max", patience=10**6)
+    assert made.fit(loader(), loader(), epochs=1).updates == EPOCH
+    made = trainer(schedule=plateau("min"), metrics=made.metrics, early_stopping=made.early_stopping)
+    with pytest.raises(UsageError, match="has mode='min', but goes by the validation's right, which is watched with"):
+        made.fit(loader(), loader(), epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("cosine", "schedule is 'cosine', a str, and no schedule. Give one such as trimtab.train.schedule.cosine()"),
+        (lambda o: StepLR(o, 1), "which cannot be called with (optimizer, updates): too many positional arguments. Give"),
+        (one_cycle, "schedule is one_cycle, which cannot be called with (optimizer, updates)"),
+        (lambda o, n: None, "The schedule returned a NoneType, not one of torch.optim.lr_scheduler. Let it return one."),
+        (lambda o, n: StepLR(o, n / 0), "The schedule raised: ZeroDivisionError: division by zero (tests/test_train_schedule"),
+    ],
+)
+def test_what_is_no_schedule_is_said(schedule: Any, said: str) -> None:
+    with pytest.raises((UsageError, WorkloadError)) as caught:
+        trainer(schedule=schedule).fit(loader(), epochs=1)
+    assert said in str(caught.value)

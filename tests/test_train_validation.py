@@ -1,0 +1,240 @@
+"""Validations: mistakes that are told before the run, and those that fail or are cut off, which cost no epoch."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from _runs import DATA, EPOCH, LOADERS_THAT_END, Line, loader, trainer
+from trimtab import Trainer
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.events import Event, Progressed, Validated
+from trimtab.train.stopping import EarlyStopping
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def batches(count: int = 3) -> Batches:
+    return [(torch.full((2, 1), float(index)), torch.ones(2, 1)) for index in range(count)]
+
+
+def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.round() == targets
+
+
+def failing(*_: Any) -> Any:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("options", "validate", "said"),
+    [
+        ({"early_stopping": EarlyStopping(metric="acc"), "metrics": {"right": right}}, batches(),
+         r"EarlyStopping watches 'acc', but the validation has loss, right\. Name one of these, or give metrics"),
+        ({"early_stopping": EarlyStopping()}, None, r"EarlyStopping goes by the validation, and there is none\. Give fit\("),
+        ({"metrics": {"right": right}}, None, r"metrics={'right'} go by the validation, and there is none\. Give fit\("),
+        ({}, [], r"validate has no batch: its len\(\) is 0\. Give it data, or leave it out\."),
+    ],
+)  # fmt: skip
+def test_what_can_be_known_is_refused_before_the_run(options: dict[str, Any], validate: Batches | None, said: str) -> None:
+    made = trainer(**options)
+    with pytest.raises(UsageError, match=said):
+        made.fit(batches(), validate, epochs=1)
+    assert made.position.update == 0
+
+
+def test_metrics_that_cannot_be_had_are_refused_at_once() -> None:
+    batches = [{"x": torch.ones(2, 1)}]
+    made = trainer(loss=lambda model, batch: model(batch["x"]).mean(), metrics={"right": lambda outputs, targets: outputs})
+    with pytest.raises(UsageError, match=r"The metric 'right' needs batches of \(inputs, targets\)"):
+        made.fit(batches, iter(batches), epochs=1)
+    assert made.position.update == 0
+
+
+class Evaluated(Line):
+    """Fails in evaluation only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else failing()
+
+
+def broken() -> Iterator[Any]:
+    yield from loader()
+    failing()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: trainer().fit(loader(), broken(), epochs=1), "The validation loader raised: KeyError: 'mine'"),
+        (
+            lambda: trainer(Evaluated()).fit(loader(), loader(), epochs=1),
+            "In validation the model or its loss raised: KeyError",
+        ),
+        (
+            lambda: trainer(metrics={"mine": failing}).fit(loader(), loader(), epochs=1),
+            "The metric 'mine' raised: KeyError",
+        ),
+    ],
+)
+def test_what_fails_in_validation_is_said(call: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(WorkloadError, match=sentence):
+        call()
+
+
+def of_the_first(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    found: torch.Tensor = model(batch[0]).square().mean()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "kind"),
+    [
+        (lambda folder: trainer(metrics={"mine": failing}, checkpoint=folder), batches(), WorkloadError),
+        (lambda folder: trainer(metrics={"mine": failing}, checkpoint=folder, ema=0.5), batches(), WorkloadError),
+        (
+            lambda folder: trainer(loss=of_the_first, metrics={"right": right}, checkpoint=folder, checkpoint_every=9),
+            [(torch.ones(2, 1), torch.ones(2, 1)), *[(torch.ones(2, 1),)] * 2],  # the first alone is looked at before the run
+            UsageError,
+        ),
+    ],
+)
+def test_a_validation_that_fails_does_not_cost_the_epoch(
+    make: Callable[[pathlib.Path], Trainer], data: list[Any], kind: type[Exception], tmp_path: pathlib.Path
+) -> None:
+    made = make(tmp_path)
+    with pytest.raises(kind, match="metric"):
+        made.fit(data, data, epochs=2)
+    assert Checkpoints(tmp_path).update() == 3
+    again = make(tmp_path).resume()
+    assert (again.position.epoch, again.position.batch) == (1, 0)
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), made.model.parameters(), strict=True))
+    again.metrics.clear()
+    assert again.fit(data, data, epochs=2).updates == 3
+
+
+class Counting(Line):
+    """Counts the batches that it was validated on."""
+
+    validated = 0
+    interrupted = False
+    """Whether the second of them brings a SIGTERM."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.validated += not self.training
+        if self.interrupted and not self.training and self.validated == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(x)
+
+
+def validations(made: Trainer) -> list[tuple[int, float]]:
+    """The validations of the run to come: after which update, and their loss."""
+    found: list[tuple[int, float]] = []
+
+    def watch(_: Trainer, event: Event) -> None:
+        if isinstance(event, Validated):
+            found.append((event.update, event.metrics["loss"]))
+
+    made.callbacks.append(watch)
+    return found
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": EPOCH}], ids=["epochs", "steps"])
+@pytest.mark.parametrize("every", [None, 4])
+@pytest.mark.parametrize("again", ["resume", "second fit"])
+def test_a_signal_cuts_off_a_validation_and_the_run_that_goes_on_begins_with_it(
+    length: dict[str, int], every: int | None, again: str, tmp_path: pathlib.Path
+) -> None:
+    want = validations(whole := trainer(Counting))
+    whole.fit(loader(), loader(), **length)
+    options: dict[str, Any] = {"checkpoint": tmp_path, "checkpoint_every": every}
+    none = validations(made := trainer(Counting, **options))
+    made.model.interrupted = True
+    batches = loader()
+    summary = made.fit(batches, loader(), **length)
+    assert summary.ended == "It was interrupted by SIGTERM."
+    assert summary.notes[-1] == "The validation was cut off; the run that goes on begins with it."
+    assert (summary.updates, made.model.validated, none) == (EPOCH, 2, [])
+    assert Checkpoints(tmp_path).update() == EPOCH
+    seen = made.model.seen
+    if again == "resume":
+        made, batches, seen = trainer(Counting, **options).resume(), loader(), seen[:]
+    got = validations(made)
+    assert made.fit(batches, loader(), **length).updates == whole.position.update - EPOCH
+    assert got == want
+    assert (seen if made.model.seen is seen else seen + made.model.seen) == whole.model.seen
+    assert torch.equal(made.model.layer.weight, whole.model.layer.weight)
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("make", LOADERS_THAT_END)
+def test_a_signal_that_ends_the_workers_of_the_validation_cuts_it_off(make: Callable[[], Any], tmp_path: pathlib.Path) -> None:
+    made = trainer(checkpoint=tmp_path, ema=0.5)
+    summary = made.fit(loader(), make(), epochs=2)
+    assert summary.ended == "It was interrupted by SIGTERM."
+    assert made.ema is not None
+    assert not torch.equal(made.ema.shadow["layer.weight"], made.model.layer.weight)
+    found = Checkpoints(tmp_path).load()
+    assert (found["position"]["update"], found["position"]["due"]) == (EPOCH, True)
+    assert torch.equal(made.model.layer.weight, found["ema"]["layer.weight"])  # what the user has is the average
+
+
+@pytest.mark.parametrize("kind", [Progressed, Validated])
+def test_a_callback_that_fails_at_the_end_of_an_epoch_does_not_cost_it(kind: type[Event], tmp_path: pathlib.Path) -> None:
+    def fail(_: Trainer, event: Event) -> None:
+        if isinstance(event, kind):
+            raise ConnectionError("offline")
+
+    want = validations(whole := trainer())
+    whole.fit(loader(), loader(), epochs=2)
+    cut = trainer(checkpoint=tmp_path, callbacks=[fail])
+    got = validations(cut)
+    cut.callbacks.reverse()  # the one that fails comes last
+    with pytest.raises(ConnectionError, match="offline"):
+        cut.fit(loader(), loader(), epochs=2)
+    assert Checkpoints(tmp_path).update() == EPOCH
+    rest = validations(resumed := trainer(checkpoint=tmp_path).resume())
+    assert resumed.fit(loader(), loader(), epochs=2).updates == EPOCH
+    assert got + rest == want
+    assert torch.equal(resumed.model.layer.weight, whole.model.layer.weight)
+
+
+def test_a_stop_that_a_callback_asks_for_leaves_the_validation_whole() -> None:
+    def stop(made: Trainer, event: Event) -> None:
+        if isinstance(event, Progressed):
+            made.stop("enough")
+
+    found = validations(made := trainer(callbacks=[stop]))
+    assert made.fit(loader(), loader(), epochs=2).ended == "enough"
+    assert [update for update, _ in found] == [EPOCH]
+
+
+def with_model(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("loss", "calls"), [(nn.MSELoss(), 1), (with_model, 2)], ids=["of outputs", "of the model"])
+def test_a_validation_calls_the_model_no_more_often_for_more_metrics(loss: Any, calls: int) -> None:
+    metrics = {
+        "far": lambda outputs, targets: (outputs - targets).abs() > 1,
+        "error": lambda outputs, targets: (outputs - targets).square(),
+        "mean": lambda outputs, targets: outputs.mean(),
+    }
+    made = trainer(Counting, loss=loss, metrics=metrics)
+    found = made.fit(loader(), loader(), epochs=1).metrics
+    assert made.model.validated == calls * EPOCH
+    with torch.no_grad():
+        outputs = made.model(DATA.tensors[0])
+    wanted = {"loss": (error := (outputs - DATA.tensors[1]).square().mean()), "error": error, "mean": outputs.mean()}
+    wanted["far"] = ((outputs - DATA.tensors[1]).abs() > 1).double().mean()
+    assert found == pytest.approx({name: float(value) for name, value in wanted.items()}, rel=1e-5)
