@@ -141,7 +141,7 @@ def test_without_workers_it_is_an_interpreter_of_its_own(tmp_path):
     ("act", "reason"),
     [
         ("os._exit(3)", "It exited with code 3 without a result, as if the code called os._exit or sys.exit; see its log."),
-        ("import sys; sys.exit(4)", "It exited with code 4"),
+        ("import sys; sys.exit(4)", "it called sys.exit(4)"),
         ("import ctypes; ctypes.string_at(0)", "It crashed with a segmentation fault (SIGSEGV); its log has the stack."),
         ("import time; time.sleep(600)", "It still ran after its time limit of 3 s and was killed"),
     ],
@@ -152,7 +152,7 @@ def test_how_a_fork_ends_is_known(tmp_path, act, reason):
         worker = WorkerProcess(job(tmp_path, act), tmp_path / "one", workers)
         outcome = worker.wait(seconds=3 if "sleep" in act else 100, memory_mb=None)
     assert outcome.reason is not None
-    assert outcome.reason.startswith(reason)
+    assert reason in outcome.reason
     assert (outcome.ended_by, outcome.limit) == (("time", 3) if "sleep" in act else (None, None))
     if "ctypes" in act:
         assert "Segmentation fault" in worker.log_tail(200)

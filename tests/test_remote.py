@@ -23,8 +23,9 @@ import pytest
 
 from _served import KEY, Work
 from trimtab.errors import MeasurementError
-from trimtab.measure.remote import RemoteRunner, serve
+from trimtab.measure.remote import LONGEST_PATH, RemoteRunner, serve
 from trimtab.measure.timer import LocalRunner, Runner
+from trimtab.study.rivals import Rivals
 
 SCRIPT = pathlib.Path(__file__).with_name("_served.py")
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -183,3 +184,11 @@ def test_a_socket_that_a_killed_server_left_behind_is_replaced(start: Start, add
     with RemoteRunner(address, KEY) as runner:
         assert runner.pid == process.pid
         assert json.dumps(runner.block(2))
+
+
+def test_sockets_lie_where_their_paths_are_short_enough(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("d" * LONGEST_PATH)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with Rivals({}, tmp_path) as rivals:
+        assert len(os.fsencode(rivals._sockets / "as_written")) <= LONGEST_PATH

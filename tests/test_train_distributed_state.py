@@ -214,7 +214,8 @@ def same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-5)
 
 
 @pytest.mark.parametrize(
-    "how", ["shard", "hybrid", "split", "split by one", "replicate from one", "shard from one", "shard from shard"]
+    "how",
+    ["shard", "hybrid", "split", "split, foreach", "split by one", "replicate from one", "shard from one", "shard from shard"],
 )
 def test_a_model_that_is_spread_trains_as_on_one_process(found: list[dict[str, Any]], alone: dict[str, Any], how: str) -> None:
     for each in found:
@@ -224,6 +225,10 @@ def test_a_model_that_is_spread_trains_as_on_one_process(found: list[dict[str, A
 def test_gradients_of_shards_can_cross_in_bfloat16(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert found[0]["narrow"]["parameters"] != alone["parameters"]
     assert found[0]["narrow"]["validation"] == pytest.approx(alone["validation"], rel=0.02)
+
+
+def test_float16_that_overflows_in_a_part_leaves_out_the_update_of_all(found: list[dict[str, Any]]) -> None:
+    assert [each["overflow"] for each in found] == [[True, True, False, True, True]] * 2
 
 
 def test_each_process_holds_a_share(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:

@@ -147,12 +147,16 @@ def test_one_process_goes_on_with_the_batches_that_two_have_left(found: dict[str
     assert "Processes: 2 before, 1 now. The epoch goes on after batch 4 of each." in found["alone"]["notes"][0]
 
 
-@pytest.mark.parametrize("name", ["one batch", "three batches"])
+@pytest.mark.parametrize("name", ["one batch", "three batches", "shards"])
 def test_a_validation_may_have_fewer_batches_than_there_are_processes(found: dict[str, Any], name: str) -> None:
     first, second = (rank[name] for rank in found["ranks"])
     assert first == pytest.approx(second)
     assert first["loss"] == pytest.approx(first["expected"])
     assert first["low"] == pytest.approx(first["expected low"])
+
+
+def test_shards_learn_from_all_batches_of_an_uneven_split(found: dict[str, Any]) -> None:
+    assert [rank["shards"]["updates"] for rank in found["ranks"]] == [2, 2]
 
 
 def test_a_sharded_model_needs_a_batch_in_each_process(found: dict[str, Any]) -> None:

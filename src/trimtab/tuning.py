@@ -102,8 +102,7 @@ def tune(
         out: the run folder; ``runs/NAME-tune`` if not said. A study found there goes on.
         storage: URL of a database instead of an SQLite file in the run folder.
         fresh: delete what is in the run folder, and this very study in ``storage``, first.
-        worker_memory_mb: memory limit of one worker process, in megabytes.
-        trial_seconds: time limit of one trial.
+        worker_memory_mb: memory limit of one worker process, in megabytes; ``trial_seconds`` is the time limit of one trial.
         timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
         progress: told what happens; silent if ``None``.
 
@@ -129,14 +128,13 @@ def tune(
     limit_s = None if budget is None else seconds(budget, "budget")
     workload = taken(workload)
     folder = run_folder(workload, out)
-    if out is None:
-        folder = folder.with_name(f"{folder.name}-tune")
+    folder = folder if out is not None else folder.with_name(f"{folder.name}-tune")
     progress = progress or Progress()
     with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
         if fresh:
             forget(folder)
         asked = {"limits": limits, "budget": budget, "trials": trials, "updates": updates, "storage": storage}
-        command = _spoken(workload, asked | {"out": str(folder)})
+        command = _spoken(workload, **asked, out=str(folder))
         study = TrainingStudy(
             workload,
             folder,
@@ -148,8 +146,7 @@ def tune(
             workers=workers,
         )
         study.record().write(study.folder)
-        deadline = None if limit_s is None else began + limit_s
-        study.search(deadline=deadline, reserve=lambda: confirm_s(study, limit_s or 0.0), most=most)
+        study.search(deadline=limit_s and began + limit_s, reserve=lambda: confirm_s(study, limit_s or 0.0), most=most)
         return _answer(study, began)
 
 
@@ -184,7 +181,7 @@ def _limits(limits: Limits | None) -> Limits:
     return found
 
 
-def _spoken(workload: Workload | str, asked: Mapping[str, Any]) -> str:
+def _spoken(workload: Workload | str, **asked: Any) -> str:
     """The call that goes on with a study; what it leaves out is at its default."""
     given = [
         f"{name}={value!r}" for name, value in asked.items() if value is not None and (name, value) != ("updates", UPDATES)

@@ -84,22 +84,28 @@ def _accuracy(trial: Trial) -> Miss | None:
     drop = trial.drop
     if drop is None or drop.limit is None or drop.decided or (drop.decided is None and trial.recipe.exact):
         return None  # an exact recipe was held to floating-point noise already, which proves more than a score can
-    name, what, sample = ("accuracy", "drop", "examples") if drop.of == "score" else ("loss", "rise", "updates")
     excess = drop.upper / drop.limit if drop.limit else float("inf")
-    if drop.decided is False:
-        return Miss(name, excess, f"Its {what} of {drop.show(drop.value)} is beyond the limit of {drop.show(drop.limit)}.")
-    more = (
-        f"about {drop.n_needed} would"
-        if drop.n_needed
-        else f"more of them would hardly help, for the {what} is too close to it"
-    )
     if drop.of == "loss":
-        more = "more of them, with updates=..., may tell"
+        return Miss("loss", excess, _risen(drop, drop.limit))
+    if drop.decided is False:
+        return Miss("accuracy", excess, f"Its drop of {drop.show(drop.value)} is beyond the limit of {drop.show(drop.limit)}.")
+    more = (
+        f"about {drop.n_needed} would" if drop.n_needed else "more of them would hardly help, for the drop itself is too close"
+    )
     return Miss(
-        name,
+        "accuracy",
         excess,
-        f"Undecidable with {drop.n} {sample}: its {what} is {drop.show(drop.value)}, but up to {drop.show(drop.upper)} cannot "
-        f"be excluded and the limit is {drop.show(drop.limit)}; {more}.",
+        f"Undecidable with {drop.n} examples: its drop is {drop.show(drop.value)}, but up to {drop.show(drop.upper)} cannot be "
+        f"excluded and the limit is {drop.show(drop.limit)}; {more}.",
+    )
+
+
+def _risen(rise: Drop, limit: float) -> str:
+    if rise.decided is False:
+        return f"Its loss ends up {rise.value:.4g} higher, beyond the limit of {limit:.4g}."
+    return (
+        f"Undecidable with {rise.n} updates: its loss ends up {rise.value:.4g} higher, but up to {rise.upper:.4g} cannot be "
+        f"excluded and the limit is {limit:.4g}; more of them, with updates=..., may tell."
     )
 
 

@@ -39,7 +39,7 @@ _CANNOT_TELL = (TrimtabError, RuntimeError, TypeError, ValueError, AttributeErro
 """What a loss or a model raises that cannot be asked of other examples, or in evaluation mode; memory may also run out."""
 ADVICE = (
     "Where the loss is a sum, return the mean; where it is a mean over something else than the examples, such as tokens, "
-    "return (mean, weight) from loss(model, batch). Where it compares the examples of a batch, it compares those of a part only."
+    "return (mean, weight) from loss(model, batch). Where it compares the examples of a batch, it now compares those of a part."
 )
 
 

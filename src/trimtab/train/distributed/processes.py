@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from trimtab.candidate import Settings
@@ -85,7 +85,7 @@ def start(device: str = "cpu") -> None:
     atexit.register(_leave)
 
 
-def _attempt(store: dist.Store, rank: int, size: int) -> str:
+def _attempt(store: Store, rank: int, size: int) -> str:
     """A name on which the processes that meet now agree. (Each host counts restarts for itself, so their number is none.)
 
     Each says who it is; the first offers the list of all until everybody who is in it has answered. What processes of earlier

@@ -181,8 +181,8 @@ class Replicas(Group):
         kind = self.settings.communication
         return [
             f"Caution: communication={kind!r} with {self._optimizer}. What is left out of a gradient comes with a later one, "
-            f"and optimizers that adapt the size of their steps make too much of that: with AdamW {_LATE[str(kind)]} the loss was "
-            "measured. Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
+            f"and optimizers that adapt the size of their steps make too much of that: with AdamW {_LATE[str(kind)]} the loss "
+            "was measured. Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
         ]
 
     def _add_up(self) -> None:
