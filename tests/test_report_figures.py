@@ -157,6 +157,7 @@ def test_exact_recipes_that_the_data_could_not_decide_are_counted(tmp_path: path
     sentence = f"{exact} exact recipes are undecided by the data; they were held to floating-point noise instead."
     page = said(found, tmp_path)
     assert sentence in page
+    assert "exact recipes that the data cannot decide are held to rounding instead" in page
     assert nothing not in page
     assert f"undecidable trials: 0, and {exact} exact, held to rounding instead" in " ".join(text(found).split())
     row = next(row for row in _rows.rows(found) if row.trial.recipe.exact)
