@@ -159,6 +159,16 @@ def test_a_full_disk_that_output_leads_to_leaves_the_exit_code_alone() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
 
 
+def test_a_full_disk_that_output_leads_to_is_no_success() -> None:
+    line = f"{shlex.quote(sys.executable)} -m trimtab list checks --json > /dev/full"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error[storage]: What the command printed was cut short: the disk that its output leads to is full. Free some space and"
+        " run it again; what the run folder holds is whole.\n",
+    )
+
+
 def test_a_terminal_that_is_closed_leaves_the_exit_code_alone() -> None:
     ours, theirs = os.openpty()
     waits = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); input(){MUCH}"

@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+from trimtab.errors import StorageError
+
 GONE = (errno.EPIPE, errno.EIO, errno.ENOSPC)
 """What a pipe, a terminal and a disk say that take nothing any more."""
 
@@ -17,8 +19,10 @@ class _Lasting(io.FileIO):
     closed, or once the disk that it leads to is full.
 
     Nothing is raised: typer and rich make exit code 1 of a broken pipe, which means something else here, and a search that is
-    under way is worth its result, which lies in the run folder too.
+    under way is worth its result, which lies in the run folder too. That a disk is full is told in the end (:func:`check`).
     """
+
+    full = False
 
     def write(self, data: Any, /) -> int:
         """Write, or pretend to."""
@@ -27,6 +31,7 @@ class _Lasting(io.FileIO):
         except OSError as error:
             if error.errno not in GONE:
                 raise
+            self.full = self.full or error.errno == errno.ENOSPC
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())  # so that child processes are spared it too
             os.close(nowhere)
@@ -42,6 +47,21 @@ def prepare() -> None:
         stream.reconfigure(errors="replace")  # names and reasons are the user's, and may not fit an old terminal
         if isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):  # no test's, and not Windows's console
             setattr(sys, name, _lasting(stream))
+
+
+def check() -> None:
+    """Flush standard output.
+
+    Raises:
+        StorageError: it was cut short, because the disk that it leads to is full.
+    """
+    if sys.stdout is not None:  # as it is where the shell closed it: >&-
+        sys.stdout.flush()
+    if getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "full", False):
+        raise StorageError(
+            "What the command printed was cut short: the disk that its output leads to is full. Free some space and run it"
+            " again; what the run folder holds is whole."
+        )
 
 
 def _lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:

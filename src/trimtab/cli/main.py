@@ -80,6 +80,8 @@ def main() -> None:
     with Boundary() as boundary:
         code = app(prog_name="trimtab", standalone_mode=False)
         boundary.code = code if isinstance(code, int) else 0
+        if not boundary.code:
+            _streams.check()
     if boundary.code == EXIT_INTERRUPTED:  # typer turns the KeyboardInterrupt into this code
         print(f"\n{interrupted(sys.argv[1:])}", file=sys.stderr)
     sys.exit(boundary.code)
