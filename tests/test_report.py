@@ -356,7 +356,7 @@ def test_two_studies_side_by_side_name_what_differs() -> None:
             left.environment, cpu="Another CPU", versions={**left.environment.versions, "torch": "2.14"}
         ),
     )
-    found = side_by_side(left, right)
+    found = side_by_side(left, right, ("runs/digits", "runs/" + "server" * 7))
     lines = {line.name: line for line in found.lines}
     assert lines["processor"].differs
     assert (lines["version of torch"].left, lines["version of torch"].right) == ("2.13.0", "2.14")
@@ -369,6 +369,10 @@ def test_two_studies_side_by_side_name_what_differs() -> None:
     assert f"{left.trials[5].recipe}: " in said
     assert f"What ships on the right, {other.recipe}, is COMPLETE at" in said
     assert all(len(line) <= 100 for line in str(found).splitlines())
+    head, more = str(found).splitlines()[:2]
+    assert head.split()[:3] == ["LEFT", "runs/digits", "RIGHT"]
+    assert head.split()[3] + more.strip() == "runs/" + "server" * 7
+    assert to_json(found)["names"] == ["runs/digits", "runs/" + "server" * 7]
     assert to_json(found)["lines"][0] == {"name": "workload", "left": "digits", "right": "digits", "differs": False}
 
 

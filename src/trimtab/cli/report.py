@@ -55,7 +55,7 @@ def compare_command(
             f"Both folders are {left}: a study has nothing to be compared with but another one. Give two."
         )
     read = late("study.record").Record.read
-    found = late("report").side_by_side(read(left), read(right))
+    found = late("report").side_by_side(read(left), read(right), (str(left), str(right)))
     typer.echo(dumps(found) if json else found.shown(_columns()))
     return 0
 

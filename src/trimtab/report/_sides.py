@@ -44,28 +44,31 @@ class SideBySide:
 
     lines: tuple[Line, ...]
     differences: tuple[str, ...]
+    names: tuple[str, str] = ("", "")
+    """What the person calls the two, as their folders."""
 
     def to_json(self) -> dict[str, Any]:
-        """``{"schema": 1, "lines": [{"name", "left", "right", "differs"}], "differences": [...]}``."""
+        """``{"schema": 1, "names": [left, right], "lines": [{"name", "left", "right", "differs"}], "differences": [...]}``."""
         lines = [to_json(dataclasses.asdict(line)) | {"differs": line.differs} for line in self.lines]
-        return {"schema": self.schema, "lines": lines, "differences": list(self.differences)}
+        return {"schema": self.schema, "names": list(self.names), "lines": lines, "differences": list(self.differences)}
 
     def shown(self, columns: int | None = None) -> str:
         """For a terminal of ``columns``, of which at most 100 are used."""
         width = words.columns(columns)
         side = (width - NAME - 4) // 2
-        head = f"  {'':<{NAME}} {'LEFT':<{side}} {'RIGHT':<{side}}".rstrip()
+        left, right = (f"{place} {name}".rstrip() for place, name in zip(("LEFT", "RIGHT"), self.names, strict=True))
+        head = [f"  {row[2:]}" for row in _table_rows(Line(name="", left=left, right=right), side)]
         said = [line for sentence in self.differences for line in textwrap.wrap(f"- {sentence}", width, subsequent_indent="  ")]
         body = [row for line in self.lines for row in _table_rows(line, side)]
-        return "\n".join([head, *body, "", *(said or ["Nothing that matters differs."])])
+        return "\n".join([*head, *body, "", *(said or ["Nothing that matters differs."])])
 
     def __str__(self) -> str:
         return self.shown()
 
 
-def side_by_side(left: Record, right: Record) -> SideBySide:
-    """What two studies have in common and what they have not."""
-    return SideBySide(lines=tuple(_lines(left, right)), differences=tuple(_differences(left, right)))
+def side_by_side(left: Record, right: Record, names: tuple[str, str] = ("", "")) -> SideBySide:
+    """What two studies, called ``names``, have in common and what they have not."""
+    return SideBySide(lines=tuple(_lines(left, right)), differences=tuple(_differences(left, right)), names=names)
 
 
 def _table_rows(line: Line, width: int) -> Iterator[str]:
