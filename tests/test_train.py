@@ -230,6 +230,17 @@ def test_what_is_not_finite_changes_no_parameter(policy: Any, tmp_path: pathlib.
     assert all(torch.isfinite(v).all() for v in made.checkpoints.load()["model"].values())
 
 
+def test_what_is_not_finite_is_applied_as_a_loop_by_hand_does_where_nobody_is_to_look() -> None:
+    inputs, targets = dataset(64).tensors
+    inputs = inputs.clone()
+    inputs[40] = math.nan
+    batches = [[inputs[i : i + 16], targets[i : i + 16]] for i in range(0, 64, 16)]
+    network = nn.Sequential(nn.Linear(8, 3))
+    summary = trainer(network, settings=Settings(nonfinite="ignore")).fit(batches, epochs=1)
+    assert (summary.updates, summary.skipped) == (4, 0)
+    assert torch.isnan(network[0].weight).all()
+
+
 def test_a_loss_that_is_no_number_is_an_error_in_float16_too() -> None:
     class Spoiled(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -72,8 +72,9 @@ class Settings:
     segments: int | None = None
     """Parts into which the model's longest ``nn.Sequential`` is divided, each of which is computed again in the backward pass:
     a fixed alternative to ``activation_mb``."""
-    nonfinite: Literal["raise", "skip", "stop"] = "raise"
-    """What a loss or gradient that is not finite leads to: an error, an update left out, or the end of the run."""
+    nonfinite: Literal["raise", "skip", "stop", "ignore"] = "raise"
+    """What a loss or gradient that is not finite leads to: an error, an update left out, the end of the run, or nothing:
+    then nobody looks, which saves reading every gradient."""
     communication: Literal["float16", "bfloat16", "powersgd", "topk"] | None = None
     """How gradients are compressed between processes."""
     bucket_mb: float | None = None
