@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import textwrap
 import types
@@ -18,11 +19,12 @@ from trimtab.candidate import Candidate
 from trimtab.confirm import Confirmation
 from trimtab.contracts import BACKENDS
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.measurement import Interval, Measurement
+from trimtab.measurement import Interval, Measurement, Parity
 from trimtab.passes.batch import Batch
+from trimtab.passes.channels_last import ChannelsLast
 from trimtab.recipe import Recipe
 from trimtab.study import finish as finishing
-from trimtab.study import verdict
+from trimtab.study import sentences, verdict
 from trimtab.study.compare import compare
 from trimtab.study.jobs import _at_its_batch
 from trimtab.study.options import Options
@@ -49,11 +51,15 @@ def trial(recipe: Recipe, ms: float, **more) -> Trial:
 
 
 class Confirmed:
-    """A study whose confirmations find the latencies that are given, or fail with the reason that is given."""
+    """A study whose confirmations find the latencies or speed-ups that are given, or fail with the reason that is given."""
 
-    def __init__(self, trials: list[Trial], limits: Limits, found: dict[Recipe, float | str], monkeypatch) -> None:
-        self.trials, self.options, self.found = trials, Options(limits=limits), found
-        self.to_beat = next(trial for trial in trials if trial.recipe == EAGER)
+    def __init__(
+        self, trials: list[Trial], limits: Limits, found: dict[Recipe, float | str | Interval], monkeypatch, **options
+    ) -> None:
+        self.trials, self.options, self.found = trials, Options(limits=limits, **options), found
+        self.to_beat = verdict.best_eager(trials, limits, self.options.objective)
+        self.asked: list[Recipe] = []
+        self.ask = lambda: None
         self.original, self.notes, self.folder, self.ships = as_written(), [], pathlib.Path("nowhere"), True
         self.progress = types.SimpleNamespace(stage=lambda words: None)
         self.interrupted = lambda: False
@@ -63,6 +69,12 @@ class Confirmed:
 
     def confirm(self, study, trial: Trial, eager: Trial, rivals, *, must_win: bool, end: float | None = None) -> Best:
         found = self.found[trial.recipe]
+        self.asked.append(trial.recipe)
+        if isinstance(found, Interval):
+            reason = "no gain" if must_win and found.low <= 1 else None
+            figures = {"speedup": found, "latency_ms": latency(10 / found.value)}
+            confirmation = Confirmation(recipe=trial.recipe, ok=reason is None, reason=reason, **figures)
+            return Best(trial=trial, confirmation=confirmation, artifact=object() if confirmation.ok else None)
         if isinstance(found, str):
             confirmation = Confirmation(recipe=trial.recipe, ok=False, reason=found)
         else:
@@ -99,6 +111,123 @@ def test_an_original_that_misses_its_limit_when_measured_again_ships_nothing(mon
     assert "The nearest is eager: its latency of 5.1 ms is above the limit of 5 ms." in words
 
 
+def sure(value: float) -> Interval:
+    return Interval(value, 0.98 * value, 1.02 * value)
+
+
+def seen(recipe: Recipe, speed: float, **more) -> Trial:
+    return dataclasses.replace(trial(recipe, 10 / speed, **more), speedup=sure(speed))
+
+
+def test_an_original_whose_form_is_surely_slower_is_no_reason_to_ship_that(monkeypatch) -> None:
+    search = [trial(as_written(), 10.0), seen(ORT, 0.99), seen(OPENVINO, 0.7)]
+    found = {as_written(): sure(0.66), ORT: sure(0.98)}
+    study = Confirmed(search, Limits(), found, monkeypatch)
+    status, words, best = finishing.finish(study)
+    assert (status, best.trial) == ("kept_original", search[1])
+    assert study.asked == [as_written(), ORT]
+    assert words.endswith(
+        "The form of eager(grad_mode=no_grad) that stands alone runs at 0.66x (0.65 to 0.67) of the model as written, so "
+        "onnxruntime, which computes the same, ships in its place, at 0.98x (0.96 to 1.00). Where its class is at hand, go on "
+        "using the model itself."
+    )
+    assert words.startswith("Nothing beats the original: none of 3 trials was faster")
+    study = Confirmed(search, Limits(size_mb=9), found, monkeypatch, objective="size")
+    assert finishing.finish(study)[2].trial is search[0], "who asked for less memory or size did not ask for speed"
+    study = Confirmed([search[0]], Limits(), found, monkeypatch)
+    assert "In the form that stands alone it runs at 0.66x (0.65 to 0.67)" in finishing.finish(study)[1]
+
+
+@pytest.mark.parametrize(("written", "ships"), [(1.0, "as written"), (0.9, "tuned")])
+def test_a_tuning_that_won_by_luck_gives_way_to_the_model_as_written(monkeypatch, written: float, ships: str) -> None:
+    search = [trial(as_written(), 10.0), seen(EAGER, 1.03)]
+    study = Confirmed(search, Limits(), {EAGER: sure(0.95), as_written(): sure(written)}, monkeypatch)
+    assert study.to_beat is search[1]
+    status, words, best = finishing.finish(study)
+    assert (status, best.trial) == ("kept_original", search[ships == "tuned"])
+    assert ("so eager(grad_mode=no_grad), which computes the same, ships in its place" in words) == (ships == "as written")
+    # only one artifact lies in the run folder, that of the last one which was confirmed
+    assert study.asked == [EAGER, as_written(), *([EAGER] if ships == "tuned" else [])]
+
+
+def test_an_original_that_misses_its_limit_after_all_need_not_be_beaten(monkeypatch) -> None:
+    search = [trial(as_written(), 10.0), seen(OPENVINO, 1.03), seen(ORT, 1.0)]
+    study = Confirmed(search, Limits(latency_ms=10.2), {OPENVINO: sure(1.01), as_written(): 10.3}, monkeypatch)
+    status, words, best = finishing.finish(study)
+    assert (status, best.trial) == ("improved", search[1])
+    assert study.asked == [OPENVINO, as_written(), OPENVINO]
+    assert words.startswith(
+        "The original misses a limit (Its latency of 10.3 ms is above the limit of 10.2 ms), which openvino"
+    )
+    study = Confirmed(search, Limits(latency_ms=10.2), {OPENVINO: "NaN.", ORT: sure(1.0), as_written(): 10.3}, monkeypatch)
+    assert finishing.finish(study)[2].trial is search[2], "what was refused on the test data does not come back"
+    assert study.asked == [OPENVINO, as_written(), ORT]
+
+
+def test_an_original_that_the_search_saw_miss_a_limit_by_chance_has_to_be_beaten(monkeypatch) -> None:
+    search = [trial(as_written(), 10.1), seen(OPENVINO, 1.005), seen(ORT, 1.2)]
+    found = {as_written(): sure(1.001), OPENVINO: sure(1.005), ORT: sure(1.01)}
+    study = Confirmed(search, Limits(latency_ms=10.0), found, monkeypatch)
+    status, words, best = finishing.finish(study)
+    assert (status, best.trial) == ("kept_original", search[0])
+    assert study.asked == [as_written(), ORT, OPENVINO]
+    assert words == "The original ships: onnxruntime: no gain openvino: no gain."
+    study = Confirmed([trial(as_written(), 13.0), *search[1:]], Limits(latency_ms=10.0), found, monkeypatch)
+    assert finishing.finish(study)[0] == "improved", "it misses it by far"
+    assert study.asked == [ORT]
+
+
+def test_nothing_is_said_to_meet_a_limit_before_everything_was_tried(monkeypatch) -> None:
+    skipped = Trial(recipe=ORT, state=State.SKIPPED, reason="It is not here.")
+    study = Confirmed([trial(as_written(), 9.0), skipped], Limits(latency_ms=4.0), {}, monkeypatch)
+    assert finishing.finish(study)[:2] == (
+        "limits_not_met",
+        "Nothing but the original was tried. Its latency of 9 ms is above the limit of 4 ms. Where the time was too short for "
+        "more, the same command goes on from here.",
+    )
+    more = "Not everything was tried when the search ended; the same command goes on from here."
+    study = Confirmed([trial(as_written(), 9.0), trial(OPENVINO, 6.0)], Limits(latency_ms=4.0), {}, monkeypatch)
+    assert more not in finishing.finish(study)[1]
+    study.ask = lambda: object()
+    assert finishing.finish(study)[1].endswith(f" would do. {more}")
+    study.ask, study.interrupted = (lambda: None), (lambda: True)
+    assert more in finishing.finish(study)[1]
+
+
+def test_less_memory_or_size_is_less_than_any_form_of_the_original_has(monkeypatch) -> None:
+    more = seen(Recipe(passes=(ChannelsLast(),), backend=EAGER.backend), 1.06, peak_mb=212.3)
+    search = [trial(as_written(), 10.0, peak_mb=207.0), seen(EAGER, 0.99, peak_mb=206.2), more]
+    study = Confirmed(search, Limits(), {}, monkeypatch, objective="memory")
+    assert study.to_beat is search[0], "not the fastest, but of those that need the least, give or take what is noise"
+    assert finishing.ahead(study) == []
+    less = trial(OPENVINO, 10.0, peak_mb=203.0)
+    study = Confirmed([*search, less], Limits(), {}, monkeypatch, objective="memory")
+    assert finishing.ahead(study) == []
+    study.to_beat = more
+    assert finishing.ahead(study) == [], "it is to pay beside the model as written, too"
+    study = Confirmed(
+        [trial(as_written(), 10.0, size_mb=None), less], Limits(), {as_written(): sure(1.0)}, monkeypatch, objective="size"
+    )
+    assert finishing.ahead(study) == [], "an original of unknown size proves nothing"
+    assert "its size was not measured, so nothing is known to need less" in finishing.finish(study)[1]
+
+
+def test_without_labels_the_verdict_has_the_error_of_the_outputs_and_what_could_not_be_looked_at(monkeypatch) -> None:
+    lossy = Recipe(backend=BACKENDS["openvino"](precision="int8_static"))
+    parity = Parity(ok=True, reason=None, n=64, centred_error=0.0123)
+    won = Confirmation(recipe=lossy, ok=True, speedup=sure(2.0), parity=parity)
+    found = Best(trial=trial(lossy, 5.0), confirmation=won, artifact=None)
+    first = trial(as_written(), 10.0)
+    said = {
+        limits: sentences.improved(Confirmed([first], limits, {}, monkeypatch), found, [], first)
+        for limits in (Limits(), Limits(max_drop=0.005))
+    }
+    assert [words.partition(" (95% interval 1.96 to 2.04)")[2] for words in said.values()] == [
+        "; its outputs are off by 1.23% of what they vary by.",
+        "; its outputs are off by 1.23% of what they vary by (limit 0.05; without labels max_drop 0.005 cannot be looked at).",
+    ]
+
+
 def test_what_cannot_ship_is_never_what_would_do() -> None:
     held = trial(INDUCTOR, 3.0, size_mb=None, reason="It cannot ship: it has no form that stands alone.")
     words = verdict.unmet([trial(EAGER, 9.0), held], Limits(latency_ms=4.0))
@@ -113,7 +242,7 @@ def test_test_data_that_cannot_be_scored_ends_the_study_at_its_begin(tmp_path) -
     body = """
     def made():
         x, y = data()
-        evaluation = trimtab.Evaluation(data=(x, y), test=(x, y + 7), score=picky)
+        evaluation = trimtab.Evaluation(data=(x, y), test=(x + 1, y + 7), score=picky)
         return trimtab.Workload(name="faulty", model=Model, inputs=torch.randn(2, 8), evaluation=evaluation)
 
     def picky(output, target):
@@ -225,7 +354,7 @@ def test_weights_that_are_drawn_anew_in_each_process_are_refused_and_early(tmp_p
     """,
         "in the end": """
     def made():
-        torch.manual_seed(int.from_bytes(os.urandom(4), "little") if "confirm" in sys.argv[-1] else 0)
+        torch.manual_seed(int.from_bytes(os.urandom(4), "little") if "confirm" in open("/proc/self/cmdline").read() else 0)
         return trimtab.Workload(name="drawn", model=Model(), inputs=torch.ones(2, 8))
     """,
     }

@@ -9,6 +9,10 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,16 +24,21 @@ import trimtab
 from test_artifact import reseal, set_path, write
 from trimtab import _artifact_text
 from trimtab._json import write_text
-from trimtab._manifest import findings
+from trimtab._manifest import findings, fresh_folder
 from trimtab.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
+from trimtab.backends._openvino import no_telemetry
+from trimtab.backends._program import quiet
 from trimtab.backends.aoti import Aoti
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
+from trimtab.backends.openvino import OpenVino
+from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate, Settings
 from trimtab.cli.main import app
 from trimtab.contracts import PASSES, Backend
 from trimtab.environment import Environment
-from trimtab.errors import ArtifactError, CompileError, IntegrityError, UsageError, WorkloadError
+from trimtab.errors import ArtifactError, CompileError, IntegrityError, StorageError, UsageError, WorkloadError
+from trimtab.optimizing import LEFT
 from trimtab.passes.channels_last import ChannelsLast
 from trimtab.recipe import Recipe
 from trimtab.signature import Dim
@@ -183,6 +192,30 @@ def test_a_file_that_may_not_be_read_is_a_finding() -> None:
     assert found == ["README.md cannot be read: Permission denied."]
 
 
+@pytest.mark.parametrize(
+    ("shut", "words"),
+    [
+        (".", r"manifest.json cannot be read: Permission denied. Let this user read the folder and its files."),
+        ("model", r"model/program.pt2 cannot be looked at: Permission denied."),
+    ],
+)
+def test_a_folder_that_may_not_be_read_is_not_a_missing_one(shut: str, words: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        artifact = write(pathlib.Path(name, "artifact"), baseline=False)
+        for path in (pathlib.Path(name), *pathlib.Path(name).rglob("*")):
+            path.chmod(0o755)
+        (artifact.path / shut).chmod(0)
+        user = os.geteuid()
+        if user == 0:  # who may read everything
+            os.seteuid(65534)
+        try:
+            with pytest.raises(ArtifactError, match=words):
+                load(artifact.path)
+        finally:
+            os.seteuid(user)
+            (artifact.path / shut).chmod(0o755)
+
+
 def test_a_stranger_cannot_write_to_the_terminal(tmp_path: pathlib.Path) -> None:
     folder = write(tmp_path / "artifact", baseline=False).path
 
@@ -233,6 +266,9 @@ def test_model_files_are_measured_at_the_sizes_stated(tmp_path: pathlib.Path) ->
     assert "inputs of different sizes, 1x8 and 3x8" in str(apart)
     alike = trimtab.compare(trimtab.load_workload(command[1], shapes={"input": "3x8"}), script, seconds=1)
     assert alike.note is None
+    told = CliRunner().invoke(app, [*command, "--shape", "input=3x8", "--json"])  # which is for the model file alone
+    assert told.exit_code == 0, told.output
+    assert json.loads(told.stdout)["note"] is None
 
 
 # Test vectors.
@@ -358,3 +394,133 @@ def test_vectors_of_which_a_lossy_recipe_finds_more_are_left_out(
             written()
     else:
         assert written().manifest.golden.cases == kept
+
+
+# Beside a server.
+
+
+@pytest.mark.parametrize("backend", [Eager(), TorchScript(), OnnxRuntime(), OpenVino()], ids=str)
+def test_a_loaded_model_stays_what_it_was_when_its_files_are_overwritten(tmp_path: pathlib.Path, backend: Backend) -> None:
+    def net(seed: int) -> Candidate:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)).eval()
+        return Candidate.of(model, (torch.randn(1, 64),), dynamic={"input": {0: Dim("batch", 1, 64)}})
+
+    here, other = (shipped(tmp_path / str(seed), net(seed), backend).path for seed in (0, 1))
+    fast, x = load(here), torch.randn(4, 64)
+    fast(x[:1])
+    for path in (path for path in other.rglob("*") if path.is_file()):
+        with (here / path.relative_to(other)).open("r+b") as file:
+            file.write(path.read_bytes())
+    with torch.no_grad():
+        for rows in (x[:1], x):
+            torch.testing.assert_close(fast(rows), net(0).model(rows), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_path("environment", "isa", value=["avx2", "avx4096"]), r"for a processor with avx4096 \(.*\), which this"),
+        (set_path("environment", "machine", value="m68k"), "for a processor with m68k"),
+    ],
+)
+def test_machine_code_for_another_processor_is_not_run(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None], words: str
+) -> None:
+    monkeypatch.setattr(Eager, "native_code", True)
+    folder = write(tmp_path / "artifact", baseline=False).path
+    assert verify(folder, trust=True).ok
+    reseal(folder, change)
+    for call in (load, verify):
+        with pytest.raises(ArtifactError, match=words):
+            call(folder, trust=True)
+    monkeypatch.setattr(Eager, "native_code", False)
+    reseal(folder, set_path("native_code", value=False))
+    assert verify(folder).ok, "what is no machine code goes with any processor"
+
+
+def test_a_model_that_was_loaded_before_a_fork_is_refused_after_it(tmp_path: pathlib.Path) -> None:
+    """Unless it has one thread. What is refused would hang where the parent has called it."""
+    folder, threads, x = write(tmp_path / "artifact", baseline=False).path, torch.get_num_threads(), torch.randn(1, 1, 8, 8)
+    try:
+        torch.set_num_threads(2)
+        many = load(folder)
+        alone = load(folder, threads=1)
+        torch.set_num_threads(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer versions of Python warn of a fork beside threads
+            child = os.fork()
+        if child == 0:
+            try:
+                many(x)
+            except UsageError as error:
+                torch.set_num_threads(1)  # as loading with one does
+                os._exit(0 if "Load it in each process and not before" in str(error) and "class" in alone(x) else 1)
+            os._exit(2)
+    finally:
+        torch.set_num_threads(threads)
+    until = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+
+
+@pytest.mark.parametrize("shared", [quiet, no_telemetry])
+def test_two_threads_put_back_what_they_share(shared: Callable[[], Any]) -> None:
+    def state() -> tuple[Any, ...]:
+        return sys.stderr, list(warnings.filters), sys.modules.get("openvino_telemetry", "none")
+
+    def late() -> None:
+        with shared():
+            entered.set()
+            left.wait()
+
+    before, entered, left = state(), threading.Event(), threading.Event()
+    other = threading.Thread(target=late)
+    with shared():
+        other.start()
+        entered.wait(0.2)  # in vain where they take turns
+    left.set()
+    other.join()
+    assert state() == before
+
+
+def test_loading_leaves_standard_error_to_other_threads() -> None:
+    stream = sys.stderr
+    with quiet(stream=False):
+        assert sys.stderr is stream
+
+
+def test_what_is_left_of_a_killed_writer_is_known_by_its_name(tmp_path: pathlib.Path) -> None:
+    with fresh_folder(tmp_path / "artifact"):
+        assert [bool(LEFT.fullmatch(path.name)) for path in tmp_path.iterdir()] == [True]
+
+
+def test_an_old_file_that_cannot_be_deleted_is_no_failure_to_write(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "artifact", baseline=False)
+    remove = os.rmdir
+
+    def busy(path: Any, **options: Any) -> None:
+        if str(path).endswith("model"):
+            raise OSError("Directory not empty")  # as on a network's file system, of what a server has open
+        remove(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rmdir", busy)
+        assert write(tmp_path / "artifact", seed=1, baseline=False).path.exists()
+    assert verify(tmp_path / "artifact").ok
+
+
+def test_a_speed_that_cannot_be_measured_leaves_the_verdict(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "artifact").path
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    found = trimtab.verify(folder)
+    assert found.ok
+    assert str(found.speed_reason).startswith("It could not be compared here: What two processes are timed with")
+    with pytest.raises(StorageError, match="name a folder that can be written with TMPDIR"):
+        trimtab.compare(folder)

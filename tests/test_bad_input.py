@@ -355,6 +355,22 @@ def test_a_limit_that_is_far_too_generous_is_doubted_but_allowed() -> None:
     assert verdict.doubt(Limits(max_drop="mlperf-99"), 0.9, share=True) is None
 
 
+def test_a_limit_that_nothing_can_be_held_against_is_told_of() -> None:
+    assert verdict.doubt(Limits(), None, share=False) is None
+    assert verdict.doubt(Limits(max_drop=0.005), None, share=False) == (
+        "There are no labels, so max_drop 0.005 cannot be looked at: the outputs of recipes that may lose accuracy are held to "
+        "max_error 0.05 instead."
+    )
+    assert verdict.doubt(Limits(max_drop=0), None, share=False) == (
+        "There are no labels, so max_drop 0 cannot be looked at: it allows exact recipes only."
+    )
+    assert verdict.doubt(Limits(max_error=0.5), None, share=False) == (
+        "max_error allows the outputs to be off by 50% of what they vary by. If 0.5% was meant, write --max-error 0.5% or "
+        "max_error=0.005."
+    )
+    assert verdict.doubt(Limits(max_error=100.0), 0.9, share=True) is None, "a score judges"
+
+
 @pytest.mark.parametrize(
     ("scores", "higher_is_better", "share"),
     [

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from trimtab.candidate import Candidate
 from trimtab.contracts import BACKENDS, CHECKS, PASSES, Backend, Check, Pass, Technique
 from trimtab.environment import Environment
+from trimtab.passes.threads import Threads
 from trimtab.subject import Subject
 from trimtab.testing import BackendSuite, CheckSuite, PassSuite
 
@@ -50,6 +52,17 @@ class TestOversubscription(CheckSuite):
             yield subject, environment
         finally:
             torch.set_num_threads(before)
+
+
+def test_a_package_that_is_installed_and_cannot_be_imported_is_a_reason() -> None:
+    class Broken(Threads):
+        def why_not_here(self) -> str | None:
+            raise ImportError("libthing.so.1: cannot open shared object file")
+
+    candidate = Candidate.of(torch.nn.Identity(), (torch.ones(1),))
+    said = "threads cannot look at this machine: ImportError: libthing.so.1: cannot open shared object file"
+    for found in (Broken().blocked(candidate), Broken().blocked_here()):
+        assert str(found).startswith(said)
 
 
 def test_every_check_has_its_suite() -> None:

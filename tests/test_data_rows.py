@@ -16,8 +16,11 @@ from torch.utils.data import TensorDataset
 
 import trimtab
 from _labelled import X, Y, accuracy, all_batches, classifier
+from trimtab._golden import Golden
 from trimtab._independence import Judge
+from trimtab.candidate import Candidate
 from trimtab.errors import UsageError
+from trimtab.evaluate import rows
 from trimtab.passes.batch import Batch as BatchPass
 from trimtab.reference import refer
 from trimtab.signature import parameter_names
@@ -143,6 +146,44 @@ def test_rows_that_trimtab_itself_puts_together_must_be_examples(form: str) -> N
         prepare(Workload(model=Tagger().eval(), inputs=(ids[:30],), dynamic=dynamic, **more))
 
 
+def test_where_another_axis_is_called_the_batch_the_first_is_no_fixed_one() -> None:
+    torch.manual_seed(0)
+    model, data = Tagger().eval(), []
+    for _ in range(12):
+        ids = torch.randint(1000, (30, 8))
+        data.append((ids, model(ids).argmax(-1)))
+    judged = Evaluation(data=data, score=lambda output, target: (output.argmax(-1) == target).all(0))
+    subject = prepare(Workload(model=model, inputs=(data[0][0],), dynamic={"ids": {1: "batch"}}, evaluation=judged))
+    assert all(batch.single and not batch.rows for batch in subject.splits.selection)
+    found = refer(model, subject.splits.selection, judged).scores
+    assert (found.value, found.n) == (1.0, 8 * len(subject.splits.selection))
+
+
+class Mean(nn.Linear):
+    """Nodes of one graph for a batch of features."""
+
+    def forward(self, adjacency: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("ij,bjf->bif", adjacency, super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "dynamic", "examples"),
+    [
+        (Sound(1, 4, 9, 4), (torch.randn(1600),), None, 1),
+        (Tagger(), (torch.arange(30)[:, None],), None, 1),
+        (Tagger(), (torch.arange(60).reshape(30, 2),), {"ids": {0: "time", 1: "batch"}}, 2),
+        (Mean(4, 3), (torch.rand(5, 5), torch.randn(2, 5, 4)), {"x": {0: "batch"}}, 2),
+        (nn.Linear(8, 2), (X[:6],), None, 6),
+        (nn.Linear(8, 2), (X[:6],), {"input": {0: "n"}}, 6),
+    ],
+)
+def test_examples_per_call_are_those_of_the_batch(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], dynamic: Any, examples: int
+) -> None:
+    candidate = prepare(Workload(model=model.eval(), inputs=inputs, dynamic=dynamic)).candidate
+    assert rows(candidate.leaves, candidate.signature) == examples
+
+
 def test_asking_what_rows_are_costs_two_small_calls() -> None:
     seen: list[int] = []
 
@@ -156,6 +197,30 @@ def test_examples_that_share_statistics_are_told_of_and_still_split() -> None:
     subject = prepare(classifier((X, Y), model=nn.BatchNorm1d(8, track_running_stats=False), inputs=X[:4]))
     assert subject.splits.examples() == {"calibration": 24, "selection": 48, "test": 48}
     assert any("depend on which examples are in one call" in note for note in subject.notes)
+
+
+class Buffered(nn.Linear):
+    """Answers in memory that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.register_buffer("out", torch.zeros(64, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out[: len(x)].copy_(super().forward(x))
+
+
+def test_answers_in_memory_that_the_model_keeps_are_each_calls_own() -> None:
+    model = Buffered().eval().requires_grad_(False)
+    assert Judge(model, 1e-3)(Batch(X, None, 60)).kind == "own"
+    found = refer(model, [Batch(X[:60], None, 60), Batch(X[60:], None, 60)], None)
+    assert all(
+        torch.allclose(leaves[0], X[i : i + 60] @ model.weight.T + model.bias, atol=1e-5)
+        for leaves, i in zip(found.outputs, (0, 60), strict=True)
+    )
+    candidate = Candidate.of(model, (X[:4],))
+    first, second = Golden.of(candidate, candidate.signature, [[X[4:8]]]).cases
+    assert not torch.equal(first.outputs[0], second.outputs[0])
 
 
 def test_answers_in_another_axis_or_in_whole_numbers_are_followed() -> None:

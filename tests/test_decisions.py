@@ -55,7 +55,23 @@ def filled(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if rows.sum() > 0 else x
 
 
-@pytest.mark.parametrize("function", [cut, counted, alike, looked, filled])
+def none_found(x: torch.Tensor) -> torch.Tensor:
+    loud = (x.abs() > 30).nonzero()
+    return x / 2 if loud.shape[0] > 0 else x
+
+
+def few_kept(x: torch.Tensor) -> torch.Tensor:
+    kept = x[x > 0].flatten() * 2
+    return x * 2 if len(kept) < 100 else x
+
+
+def each_found(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(torch.masked_select(x, x > 0).numel()):
+        x = x + 1
+    return x
+
+
+@pytest.mark.parametrize("function", [cut, counted, alike, looked, filled, none_found, few_kept, each_found])
 def test_what_python_reads_of_data_is_found(function: Callable[..., Any]) -> None:
     candidate = of(function)
     place = decision(candidate, candidate.leaves)
@@ -77,7 +93,16 @@ def guarded(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if not torch.jit.is_tracing() and x.sum() > 1e9 else x
 
 
-@pytest.mark.parametrize("function", [sized, picked, guarded])
+def sized_beside(x: torch.Tensor) -> torch.Tensor:
+    found = (x > 0).nonzero()
+    return x * found.shape[0] if x.shape[0] > 1 and x[0].numel() > 2 else x
+
+
+def sized_by_a_weight(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if torch.eye(3).nonzero().shape[0] > 2 else x
+
+
+@pytest.mark.parametrize("function", [sized, picked, guarded, sized_beside, sized_by_a_weight])
 def test_sizes_indices_and_checks_outside_of_a_trace_decide_nothing(function: Callable[..., Any]) -> None:
     candidate = of(function)
     assert decision(candidate, candidate.leaves) is None

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from trimtab import _peaks
 from trimtab._json import dumps, to_json
+from trimtab.backends._onnx_int8 import has_vnni
 from trimtab.cli.environment import _packages_table
-from trimtab.environment import OPTIONAL, Environment, Gpu, Peaks, Rate, cache_folder, measured_peaks
+from trimtab.environment import OPTIONAL, Environment, Gpu, Peaks, Rate, cache_folder, instruction_sets, measured_peaks
 from trimtab.errors import UsageError
 
 
@@ -59,7 +60,7 @@ def test_fingerprint_follows_what_decides_speed(here: Environment) -> None:
         {"usable_cores": 99},
         {"cpu_quota": 0.5},
         {"gpus": (Gpu(name="H", capability="9.0", memory_mb=1.0),)},
-        {"versions": dict(here.versions) | {"torch": "0"}},
+        *({"versions": dict(here.versions) | {name: "0"}} for name in ("torch", "trimtab", "onnx", "onnxscript", "nncf")),
     ]
     prints = {dataclasses.replace(here, **change).fingerprint for change in changes}
     assert len(prints - {here.fingerprint}) == len(changes)
@@ -96,6 +97,11 @@ def test_differences_are_one_sentence_each(here: Environment) -> None:
         "torch is 2.13.0 here; the artifact was proven with 2.9.0.",
     ]
     assert "another recipe may win" in other.differences(base)[1]
+    narrow = base.differences(dataclasses.replace(base, isa=("avx2", "avx512_vnni")))
+    assert narrow == [
+        "This CPU has no avx512_vnni, which the machine of the proof had; its speed does not carry over, and int8 may give "
+        "other outputs."
+    ]
     assert len([s for s in base.differences(other, packages=["openvino", "torch"]) if "torch is" in s or "nncf" in s]) == 1
 
 
@@ -237,3 +243,19 @@ def test_the_commands_that_bring_what_is_missing_are_shown_whole(capsys: pytest.
     Console(width=300).print(_packages_table(Environment.capture()))
     shown = capsys.readouterr().out
     assert [item.command for item in missing if item.command not in shown] == []
+
+
+def test_an_older_torch_that_tells_no_capabilities_will_do(here: Environment, monkeypatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    for name in ("avx2", "avx512", "vnni", "avx512_bf16"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda: False, raising=False)
+    assert instruction_sets() == here.isa
+    assert has_vnni() is (here.machine != "x86_64" or not {"avx512_vnni", "avx_vnni"}.isdisjoint(here.isa))
+
+
+def test_a_variant_of_a_runtime_is_that_runtime(here: Environment) -> None:
+    there = dataclasses.replace(here, versions={"onnxruntime": "1.0"})
+    variant = dataclasses.replace(here, versions={"onnxruntime-gpu": "1.0", "torch": "2.0"})
+    assert variant.differences(there, packages=("onnxruntime",)) == []
+    newer = dataclasses.replace(variant, versions={"onnxruntime-gpu": "1.1"})
+    assert newer.differences(there) == ["onnxruntime is 1.1 here; the artifact was proven with 1.0."]

@@ -210,3 +210,26 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path: pathlib.Path) -> 
         assert worker.stderr is not None
         assert worker.stdout.read() == b""
         assert b"No module named stranger" in worker.stderr.read()
+
+
+def test_temporary_files_go_with_the_worker_and_what_torch_compiled_stays(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    act = "import tempfile; print('made', tempfile.mkdtemp(), os.environ['TORCHINDUCTOR_CACHE_DIR'], flush=True)"
+
+    def made(worker: WorkerProcess) -> list[str]:
+        return next((line.split()[1:] for line in worker.log_tail().splitlines() if line.startswith("made")), [])
+
+    with Workers() as workers:
+        ended = [WorkerProcess(job(tmp_path, act), tmp_path / name, forks) for name, forks in (("a", workers), ("b", None))]
+        for worker in ended:
+            assert worker.wait(seconds=100, memory_mb=None).reason is None
+        killed = WorkerProcess(job(tmp_path, f"{act}; import time; time.sleep(600)"), tmp_path / "c", workers)
+        while killed.alive and not made(killed):
+            time.sleep(0.05)
+        assert os.path.isdir(made(killed)[0])
+        killed.kill()
+    places, caches = zip(*map(made, (*ended, killed)), strict=True)
+    assert len({os.path.dirname(place) for place in places}) == 3
+    assert not any(map(os.path.exists, map(os.path.dirname, places)))
+    assert len(set(caches)) == 1
+    assert not caches[0].startswith(tuple(map(os.path.dirname, places)))

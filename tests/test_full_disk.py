@@ -91,6 +91,8 @@ LOOP = ValueError("a circle")
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1344 vs 1286"), True),
         (RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"), True),
         (RuntimeError("unable to write to file </torch_12_34>: No space left on device (28)"), False),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), True),
+        (RuntimeError("Error while serializing: Disk quota exceeded (os error 122)"), True),
         (OSError(errno.EACCES, "Permission denied"), False),
         (RuntimeError("unexpected position 3 in the sequence"), False),
         (caused(LOOP, LOOP), False),

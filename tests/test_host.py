@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -52,11 +53,45 @@ def test_without_proc_nothing_is_known(tmp_path: pathlib.Path) -> None:
 
 
 def test_columns_of_proc_stat(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "stat").write_text("cpu  1 2 4 1000 500 8 16 32 1 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n")
+    (tmp_path / "stat").write_text("cpu  1 2 4 1000 500 8 16 32 1 0\n")  # which lists no CPU by itself
     found = Host([], proc=tmp_path).snapshot()
     assert found is not None
     assert found.busy_ns == 31 * TICK_NS, "user, nice, system, irq, softirq; guest time is in user time already"
     assert found.stolen_ns == 32 * TICK_NS
+    assert found.cpus == os.cpu_count()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not tell which CPUs we may use")
+def test_only_the_cpus_that_we_may_use_count(tmp_path: pathlib.Path) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+
+    def snapshot(ours: int, others: int) -> Snapshot:
+        lines = {f"cpu{cpu}": ours if cpu in usable else others for cpu in range(usable[-1] + 63)}
+        total = sum(lines.values())
+        text = "".join(f"{name} {busy} 0 0 9 0 0 0 1 0 0\n" for name, busy in {"cpu ": total, **lines}.items())
+        (tmp_path / "stat").write_text(text + "intr 1 2 3\n")
+        found = Host([], proc=tmp_path).snapshot()
+        assert found is not None
+        assert found.cpus == len(usable)
+        return dataclasses.replace(found, at_ns=(ours + others) * TICK_NS)
+
+    busy_elsewhere, taken = usage(snapshot(5, 0), snapshot(5, 100)), usage(snapshot(0, 0), snapshot(100, 0))
+    assert busy_elsewhere is not None
+    assert taken is not None
+    assert busy_elsewhere.foreign == 0
+    assert taken.foreign == 1
+
+
+@linux
+def test_the_cpus_of_the_real_machine_are_those_that_we_may_use() -> None:
+    found, code = Host([]).snapshot(), "import os, trimtab.measure.host as h; print(h.Host([]).snapshot().cpus)"
+    assert found is not None
+    if not pathlib.Path("/proc/stat").read_text().count("\ncpu") >= len(os.sched_getaffinity(0)):
+        pytest.skip("this system does not list its CPUs one by one")
+    assert found.cpus == len(os.sched_getaffinity(0))
+    bound = f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}}); {code}"
+    told = subprocess.run([sys.executable, "-c", bound], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "1"
 
 
 @linux

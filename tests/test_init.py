@@ -54,6 +54,19 @@ def test_a_folder_of_transformers_gives_its_own_workload(tmp_path: pathlib.Path)
     assert subject.candidate.signature.describe() == "input_ids: int64[batch, length], attention_mask: int64[batch, length]"
 
 
+def test_the_labels_that_a_folder_asks_for_are_used_once_their_lines_are_uncommented(tmp_path: pathlib.Path) -> None:
+    path = write_starter(str(MINILM), tmp_path / "minilm.py")
+    head, block, rest = path.read_text().partition("#     from transformers")
+    block, end, rest = (block + rest).partition("#     )\n")
+    live = "".join(line.removeprefix("#").removeprefix("     ") for line in (block + end).splitlines(keepends=True))
+    live = live.replace("output.logits.argmax(1) == target", "target >= 0")
+    path.write_text(
+        f"{head}validation = [(word, 1) for word in 'some words to be told apart from each other'.split()]\n{live}{rest}"
+    )
+    subject = prepare(trimtab.load_workload(path))
+    assert subject.splits.labelled
+
+
 def test_a_name_in_a_folder_cannot_become_code(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / 'x" + print("run") + "'
     folder.mkdir()

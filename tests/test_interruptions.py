@@ -16,7 +16,7 @@ import pytest
 import trimtab
 from _faulty import run, write
 from _workers import that_stay, workers, workers_that_stay
-from trimtab.errors import TrimtabError, UsageError
+from trimtab.errors import ArtifactError, StorageError, TrimtabError, UsageError, WorkloadError
 from trimtab.study.options import Options
 from trimtab.study.sampler import as_written
 from trimtab.study.study import Study
@@ -27,7 +27,10 @@ def test_a_second_run_repeats_nothing_and_another_study_is_refused(tmp_path) -> 
     reference = write(tmp_path, "def made(): return workload()")
     options = {"out": tmp_path / "run", "limits": trimtab.Limits(max_drop=0.1), "timing_seconds": 0.5}
     first = trimtab.optimize(reference, trials=1, **options)
+    left = tmp_path / "run" / "scratch" / ".own-killed"  # by a worker
+    left.mkdir()
     second = trimtab.optimize(write(tmp_path, "def made(): return workload()  # again"), trials=1, **options)
+    assert not left.exists()
     hashes = [trial.recipe.hash for trial in second.trials]
     assert len(hashes) == len(set(hashes)) > len(first.trials)
     assert [t.recipe for t in second.trials[: len(first.trials)]] == [t.recipe for t in first.trials]
@@ -52,6 +55,18 @@ def test_fresh_forgets_a_study_and_nothing_else(tmp_path) -> None:
     (tmp_path / "run" / "thesis.txt").unlink()
     (tmp_path / "run" / "study.db").write_text("not a database")
     assert run(tmp_path, "def made(): return workload()", fresh=True).trials
+
+
+@pytest.mark.parametrize("body", ["hello {", "def made(): return workload(score=lambda o, t: 1 / 0)"])
+def test_fresh_forgets_nothing_where_the_new_study_cannot_begin(body: str, tmp_path) -> None:
+    kept = {"study.db": "trials", "artifact/manifest.json": "hours of work", "report.html": "the verdict"}
+    for name, text in kept.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(WorkloadError):
+        run(tmp_path, body, fresh=True)
+    assert {name: (tmp_path / "run" / name).read_text() for name in kept} == kept
+    assert not list((tmp_path / "run").glob(".*.tmp"))
 
 
 def test_studies_in_one_database_are_not_in_each_other_s_way(tmp_path) -> None:
@@ -142,3 +157,25 @@ def test_a_full_disk_is_said_to_be_full(tmp_path) -> None:
         assert [t.recipe for t in again.trials][: len(first.trials)] == [t.recipe for t in first.trials]
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_what_is_not_an_artifact_in_its_place_is_said_before_the_search(tmp_path) -> None:
+    mine, left = tmp_path / "run" / "artifact" / "notes.txt", tmp_path / "run" / ".artifact.abc123.tmp"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("years of work")
+    (left / "new").mkdir(parents=True)
+    with pytest.raises(ArtifactError, match="artifact exists and is no artifact. Choose another folder or empty it"):
+        run(tmp_path, "def made(): return workload()")
+    assert not (tmp_path / "run" / "record.json").exists()
+    assert mine.read_text() == "years of work"
+    assert not left.exists(), "of a run that was killed while it wrote"
+
+
+def test_an_artifact_that_cannot_be_written_is_not_held_against_the_winner(tmp_path) -> None:
+    body = f"""
+    os.makedirs({str(tmp_path / "run" / "artifact")!r}, exist_ok=True)
+    open({str(tmp_path / "run" / "artifact" / "notes.txt")!r}, "w").close()
+    def made(): return workload()
+    """
+    with pytest.raises(StorageError, match="artifact exists and is no artifact"):
+        run(tmp_path, body)

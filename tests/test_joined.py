@@ -157,3 +157,64 @@ def test_a_score_that_works_in_place_leaves_the_reference_alone() -> None:
 def test_a_metric_may_return_an_array_of_no_axes() -> None:
     judged = Evaluation(data=(X, Y), metric=lambda o, t: np.asarray(accuracy(o, t)))
     assert refer(nn.Linear(8, 2), [Batch(X, Y, 120)], judged).scores.n == 120
+
+
+def confirmed(model: Any, data: list[Batch], evaluation: Evaluation) -> Any:
+    """The drop of answers that are the reference's own."""
+    with torch.no_grad():
+        reference = refer(model, data, evaluation)
+        outputs = predict(model, data, evaluation)
+    found = score(evaluation, outputs, data)
+    assert found == reference.scores
+    return drop(evaluation, reference, found, outputs, data, 0.1)
+
+
+def test_a_score_may_write_to_its_targets() -> None:
+    def right(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        target.numpy()[:] -= 1  # which torch does not count
+        return output.argmax(1) == target
+
+    data = [Batch(batch.inputs, flat(batch.inputs).argmax(1) + 1, batch.rows) for batch in batches()]
+    assert confirmed(flat, data, Evaluation(data=[], score=right)).value == 0
+    assert refer(flat, data, Evaluation(data=[], score=right)).scores.value == 1.0
+
+
+def test_a_metric_may_write_to_what_is_as_long_as_it_is() -> None:
+    def agreement(outputs: list[torch.Tensor], targets: dict[str, list[torch.Tensor]]) -> float:
+        pairs = list(zip(outputs, targets["boxes"], strict=True))
+        for pair in pairs:
+            for boxes in pair:
+                boxes[:, 2:] += boxes[:, :2]  # corners, from their sizes
+        return -float(torch.stack([(found[:-1] - wanted).abs().mean() for found, wanted in pairs]).mean())
+
+    boxes = [torch.rand(count, 4, generator=torch.Generator().manual_seed(count)) for count in range(2, 14)]
+    data = [Batch(item, {"boxes": item.clone()}) for item in boxes]
+    lost = confirmed(lambda item: torch.cat([item, item[:1]]), data, Evaluation(data=[], metric=agreement))
+    assert (lost.value, lost.upper) == (0, 0), "every resample is right too"
+
+
+def test_an_item_that_is_one_example_is_what_a_metric_is_resampled_by() -> None:
+    data = [Batch(torch.randn(30, 5, 4), torch.arange(30) % 3, single=True) for _ in range(6)]
+    seen: list[torch.Tensor] = []
+
+    def share(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        seen.append(targets)
+        return float((outputs.argmax(1) == targets).float().mean())
+
+    lost = confirmed(flat, data, Evaluation(data=[], metric=share))
+    assert lost.n == 6
+    assert lost.upper > 0.1, "of six items nobody knows much"
+    assert all(torch.equal(targets.view(6, 30), (torch.arange(30) % 3).expand(6, 30)) for targets in seen), "they stay whole"
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (lambda target: np.ones(()), "1 scores for a batch of 120"),
+        (lambda target: [[1.0] * (i + 1) for i in range(len(target))], "it must return a tensor with one score per example"),
+        (lambda target: [torch.ones(i + 1) for i in range(len(target))], "it must return a tensor with one score per example"),
+    ],
+)
+def test_scores_in_a_form_that_is_no_list_of_numbers_are_refused(found: Any, words: str) -> None:
+    with pytest.raises(WorkloadError, match=f"^Evaluation score returned .*{words}"):
+        refer(nn.Linear(8, 2), [Batch(X, Y, 120)], Evaluation(data=[], score=lambda output, target: found(target)))

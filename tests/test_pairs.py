@@ -26,6 +26,7 @@ from trimtab.measure.pooled import pooled, settled
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import LocalRunner
 from trimtab.measurement import Comparison, Interval, Measurement
+from trimtab.study.compare import Timing
 
 pytestmark = pytest.mark.alone
 
@@ -272,7 +273,10 @@ def test_rounds_of_several_pairs_of_processes_are_as_sure_as_they_agree() -> Non
     apart = pooled([round_of(2.0), round_of(2.2), round_of(1.8)])
     spread = statistics.stdev(math.log(r) for r in (2.0, 2.2, 1.8))
     assert apart.process_noise == pytest.approx(spread)
-    assert math.log(apart.ratio.high / apart.ratio.value) == pytest.approx(4.303 * spread / math.sqrt(3), rel=0.001)
+    assert math.log(apart.ratio.high / apart.ratio.low) == pytest.approx(2 * 4.303 * spread / math.sqrt(3), rel=0.001)
+    unlucky = pooled([round_of(2.0), round_of(2.01), round_of(1.7)]).ratio
+    assert unlucky.value == pytest.approx(2.0), "an unlucky pair of processes widens the interval, and does not move the figure"
+    assert unlucky.low < 1.7 < 2.2 < unlucky.high
     assert (apart.processes, apart.pairs, apart.discarded, apart.candidate.n) == (3, 36, 12, 30)
     assert apart.candidate.interval.low == pytest.approx(0.9 / 2.2)
     assert "each time they start the two run at another ratio, by 10% over 3 starts" in str(apart.differs)
@@ -282,6 +286,22 @@ def test_rounds_of_several_pairs_of_processes_are_as_sure_as_they_agree() -> Non
     assert pooled([round_of(1.5, foreign=0.3), round_of(2.5, foreign=0.1)]).foreign == pytest.approx(0.2)
     assert settled([round_of(2.0), round_of(2.05)])
     assert not settled([round_of(2.0), round_of(2.2)])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [
+        (1.03, "faster"),
+        (1.013, "no difference that can be proven"),
+        (1 / 1.013, "no difference that can"),
+        (1 / 1.03, "slower"),
+    ],
+)
+def test_less_than_two_percent_is_never_called_a_gain(ratio: float, told: str) -> None:
+    found = pooled([round_of(ratio * each) for each in (0.9999, 1.0, 1.0001)])
+    assert found.ratio.low > 1 or found.ratio.high < 1
+    assert f"pairs: {told}" in str(Timing(subject="one", rival="other", comparison=found))
+    assert found.ratio.faster is (told == "faster")
 
 
 def test_a_neighbour_is_noticed() -> None:

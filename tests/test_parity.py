@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trimtab._json import from_json, to_json
+from trimtab._masks import errors, mask_bound
 from trimtab._tree import flatten, unflatten
 from trimtab.measure.parity import compare_outputs
 from trimtab.measurement import Parity
@@ -328,3 +329,129 @@ def test_a_score_judges_what_run_reads_out_of_the_outputs_of_a_lossy_recipe() ->
     for wrong in (None, 3.0, True):
         assert "[text] is" in str(scored(reference, [dataclasses.replace(reference[0], text=wrong), found[1]]).reason)
     assert "[words] is nan" in str(scored(reference, [dataclasses.replace(reference[0], words=math.nan), found[1]]).reason)  # type: ignore[arg-type]
+
+
+def detections(examples: int = 16) -> torch.Tensor:
+    """Boxes in pixels beside the probabilities of three classes, as most detectors give them."""
+    pixels = 640 * outputs(examples, 4, 200).sigmoid()
+    return torch.cat([pixels, (outputs(examples, 3, 200, seed=1) - 3).sigmoid()], 1)
+
+
+@pytest.mark.parametrize("examples", [1, 16])
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_large_in_an_output_does_not_hide_what_is_small(exact: bool, examples: int) -> None:
+    reference = detections(examples)
+    found = reference.clone()
+    found[:, 4:] = 0
+    passed = compare_outputs([reference], [found], exact=exact, max_error=0.05)
+    assert passed.centred_error is not None
+    assert passed.centred_error < 1e-3
+    assert not passed.ok
+    assert "3 of the 7 slices along axis 1" in str(passed.reason)
+    assert from_json(Parity, to_json(passed)) == passed
+    assert compare_outputs([reference], [found], exact=False).ok, "the score judges it"
+    last = [t.transpose(1, 2) for t in (reference, found)]
+    assert "along axis 2" in str(compare_outputs(last[:1], last[1:], exact=exact, max_error=0.05).reason)
+
+
+def test_slices_are_compared_over_all_batches_as_far_as_their_sizes_agree() -> None:
+    reference = [detections()[:3, :, :150], detections()[3:], detections()[:2, :, :2]]
+    found = [t * (1 + 1e-6) for t in reference]
+    assert compare_outputs(reference, found, exact=True).ok
+    found[1][:, 4:] *= 1.05
+    assert "an error of up to 0.0" in str(compare_outputs(reference, found, exact=True).reason)
+    assert compare_outputs(reference, found, exact=False, max_error=0.05).ok, "five percent are no loss"
+
+
+def test_slices_that_hardly_vary_die_in_eight_bits_and_do_no_harm() -> None:
+    reference = outputs(64, 40)
+    reference[:, :3] *= 1e-3
+    found = reference.clone()
+    found[:, :3] = 0
+    assert compare_outputs([reference], [found], exact=False, max_error=0.05).ok
+    assert "3 of the 40 slices" in str(compare_outputs([reference], [found], exact=True).reason)
+    reference[:, :4] *= 1e-3
+    found = reference + 5e-6 * outputs(64, 40, seed=1)
+    assert compare_outputs([reference], [found], exact=True).ok, "rounding, at the size of the whole"
+    assert compare_outputs([reference[:4]], [found[:4] * 1.0001], exact=True).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+def test_slices_of_any_dtype_with_masks_and_nothing_in_them(dtype: torch.dtype) -> None:
+    reference = detections().to(dtype)
+    if not dtype.is_complex:
+        reference[:, 2, :50], reference[:, 3], reference[:, 5, 3] = math.nan, -math.inf, torch.finfo(dtype).max
+    reference[:, 6] = 0
+    for most in (None, 0.05):
+        found = compare_outputs([reference], [reference.clone()], exact=most is None, max_error=most)
+        assert found.ok, found.reason
+    lost = reference.clone()
+    lost[:, 4] = 0
+    assert not compare_outputs([reference], [lost], exact=False, max_error=0.5).ok
+    empty = torch.zeros(0, 5, 3, dtype=dtype)
+    assert compare_outputs([empty], [empty], exact=True).ok
+    assert compare_outputs([empty[:, :, :0]], [empty[:, :, :0]], exact=True).ok
+
+
+def test_examples_that_have_nothing_to_do_with_the_reference_are_counted() -> None:
+    reference = outputs(1024, 100)
+    found = reference.clone()
+    found[7] = outputs(100, seed=1)
+    passed = compare_outputs([reference[:1000], reference[1000:]], [found[:1000], found[1000:]], exact=False, max_error=0.05)
+    assert passed.ok, "one flip among many does not refuse what may lose accuracy"
+    assert passed.unrelated == 1
+    assert compare_outputs([reference.long()], [found.long()], exact=False).unrelated == 0, "class numbers have no distance"
+    numbers = list(reference[:, 0])
+    wrong = [*numbers[:3], numbers[3] + 9, *numbers[4:]]
+    assert compare_outputs(numbers, wrong, exact=False).unrelated == 1, "numbers, one for each batch"
+
+
+MASKS = {
+    "everywhere": (torch.rand(64, 10, generator=torch.Generator().manual_seed(1)) < 0.3),
+    "one column": torch.arange(10).expand(64, 10) == 3,
+}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("value", [-1e9, -1e4])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_of_finite_values_hides_nothing(mask: str, value: float, exact: bool) -> None:
+    def held(a: torch.Tensor, b: torch.Tensor) -> Parity:
+        return compare_outputs([a[:40], a[40:]], [b[:40], b[40:]], exact=exact, max_error=0.05)
+
+    def put(logits: torch.Tensor, to: float = value) -> torch.Tensor:
+        return logits.masked_fill(MASKS[mask], to)
+
+    logits = outputs(64, 10)
+    assert held(put(logits), put(logits + 1e-6)).ok
+    assert held(logits + MASKS[mask] * value, logits + MASKS[mask] * value + 1e-6).ok, "added to logits"
+    garbage = held(put(logits), put(torch.zeros(64, 10)))
+    assert garbage.centred_error == pytest.approx(1, abs=0.1)
+    assert not garbage.ok
+    for other in (put(logits, 0.0), put(logits, -value), put(logits, 1.1 * value)):
+        assert "has values far beyond all others, such as a mask's, that are off by" in str(held(put(logits), other).reason)
+    assert largest(put(logits), put(torch.zeros(64, 10))) == pytest.approx(1)
+    assert largest(put(logits), put(logits, 0.0)) == pytest.approx(1)
+    assert largest(put(logits), put(logits + 1e-6)) < 1e-5
+
+
+def largest(want: torch.Tensor, got: torch.Tensor) -> float:
+    return max(error / size for error, size in errors(want, got) or [(math.inf, 1.0)])
+
+
+def test_a_mask_is_told_from_large_values() -> None:
+    logits = outputs(64, 10)
+    two = logits.masked_fill(MASKS["everywhere"], -1e4).masked_fill(MASKS["one column"], -1e9)
+    assert mask_bound([two]) == 1e4
+    assert mask_bound([torch.full((4, 10), -1e9), logits]) == 1e9, "a batch that is masked throughout"
+    assert mask_bound([logits.half().masked_fill(MASKS["everywhere"], -6e4)]) == 6e4
+    usual = {
+        "as they are": logits,
+        "probabilities": (40 * logits).softmax(1),
+        "powers": (3 * outputs(100, 50)).exp().square(),
+        "large alone": 1e6 + logits,
+        "nothing beside": torch.eye(4) * 1e6,
+        "none": torch.zeros(0, 3),
+        "not finite": torch.tensor([math.nan, math.inf, 1.0]),
+    }
+    assert {name: mask_bound([values]) for name, values in usual.items()} == dict.fromkeys(usual, math.inf)

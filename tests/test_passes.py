@@ -66,6 +66,27 @@ def test_fold_bn_keeps_a_norm_that_only_looks_adjacent(cls: type[nn.Module]) -> 
     assert isinstance(folded.last_norm, nn.Identity)
 
 
+class EarlyExit(nn.Module):
+    """A pair that only some inputs reach, registered in the order in which it does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.stem_norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.stem_norm(self.stem(x))
+        return y + self.conv(self.norm(y)) if x.mean() > 0 else y
+
+
+def test_fold_bn_keeps_a_norm_that_the_example_does_not_reach() -> None:
+    candidate = Candidate.of(EarlyExit().eval(), (torch.randn(2, 3, 6, 6) - 2,))
+    folded = FoldBn().apply(candidate).model
+    assert isinstance(folded.norm, nn.BatchNorm2d)
+    assert isinstance(folded.stem_norm, nn.Identity)
+    assert not any(module._forward_hooks for module in (*folded.modules(), *candidate.model.modules()))
+
+
 def test_fold_bn_says_when_nothing_is_safe() -> None:
     candidate = Candidate.of(OnlyLies().eval(), (torch.randn(2, 3, 6, 6),))
     assert FoldBn().why_not(candidate) is None

@@ -57,3 +57,30 @@ def test_a_clash_names_both(installed: pathlib.Path, tmp_path: pathlib.Path) -> 
     assert "Two sources claim the backend 'eager'" in done.stderr
     assert "trimtab.backends.eager" in done.stderr
     assert "rude:Eager (entry point of rude)" in done.stderr
+
+
+def test_one_that_cannot_be_imported_is_left_out_with_a_note(tmp_path: pathlib.Path) -> None:
+    facts = tmp_path / "old_plugin-1.0.dist-info"
+    facts.mkdir()
+    (tmp_path / "old_plugin.py").write_text("from trimtab.contracts import SomethingOfAnOlderVersion\n")
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: old-plugin\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[trimtab.passes]\nold = old_plugin:Old\n")
+    code = (
+        "from trimtab.contracts import PASSES\n"
+        "from trimtab.errors import UsageError\n"
+        "assert 'threads' in list(PASSES) and 'old' not in list(PASSES) and len(PASSES) == len(dict(PASSES))\n"
+        "try: PASSES['old']\n"
+        "except UsageError as error: assert str(error) == PASSES.broken['old']\n"
+        "print(PASSES.broken['old'])"
+    )
+    done = python(tmp_path, "-c", code)
+    assert done.stdout.startswith(
+        "The pass 'old', old_plugin:Old (entry point of old-plugin), cannot be loaded: ImportError: cannot import name "
+    ), done.stderr
+    assert done.stdout.endswith("Update or uninstall that package.\n")
+
+
+def test_its_code_is_among_that_which_a_study_is_held_to(installed: pathlib.Path) -> None:
+    code = "import torch\nfrom trimtab.study.sources import code_of\nprint('trimtab_demo' in code_of(torch.nn.Identity(), {}))"
+    done = python(installed, "-c", code)
+    assert done.stdout.strip() == "True", done.stderr

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from trimtab.backends import _onnx_int8
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import BACKENDS
 
@@ -55,3 +56,19 @@ def test_other_calibration_data_makes_another_graph(tmp_path, name):
     wide = output(backend, candidate(tmp_path))
     truth = model()(candidate(tmp_path).args[0]).detach()
     assert (wide - truth).abs().max() < 0.1 * truth.abs().max() < (narrow - truth).abs().max()
+
+
+@pytest.mark.parametrize(("vnni", "asked"), [(True, True), (False, False)])
+def test_weights_of_eight_bits_are_multiplied_exactly_on_a_cpu_without_vnni(vnni, asked, tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(_onnx_int8, "has_vnni", lambda: vnni)
+    backend = BACKENDS["onnxruntime"](precision="int8_dynamic")
+    executable = backend.compile(candidate(None))
+    executable.save(tmp_path)
+    assert (_onnx_int8.EXACTLY in backend.script()) is asked
+    options = backend.load(tmp_path, executable.signature, executable.settings)._session.get_session_options()
+    if asked:
+        assert options.get_session_config_entry(_onnx_int8.EXACTLY) == "1"
+    else:
+        with pytest.raises(RuntimeError):
+            options.get_session_config_entry(_onnx_int8.EXACTLY)

@@ -13,8 +13,9 @@ import pytest
 
 from _studies import comparison, record, with_logs
 from trimtab.cli.report import compare_command, report_command
+from trimtab.confirm import Confirmation
 from trimtab.measurement import Drop, Interval, Parity
-from trimtab.report import _charts, _rows, _trust, _verdict, html, side_by_side, text
+from trimtab.report import _charts, _rows, _trust, _verdict, _words, html, side_by_side, text
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Record
@@ -95,6 +96,30 @@ def test_the_heading_does_not_quote_what_the_warning_says_not_to_quote(tmp_path:
     assert _verdict.headline(measured(record(8), Interval(2.0, 1.9, 2.1))) == "2.00x as fast as written"
 
 
+def test_faster_is_only_what_surely_is() -> None:
+    assert _verdict.headline(measured(record(8), Interval(9.0, 3.0, 27.0))) == "faster than as written, by how much is unclear"
+    assert _verdict.headline(measured(record(8), Interval(0.8, 0.5, 1.3))) == "keeps the limits, at what speed is unclear"
+
+
+def test_nothing_is_said_to_ship_that_was_refused(tmp_path: pathlib.Path) -> None:
+    kept = record(6, status="kept_original")
+    first = kept.trials[0].recipe
+    refused = Confirmation(recipe=first, ok=False, reason="On the test data: NaN.")
+    found = dataclasses.replace(kept, best=first.hash, confirmation=refused, artifact=None, files={}, explanations={})
+    page = said(found, tmp_path)
+    assert "digits: nothing ships" in page
+    assert "What ships:" not in page
+    assert not [row for row in _rows.rows(found) if row.ships]
+    assert "confirmed no: On the test data: NaN." in page
+    assert _verdict.headline(kept) == "nothing is faster than the original", "openvino ships, which computes the same"
+    assert _verdict.headline(dataclasses.replace(kept, best=first.hash)) == "the original ships"
+
+
+def test_a_drop_that_nobody_can_see_is_no_limit_that_was_kept() -> None:
+    found = dict(_trust.study(record(6, labels=False, limits=Limits(max_drop=0.02))))
+    assert found["limit: drop of the score"] == "0.02, which nothing shows without labels"
+
+
 def test_slow_calls_and_busy_neighbours_are_counted_apart() -> None:
     found, wide = record(9, failed=1), Interval(2.0, 1.5, 2.5)
     slow = dataclasses.replace(comparison(2.0), ratio=wide, pairs=5)
@@ -111,6 +136,11 @@ def test_slow_calls_and_busy_neighbours_are_counted_apart() -> None:
     assert notes(slow, slow, slow) == [f"{few}: {poor} Give it more time: --timing 60s --fresh."]
     assert notes(loud, loud, loud) == [f"{much}: {poor} Run it again with --fresh when it is quiet."]
     assert [note.split(":")[0] for note in notes(slow, loud, slow)] == [much, few]
+
+
+def test_examples_that_a_lossy_recipe_has_lost_are_told_beside_its_error() -> None:
+    parity = Parity(ok=True, reason=None, n=1024, centred_error=0.03, tail_error=9.0, unrelated=1)
+    assert _words.parity(parity, record(8)).endswith("on 1,024 examples; 1 example off by as much as the outputs vary")
 
 
 # ---- trainings
@@ -226,7 +256,7 @@ def test_commands_on_a_terminal_take_its_width_and_files_do_not(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = with_logs(record(12, failed=0), tmp_path / "left")
-    right = with_logs(dataclasses.replace(record(12), workload="another one with a long name"), tmp_path / "right")
+    with_logs(dataclasses.replace(record(12), workload="another one with a long name"), tmp_path / "right")
     monkeypatch.setenv("COLUMNS", "80")
     report_command(left, as_text=True)
     assert capsys.readouterr().out == text(Record.read(left)) + "\n"  # no terminal
@@ -236,7 +266,8 @@ def test_commands_on_a_terminal_take_its_width_and_files_do_not(
     report_command(left, as_text=True, output=tmp_path / "report.txt")
     assert (tmp_path / "report.txt").read_text(encoding="utf-8") == text(Record.read(left)) + "\n"
     capsys.readouterr()
-    compare_command(left, right)
+    monkeypatch.chdir(tmp_path)
+    compare_command(pathlib.Path("left"), pathlib.Path("right"))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0] == f"  {'':<22} {'LEFT':<27} RIGHT"
+    assert lines[0] == f"  {'':<22} {'LEFT left':<27} RIGHT right"

@@ -21,8 +21,7 @@ from trimtab.contracts import Backend
 from trimtab.measurement import Interval, Measurement
 from trimtab.recipe import Recipe
 from trimtab.report import _charts, _roof, _rows, _trust, _verdict, _why, html, side_by_side, text
-from trimtab.study import verdict
-from trimtab.study.finish import _improved
+from trimtab.study import sentences, verdict
 from trimtab.study.options import Options
 from trimtab.study.record import Record
 from trimtab.study.result import Best, Result
@@ -211,8 +210,8 @@ def test_processes_that_run_unlike_each_time_are_not_blamed_on_a_busy_machine() 
 def test_the_verdict_quotes_no_number_that_the_page_says_not_to_quote(ratio: Interval, words: str) -> None:
     best = trial(2, Recipe(backend=OpenVino()), labels=True, limit=0.02, draw=random.Random(0))
     again = dataclasses.replace(confirmed(best, labels=True, limit=0.02), speedup=ratio)
-    study: Any = types.SimpleNamespace(trials=[best], options=Options(), to_beat=None)
-    sentence = _improved(study, Best(trial=best, confirmation=again, artifact=None), [])
+    study: Any = types.SimpleNamespace(trials=[best], options=Options())
+    sentence = sentences.improved(study, Best(trial=best, confirmation=again, artifact=None), [], best)
     assert sentence.startswith(words + "3.62x the tuned original (3.50 to 3.75)")
 
 

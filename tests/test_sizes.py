@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ from torch import nn
 
 import trimtab
 from _labelled import X
-from trimtab.backends._program import export_program
+from trimtab.backends._foreign import wrong_graph
+from trimtab.backends._program import export_program, verified
+from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
+from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate
-from trimtab.errors import InputError, UsageError, WorkloadError
+from trimtab.contracts import BACKENDS
+from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
 from trimtab.reference import Fitted
 from trimtab.signature import Dim
 from trimtab.subject import prepare
@@ -143,3 +148,97 @@ def test_calls_that_are_empty_in_part_are_a_workload_of_their_own(sizes: tuple[i
     workload = Workload.capture(module, run, keep=lambda call: call.args[1].numel() > 0)
     assert prepare(workload).candidate.signature.inputs[1].shape == (1, "past_1", 4)
     assert prepare(Workload(model=module, inputs=calls[sizes.index(0)])).candidate.signature.dims == ()
+
+
+class Window(nn.Module):
+    """Looks at the last 64 steps only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 64:
+            x = x[:, -64:]
+        return x.mean(1)
+
+
+class Limited(nn.Module):
+    """Takes up to 40 steps, and says so in its own way."""
+
+    class TooLong(Exception):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.jit.is_tracing() and not torch.compiler.is_compiling() and x.shape[1] > 40:
+            raise self.TooLong
+        return x.mean(1)
+
+
+def of_length(model: nn.Module, most: int | None) -> Candidate:
+    dims = {"x": {0: Dim("batch"), 1: Dim("length", max=most)}}
+    return Candidate.of(model.eval(), (torch.randn(2, 16, 8),), dynamic=dims)
+
+
+@pytest.mark.parametrize("most", [512, None])
+def test_a_form_that_keeps_one_side_of_a_decision_on_a_size_is_found_far_from_the_example(most: int | None) -> None:
+    candidate = of_length(Window(), most)
+    with pytest.raises(CompileError, match=rf"at the sizes .*'length': {most or 144}\}}: output is off by"):
+        verified(candidate, lambda leaves: [leaves[0].mean(1)])
+    assert f"length={most or 144}" in str(wrong_graph(lambda leaves: [leaves[0].mean(1)], candidate, candidate.signature))
+    assert wrong_graph(lambda leaves: [candidate.model(leaves[0])], candidate, candidate.signature) is None
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_a_traced_decision_on_a_size_costs_the_dimension(name: str) -> None:
+    pytest.importorskip(name)
+    executable = BACKENDS[name]().compile(of_length(Window(), 512))
+    assert executable.signature.dims == ()
+    assert any("length" in note for note in executable.notes)
+
+
+def test_a_size_that_the_model_itself_refuses_is_halved() -> None:
+    candidate, asked = of_length(Limited(), 512), list[int]()
+
+    def run(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        asked.append(leaves[0].shape[1])
+        return [leaves[0].mean(1)]
+
+    assert verified(candidate, run).dims == candidate.signature.dims
+    assert max(asked) == 32
+    asked.clear()
+    assert wrong_graph(run, candidate, candidate.signature) is None
+    assert max(asked) == 32
+
+
+def test_what_is_far_is_bounded_by_elements() -> None:
+    candidate = Candidate.of(nn.Identity(), (torch.zeros(1, 1 << 20),), dynamic={"input": {0: Dim("batch")}})
+    asked: list[int] = []
+    verified(candidate, lambda leaves: [asked.append(len(leaves[0])) or leaves[0]])  # type: ignore[func-returns-value]
+    assert max(asked) == 2
+
+
+class Flattened(nn.Linear):
+    """(batch, steps, 8) -> (batch * steps, 5), as logits are handed to a loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).flatten(0, 1)
+
+
+def test_rows_of_a_fixed_batch_that_an_output_counts_by_steps_are_put_together() -> None:
+    model = Flattened(8, 5).eval()
+    candidate = Candidate.of(model, (torch.randn(3, 16, 8),), dynamic={"x": {0: Dim("batch")}})
+    fixed = TorchScript().compile(Candidate.of(model, (torch.randn(3, 16, 8),)))
+    assert candidate.signature.outputs[0].shape == ("?", 5)
+    x = torch.randn(7, 16, 8)
+    assert torch.allclose(Fitted(fixed, candidate.signature)(x), model(x), atol=1e-6)
+
+
+def test_rows_of_a_fixed_batch_that_an_output_counts_by_itself_are_not() -> None:
+    class Positive(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x[:, 0] > 0]
+
+    example, x = torch.tensor([[1.0], [2.0], [-1.0]]), torch.arange(-4.0, 3.0)[:, None]
+    candidate = Candidate.of(Positive().eval(), (example,), dynamic={"x": {0: Dim("batch")}})
+    assert candidate.signature.outputs[0].shape == ("?", 1)
+    fitted = Fitted(Eager().compile(Candidate.of(Positive().eval(), (example,))), candidate.signature)
+    assert fitted(x[:6]).tolist() == [[1.0]]
+    with pytest.raises(CompileError, match=r"the output output: float32\[\?, 1\] of several batches cannot be put together"):
+        fitted(x)

@@ -21,7 +21,8 @@ from _studies import ENVIRONMENT, record
 from trimtab.contracts import BACKENDS, PASSES
 from trimtab.errors import StorageError, UsageError
 from trimtab.measurement import Drop, Interval, Measurement
-from trimtab.optimizing import alone, forget
+from trimtab.optimizing import alone, forgetting
+from trimtab.passes.threads import Threads
 from trimtab.recipe import Recipe
 from trimtab.study import space, verdict
 from trimtab.study.finish import ahead, pays
@@ -177,11 +178,37 @@ def test_a_study_goes_on_with_other_techniques_than_it_began_with(tmp_path, monk
     assert [trial.number for trial in Storage(url, "x", direction="maximize", identity=IDENTITY).trials()] == [0, other.number]
 
 
+def test_a_trial_of_a_technique_that_is_gone_is_left_out(tmp_path) -> None:
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    kept = storage.add(complete(as_written(), 1.0), 1.0)
+    storage.add(complete(EAGER, 2.0), 2.0)
+    assert len(storage.trials()) == 2
+    assert storage.notes == []
+    with sqlite3.connect(tmp_path / "study.db") as database:
+        database.execute(
+            "update trial_user_attributes set value_json = replace(value_json, ?, ?) where trial_id = 2",
+            tuple(f'name\\": \\"{name}' for name in ("eager", "gone")),
+        )
+    again = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    assert again.trials() == [kept]
+    assert len(again.notes) == 1
+    assert again.notes[0].startswith("One trial is left out, because this installation cannot read what was tried: There is no")
+    assert again.add(complete(EAGER, 2.0), 2.0).number == 2
+
+
+def test_a_run_folder_whose_owner_cannot_be_read_is_refused_in_words(tmp_path) -> None:
+    for text in ("", "[1]"):
+        (tmp_path / "workload.json").write_text(text)
+        with pytest.raises(StorageError, match="workload.json, which says what the run folder is for, cannot be read"):
+            claim(tmp_path, PREPARED, ENVIRONMENT, IDENTITY)
+
+
 def test_a_run_folder_is_for_one_process_at_a_time(tmp_path) -> None:
     with alone(tmp_path / "run"):
         with pytest.raises(UsageError, match=r"Another process is at work in .*run. Wait for it"), alone(tmp_path / "run"):
             pass
-        forget(tmp_path / "run")
+        with forgetting(tmp_path / "run"):
+            pass
         assert [entry.name for entry in (tmp_path / "run").iterdir()] == [".lock"]
     with alone(tmp_path / "run"):
         pass
@@ -258,7 +285,7 @@ PREPARED = dataclasses.replace(record().prepared, code={"net": "1", "the model's
         ({"code": {"net": "9", "the model's classes": "9"}}, {}, r"for other code \(changed since: net\), whose figures may"),
         ({"code": {"net": "1", "the model's classes": "9"}}, {}, r"for other code \(changed since: the model's classes\)"),
         ({"threads": 1}, {}, "with torch on 2 threads, which now has 1"),
-        ({"fingerprint": "f"}, {"cpu": "Another CPU"}, "on another machine, or with other versions of Python or a runtime"),
+        ({"fingerprint": "f"}, {"cpu": "Another CPU"}, "on another machine, or with other versions of Python, trimtab or a"),
         ({"fingerprint": "f"}, {"python": "3.14.0"}, r"on another machine, .* with Python 3.11; this is .* with Python 3.14\)"),
         ({"fingerprint": "f"}, {}, r"for another workload \(digits, feedc0de; .* If you changed nothing, something in it is"),
         ({"identity": "i", "name": "other"}, {"cpu": "Another CPU"}, r"for another workload \(digits, .* forget the other\.$"),
@@ -355,6 +382,13 @@ LOSSY = Recipe(passes=(PASSES["autocast"](),), backend=BACKENDS["eager"]())
             ],
         ),
         (complete(EAGER, 2.0, drop=drop(0.0, 0.0074, 0.005, None)), Limits(), []),
+        (complete(EAGER, 2.0), Limits(max_drop=0), []),
+        (complete(LOSSY, 2.0), Limits(max_drop=0.005), []),
+        (
+            complete(LOSSY, 2.0),
+            Limits(max_drop=0),
+            ["It may lose accuracy, and without labels nobody sees that it keeps max_drop 0."],
+        ),
     ],
 )
 def test_limits_are_kept_or_missed_in_words(trial: Trial, limits: Limits, missed: list[str]) -> None:
@@ -385,6 +419,16 @@ def test_a_recipe_that_may_lose_accuracy_has_to_pay_for_it() -> None:
     assert order(Interval(2.05, 2.01, 2.1)) == [str(LOSSY), "torchscript", "eager"], "it is surely faster"
     assert order(Interval(2.05, 1.99, 2.1)) == ["torchscript", str(LOSSY), "eager"], "it may be no faster at all"
     assert order(Interval(0.9, 0.8, 0.95)) == ["torchscript", "eager", str(LOSSY)]
+
+
+@pytest.mark.parametrize("objective", ["memory", "size"])
+def test_also_in_memory_or_size_and_for_more_than_noise(objective: str) -> None:
+    def of(recipe: Recipe, mb: float) -> Trial:
+        return dataclasses.replace(complete(recipe, 1.0), peak_mb=mb, size_mb=mb)
+
+    exact = of(EAGER, 40.0)
+    assert verdict.ranked([of(LOSSY, 39.9), exact], Limits(), objective)[0] is exact
+    assert verdict.ranked([exact, lossy := of(LOSSY, 39.0)], Limits(), objective)[0] is lossy
 
 
 def test_what_may_be_faster_on_a_busy_machine_is_looked_at_again() -> None:
@@ -425,6 +469,7 @@ def test_a_few_bytes_less_are_no_improvement() -> None:
     assert pays(of(0.97), of(1.0), "size")
     assert not pays(of(0.999), of(1.0), "size")
     assert pays(of(0.999), of(1.0), "latency"), "an interval decides there"
+    assert not pays(of(0.5), dataclasses.replace(of(1.0), size_mb=None), "size"), "what is not known proves nothing"
 
 
 def test_the_original_to_beat_keeps_the_limits_and_has_a_figure_if_any_has() -> None:
@@ -436,6 +481,9 @@ def test_the_original_to_beat_keeps_the_limits_and_has_a_figure_if_any_has() -> 
     unknown = dataclasses.replace(tuned, peak_mb=None)
     assert verdict.best_eager([written, unknown]) is unknown
     assert verdict.best_eager([written, unknown], Limits(), "memory") is written
+    assert verdict.best_eager([written, tuned], Limits(), "memory") is written, "it needs less"
+    slow = dataclasses.replace(complete(Recipe(passes=(Threads(count=1),), backend=EAGER.backend), 0.5), peak_mb=99.0)
+    assert verdict.best_eager([written, slow], Limits(), "memory") is written, "and that is noise"
 
 
 def test_the_model_as_written_is_nobody_ahead_of_its_own_tuned_form() -> None:

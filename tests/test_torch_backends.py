@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import sys
 from typing import Any
 
 import psutil
@@ -11,15 +12,17 @@ import torch
 from torch import nn
 
 from _backends import needs_compiler, reloaded
-from trimtab.backends._program import disagreement, export_program, other_size, verified
+from trimtab.backends._program import disagreement, export_program, export_static, other_size, program_call, verified
 from trimtab.backends._scratch import fingerprint
 from trimtab.backends.aoti import Aoti
 from trimtab.backends.eager import Eager
 from trimtab.backends.inductor import Inductor
+from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import Executable
+from trimtab.contracts import Backend, Executable
+from trimtab.environment import Environment
 from trimtab.errors import ArtifactError, CompileError, UsageError
 from trimtab.passes.int8_weights import Int8Weights
 from trimtab.signature import Dim
@@ -65,6 +68,16 @@ def test_an_export_that_cannot_keep_a_dimension_freezes_it() -> None:
     assert signature.dims == ()
     assert signature.inputs[0].shape == (2, 6)
     assert program.module()(torch.zeros(2, 6))[0].shape == (2, 6)
+
+
+def test_one_tensor_given_twice_is_two_inputs() -> None:
+    class Difference(nn.Module):
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return left - 2 * right
+
+    rows = torch.randn(2, 4)
+    program, _ = export_static(Candidate.of(Difference(), (rows, rows)))
+    assert torch.equal(program_call(program)([rows, rows.flip(0)])[0], rows - 2 * rows.flip(0))
 
 
 def test_eager_saves_control_flow_on_data(tmp_path: pathlib.Path) -> None:
@@ -153,6 +166,23 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Install g++" in str(Aoti().why_not_here())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiler's name is that on Linux")
+@pytest.mark.parametrize(
+    ("there", "reason"),
+    [
+        ("gcc", "the C++ compiler g++, which was not found. Install g++ (apt-get install g++) or set CXX."),
+        ("clang++", "the C++ compiler g++, which was not found. Set CXX=clang++, which is installed."),
+    ],
+)
+def test_only_the_compiler_counts_that_torch_takes(there: str, reason: str, monkeypatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / there).write_text("#!/bin/sh\necho 12\n")
+    (tmp_path / there).chmod(0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Inductor().why_not_here() == f"torch.compile needs {reason}"
+    assert Environment.capture().compiler is None
+
+
 @pytest.fixture(scope="module")
 def package() -> Executable:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU()).eval()
@@ -174,11 +204,14 @@ def test_aoti_is_tied_to_its_threads(package: Executable, tmp_path: pathlib.Path
     assert package.save(tmp_path) == ["example.pt2", "dynamic.pt2", "build.json"]
     with pytest.raises(ArtifactError, match=f"built for {built} threads .* threads={built}"):
         Aoti().load(tmp_path, package.signature, Settings(threads=built + 1))
-    torch.set_num_threads(built + 1)
+    torch.set_num_threads(built + 1)  # which may also be what another thread of a server has
+    seen, run = [], package._example
     try:
-        with pytest.raises(UsageError, match=f"built for {built} threads"):
-            package(torch.randn(4, 6))
+        package._example = lambda leaves: seen.append(torch.get_num_threads()) or run(leaves)
+        package(torch.randn(4, 6))
+        assert (seen, torch.get_num_threads()) == ([built], built + 1)
     finally:
+        package._example = run
         torch.set_num_threads(built)
 
 
@@ -283,3 +316,21 @@ def test_a_model_that_torchao_quantized_is_taken(tmp_path: pathlib.Path) -> None
             (tmp_path / backend.name).mkdir()
             loaded = reloaded(backend, backend.compile(candidate), tmp_path / backend.name)
             torch.testing.assert_close(loaded(x), candidate.model(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", [Eager(), TorchScript(), OpenVino(), OnnxRuntime()], ids=str)
+def test_an_artifact_runs_on_the_cpu_whatever_the_default_device_is(backend: Backend, tmp_path: pathlib.Path) -> None:
+    rows = torch.randn(2, 6)
+    candidate = Candidate.of(nn.Linear(6, 3).eval(), (rows,))
+    if reason := backend.blocked(candidate):
+        pytest.skip(reason)
+    executable, script = backend.compile(candidate), dict[str, Any]()
+    exec(backend.script(), script)  # noqa: S102 - as run.py does
+    torch.set_default_device("meta")  # as somebody with a GPU sets it to that
+    try:
+        loaded = reloaded(backend, executable, tmp_path)
+        found = [loaded(rows), torch.as_tensor(script["load"](str(tmp_path), 1)([rows.numpy()])[0], device="cpu")]
+    finally:
+        torch.set_default_device(None)
+    for out in found:
+        torch.testing.assert_close(out, candidate.model(rows))

@@ -272,6 +272,29 @@ def test_what_helps_is_kept_and_what_does_not_is_undone(phase: str) -> None:
     assert len(machine.events) == 2  # what is usual now is not tried to be mended for ever
 
 
+def test_a_remedy_that_came_as_a_neighbour_left_is_taken_back() -> None:
+    machine = Machine()
+    watching = adjuster(machine, compute=[Switch(machine, 1.2), Switch(machine, 0.5)])
+    machine.windows(watching, 1 + WINDOWS)
+    machine.extra["forward"] = 20.0
+    machine.windows(watching, WINDOWS)
+    machine.extra["forward"] = 0.0
+    machine.windows(watching, 20)
+    assert [(event.what, event.kept) for event in machine.events] == [("switch to 1.2", False)]
+    assert (machine.events[0].before, machine.events[0].after) == pytest.approx((10.0, 12.0))
+    assert machine.factor == 1.0
+
+
+def test_what_helps_a_little_against_what_stays_slow_is_kept() -> None:
+    machine = Machine()
+    watching = adjuster(machine, compute=[Switch(machine, 0.8)])
+    machine.windows(watching, 1 + WINDOWS)
+    machine.extra["forward"] = 20.0
+    machine.windows(watching, WINDOWS + 2 * (WINDOWS + 1))
+    assert [event.kept for event in machine.events] == [True]
+    assert machine.factor == 0.8
+
+
 def test_a_shift_of_a_moment_is_no_shift() -> None:
     machine = Machine()
     watching = adjuster(machine, compute=[Switch(machine, 0.5)])

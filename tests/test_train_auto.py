@@ -328,7 +328,8 @@ def test_lines_of_text_where_there_is_no_terminal() -> None:
         file = io.StringIO()
         made = trainer(deep(2), Settings(threads=1), log_every=2)
         console = Console(file=file, force_terminal=terminal, width=200)
-        with progress.shown(made, wanted, 6, console):
+        made.planned = 6
+        with progress.shown(made, wanted, console):
             made.note("Something to know.")
             made._stop = None
             made.emit(figures(2))
@@ -357,10 +358,21 @@ def figures(update: int) -> Progressed:
 def test_a_live_line_in_a_terminal() -> None:
     file = io.StringIO()
     made = trainer(deep(2), Settings(threads=1))
-    with progress.shown(made, None, 6, Console(file=file, force_terminal=True, width=200)):
+    made.planned = 6
+    with progress.shown(made, None, Console(file=file, force_terminal=True, width=200)):
         made.position.update = 4
         made.emit(figures(4))
     assert "epoch 1 · update 4 of 6 · loss 0.5 · 8 examples/s · forward 60%, backward 35%" in file.getvalue()
+
+
+def test_what_is_printed_beside_a_live_line_goes_into_the_file_that_standard_output_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, made = io.StringIO(), trainer(deep(2), Settings(threads=1))
+    with progress.shown(made, None, Console(file=file, force_terminal=True, width=200)):
+        print("mine")
+    assert capsys.readouterr().out == "mine\n"
+    assert "mine" not in file.getvalue()
 
 
 SCRIPT = """

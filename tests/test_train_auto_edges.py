@@ -222,3 +222,35 @@ def test_an_optimizer_that_finds_its_own_rate_leaves_everything_off() -> None:
     batches = [(torch.randn(8, 4), torch.randint(4, (8,)))]
     assert auto.decide(made, batches, 100) is batches
     assert made.notes[-1].startswith("autocast cannot be measured and stay off. The optimizer finds its own learning rate")
+
+
+def test_what_a_short_run_cannot_pay_back_is_hardly_looked_at() -> None:
+    calls = 0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(n, 4), torch.randint(4, (n,))) for n in (8, 6, 4, 2)]
+    made = Trainer(nn.Linear(4, 4), loss=loss, optimizer=torch.optim.SGD, settings=Settings(threads=1, optimizer="auto"))
+    auto.decide(made, batches, 4)
+    assert calls <= 4  # three updates, and the look that techniques take
+    assert "too much for a run of" in made.notes[-1]
+    whole = Trainer(nn.Linear(4, 4), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1, batch="auto"))
+    summary = whole.fit([(torch.randn(64, 4), torch.randn(64, 4))], steps=4)
+    assert summary.settings.batch == 64
+    assert summary.notes[-1].endswith("Smaller ones are not tried, because the run is short.")
+
+
+def test_a_precision_that_cannot_tell_the_targets_apart_is_off() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    for mean, off in ((300.0, True), (0.0, False)):
+        made = Trainer(nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
+        decisions = auto._Decisions(made, [(x, mean + x[:, :1])], None)
+        decisions.make([])
+        other = double.Double(made, Settings(threads=1, autocast="bfloat16"), decisions.batches)
+        found = decisions._difference(other, exact=False)
+        assert (found is not None and found.startswith("its outputs are in steps of bfloat16")) is off

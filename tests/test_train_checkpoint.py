@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 from trimtab import Settings, Trainer
 from trimtab.errors import StorageError, UsageError
@@ -282,6 +283,32 @@ class Table(LRScheduler):
 
     def get_lr(self) -> list[Any]:
         return [float(self.rates[min(self.last_epoch, len(self.rates) - 1)])] * len(self.base_lrs)
+
+
+@pytest.mark.parametrize(
+    ("strange", "said"),
+    [
+        ({1, 2}, r"The state of the optimizer cannot be saved\. A builtins\.set cannot be kept in a checkpoint\."),
+        (
+            TwoTensor(torch.ones(1), torch.ones(1)),
+            r"two_tensor\.TwoTensor, a tensor made of others, cannot be kept in a checkp",
+        ),
+    ],
+    ids=["set", "subclass"],
+)
+def test_what_an_update_makes_that_cannot_be_saved_is_refused_after_the_first(
+    strange: Any, said: str, tmp_path: pathlib.Path
+) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.state[self.param_groups[0]["params"][0]]["odd"] = strange
+            return super().step(closure)
+
+    made = trainer(tmp_path, optimizer=functools.partial(Odd, lr=0.1))
+    with pytest.raises(UsageError, match=said):
+        made.fit(batches(), epochs=1)
+    assert made.position.update == 0
+    assert Checkpoints(tmp_path).update() is None
 
 
 def test_a_schedule_with_an_array_goes_on_and_one_that_cannot_be_saved_is_refused_before_the_run(

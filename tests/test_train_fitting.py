@@ -20,7 +20,7 @@ from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import memory
 from trimtab.train.batch_size import find_batch
-from trimtab.train.events import Event, Remarked
+from trimtab.train.events import Event, Progressed, Remarked
 from trimtab.train.live import peak_activations
 from trimtab.train.trainer import Trainer
 
@@ -289,8 +289,9 @@ def test_auto_finds_a_micro_batch_and_the_run_is_that_of_the_size_stated() -> No
     settings = Settings(batch="auto", threads=1)
     for model in models:
         torch.manual_seed(7)
-        trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
-        trainer.fit(data, epochs=1)
+        end = [lambda trainer, event: trainer.stop("Enough.") if isinstance(event, Progressed) else None]  # of what seems long
+        trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings, callbacks=end, log_every=3)
+        trainer.fit(data, steps=100_000)
         settings = trainer.settings
     assert isinstance(settings.batch, int)
     assert settings.batch < 64

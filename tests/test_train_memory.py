@@ -16,11 +16,15 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from _nets import CPU, MODELS, Residual, adam, convolutional, made, perceptron, transformer
+from _peaks import write_peaks
 from _ranks import on_ranks
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.batch_size import backward
 from trimtab.train.budget import Verified, choose
+from trimtab.train.double import Double
 from trimtab.train.live import Live, peak_activations
+from trimtab.train.peak import flops_share
 from trimtab.train.recompute import Recomputed
 from trimtab.train.runtime import allocate
 from trimtab.train.trainer import Trainer
@@ -470,3 +474,59 @@ def test_a_forward_that_somebody_put_into_a_module_is_there_after_recomputing() 
     torch.testing.assert_close(module(inputs), expected)
     recomputed.undo()
     assert module.forward is hooked
+
+
+def test_a_double_of_a_run_keeps_its_budget() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(12)))
+    x = torch.randn(512, 32)
+
+    def peak(settings: Settings) -> float:
+        trainer = Trainer(model, loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=settings)
+        double = Double(trainer, settings, [(x, x)])
+        step = double.step
+        return peak_activations(lambda: backward(step, (x, x)), double.model.parameters(), torch.device("cpu")) / 1e6
+
+    whole = peak(Settings(threads=1))
+    assert peak(Settings(threads=1, activation_mb=0.7 * whole)) <= 0.7 * whole
+    chain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    trainer = Trainer(chain, loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(segments=2))
+    assert "forward" in vars(Double(trainer, trainer.settings, [(torch.zeros(2, 4), torch.zeros(2, 4))]).model)
+
+
+class Counting(nn.Linear):
+    """Remembers how many examples it met at once, and fails where ``fails``."""
+
+    met: list[int]
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.met.append(len(x))
+        if self.fails:
+            raise ArithmeticError("no")
+        return super().forward(x)
+
+
+def test_operations_are_counted_by_a_few_examples_and_cost_no_run(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    write_peaks(tmp_path, 10.0)
+    Counting.met = met = []
+    batch = (torch.randn(64, 4), torch.randn(64, 4))
+
+    def share(group: list[Any], **settings: Any) -> tuple[float | None, list[str]]:
+        made = Settings(threads=1, **settings)
+        trainer = Trainer(Counting(4, 4), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=made)
+        return flops_share(trainer, group, 1e6), trainer.notes
+
+    assert share([batch]) == (pytest.approx((2 * 16 + 2 * 16) * 1e6 / 10e9), [])
+    assert share([batch], activation_mb=1.0)[0] is not None
+    assert met == [2, 2]
+    told = "The share of the peak is not known. "
+    found, (note,) = share([(batch[0][:20], batch[1][:20])], activation_mb=1.0)
+    assert (found, note) == (None, told + "To count operations nothing is recomputed, for which the settings leave no memory.")
+    Counting.fails = True
+    found, (note,) = share([batch])
+    assert found is None
+    assert note.startswith(told + "Counting the operations failed: ArithmeticError: no")

@@ -55,6 +55,28 @@ def test_frozen_modules_stay_frozen_under_another_trainer() -> None:
     assert model[1].num_batches_tracked == 2 * EPOCH
 
 
+def test_a_part_that_is_in_evaluation_mode_is_told_of_and_can_be_thawed() -> None:
+    def network() -> nn.Sequential:
+        body = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Identity())
+        return nn.Sequential(body, nn.Linear(4, 1), nn.Identity())
+
+    model, slow = network(), functools.partial(torch.optim.SGD, lr=1e-6)
+    model[0].eval()  # as it comes from a hub
+    model[2].eval()  # to which it makes no difference
+    made = trainer(model, optimizer=slow)
+    said = "In evaluation mode, and so it stays: 0. model.train() before fit() has all modules train."
+    assert made.fit(loader(), epochs=1).notes == (said,)
+    assert made.fit(loader(), epochs=2).notes == (said,)
+    model[0].train()  # the run has left the whole model in evaluation mode
+    assert trainer(model, optimizer=slow).fit(loader(), epochs=1).notes == ()
+    assert model[0][1].num_batches_tracked == EPOCH
+    other = nn.Sequential(nn.Linear(1, 1), nn.Dropout(), *(nn.BatchNorm1d(1) for _ in range(3)), nn.Linear(1, 1).eval())
+    for index in range(1, 5):
+        other[index].eval()
+    (note,) = trainer(other, optimizer=slow).fit(loader(), epochs=1).notes
+    assert note.startswith("In evaluation mode, and so it stays: 1, 2, 3 and 2 more. ")
+
+
 class Placed(nn.Linear):
     """Says that its parameters are on a GPU."""
 

@@ -21,7 +21,8 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.study.train_jobs import _fingerprint
 from trimtab.train.objective import Objective, fresh
 from trimtab.train.peak import flops_share
-from trimtab.train.prepare import loss_on
+from trimtab.train.prepare import loss_on, optimizer_for
+from trimtab.train.rehearsal import rehearsal
 from trimtab.train.stopping import EarlyStopping
 from trimtab.train.trying import prepared
 from trimtab.workload import Training, Workload
@@ -262,6 +263,101 @@ def test_class_weights_go_with_any_label_that_is_left_out(ignored: int) -> None:
     labels[1] = 7
     with pytest.raises(WorkloadError, match="A label is 7, but the model has 3 outputs"):
         Objective(loss)(nn.Linear(4, 3), (inputs, labels))
+
+
+def test_labels_that_are_bytes_are_counted_whatever_their_number() -> None:
+    batch = torch.randn(3, 4), torch.tensor([156, 3, 100], dtype=torch.uint8)
+    assert float(Objective(nn.CrossEntropyLoss())(nn.Linear(4, 200), batch)[1]) == 3
+    weighted = nn.CrossEntropyLoss(weight=torch.full((200,), 2.0), ignore_index=100)
+    assert float(Objective(weighted)(nn.Linear(4, 200), batch)[1]) == 4
+
+
+# A loss with parameters or a state of its own.
+
+
+class Centres(nn.Module):
+    """Learns a place for each class, counts its calls, and compares by a network that learns nothing."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.places, self.fixed = nn.Parameter(torch.randn(CLASSES, CLASSES)), nn.Linear(CLASSES, CLASSES).eval()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return functional.cross_entropy(self.fixed(outputs) @ self.places.T, targets)
+
+
+def pairs(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(batch["x"], batch["labels"]) for batch in batches(count)]
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def test_the_parameters_of_a_loss_are_trained_as_by_hand_and_go_on(tmp_path: pathlib.Path) -> None:
+    model, loss = network(), Centres()
+    by_hand = momentum([*model.parameters(), loss.places])
+    for inputs, targets in pairs() * 2:
+        by_hand.zero_grad()
+        loss(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_([*model.parameters(), loss.places], 0.1)
+        by_hand.step()
+
+    def made(**options: Any) -> Trainer:
+        return trainer(Centres(), optimizer=momentum, settings=Settings(clip_norm=0.1), checkpoint=tmp_path, **options)
+
+    first = made()
+    said = "1 parameters of the loss are trained too. loss.requires_grad_(False) before Trainer(...) leaves them alone."
+    assert first.fit(pairs(), epochs=1).notes == (said,)
+    resumed = made().resume()
+    resumed.fit(pairs(), epochs=2)
+    for part, other in ((model, resumed.model), (loss, resumed.objective.loss)):
+        assert isinstance(other, nn.Module)
+        torch.testing.assert_close(other.state_dict(), part.state_dict())
+    both = momentum([*(model := network()).parameters(), *(loss := Centres()).parameters()])
+    assert trainer(loss, model, optimizer=both).optimizer is both
+    before = loss.places.detach().clone()
+    assert trainer(loss.requires_grad_(False), network()).fit(pairs(), epochs=1).notes == ()
+    assert torch.equal(loss.places, before)
+
+
+def test_a_loss_of_another_kind_does_not_get_what_the_first_had_learnt(tmp_path: pathlib.Path) -> None:
+    counting = Centres().requires_grad_(False)
+    trainer(counting, checkpoint=tmp_path).fit(pairs(), epochs=1)
+    again = Centres().requires_grad_(False)
+    assert trainer(again, checkpoint=tmp_path).resume().notes == []
+    assert again.calls == counting.calls == 4
+    other = trainer(nn.CrossEntropyLoss(weight=torch.ones(CLASSES)), checkpoint=tmp_path).resume()
+    assert other.notes == ["The checkpoint was made with another loss: what that had learnt or counted is left out."]
+
+
+def test_parameters_of_a_loss_that_would_differ_between_processes_are_refused() -> None:
+    said = r"The optimizer trains 1 parameters of the loss, but between the 2 processes only gradients of the model cross\. Put"
+    with pytest.raises(UsageError, match=said):
+        optimizer_for(network(), SGD, Centres(), processes=2)
+    optimizer_for(network(), SGD, Centres().eval(), processes=2)
+
+
+def test_a_trial_does_not_begin_with_a_loss_that_another_has_trained() -> None:
+    loss = Centres()
+    before = copy.deepcopy(loss.state_dict())
+    training = Training(data=pairs, optimizer=functools.partial(torch.optim.SGD, lr=1.0), loss=loss)
+    prepared(Workload(name="centres", mode="train", model=network, training=training), 3).written(seed=0)
+    torch.testing.assert_close(loss.state_dict(), before)
+
+
+def test_a_rehearsal_puts_the_parameters_of_a_loss_back() -> None:
+    model, loss = network(), Centres()
+    before, optimizer = loss.places.detach().clone(), momentum([*model.parameters(), loss.places])
+    with rehearsal(model, optimizer):
+        loss(model(pairs()[0][0]), pairs()[0][1]).backward()
+        optimizer.step()
+    assert torch.equal(loss.places, before)
 
 
 @pytest.mark.parametrize("loss", WEIGHTED)

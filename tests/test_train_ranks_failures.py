@@ -16,10 +16,12 @@ from _ranks import failure, variables
 from _runs import full_at
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
+from trimtab.train.batch_size import find_batch
 from trimtab.train.distributed import replicas
 from trimtab.train.distributed.group import PeerError
 from trimtab.train.distributed.processes import join
 from trimtab.train.distributed.replicas import Replicas
+from trimtab.train.events import Event, Validated
 from trimtab.train.trainer import Trainer
 
 COMPRESSED = ("topk", "powersgd")
@@ -37,6 +39,10 @@ class Sized:
     def __len__(self) -> int:
         return self.said
 
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first."""
+        return next(iter(self))
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         random = torch.Generator().manual_seed(dist.get_rank())
         for index in range(self.count):
@@ -44,13 +50,14 @@ class Sized:
             yield (inputs * torch.nan if index == self.spoilt else inputs), torch.randint(0, 4, (6,), generator=random)
 
 
-def trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
+def trainer(model: nn.Module | None = None, checkpoint: pathlib.Path | None = None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     return Trainer(
         model or nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         settings=Settings(**settings),
+        checkpoint=checkpoint,
     )
 
 
@@ -136,9 +143,60 @@ def refused() -> dict[str, Any]:
     return found
 
 
+def rehearsed() -> dict[str, Any]:
+    """What a search for a batch size has left behind."""
+    found = {}
+    for kind in COMPRESSED:
+        made = trainer(communication=kind)
+        find_batch(made, [Sized(1, 1).batch()] * 2, largest=2, seconds=0.01)
+        found[kind] = made.world.unsent()
+    return found
+
+
+def callbacks(folder: pathlib.Path) -> dict[str, Any]:
+    """One that lowers the learning rate, and one that fails after a validation."""
+
+    def lower(made: Trainer, event: Event) -> None:
+        made.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def fail(made: Trainer, event: Event) -> None:
+        if isinstance(event, Validated):
+            raise RuntimeError("no server")
+
+    made, data = trainer(), Sized(2, 2)
+    made.callbacks.append(lower)
+    found: dict[str, Any] = {"lower": epoch(made, data)}
+    made = trainer(checkpoint=folder / "callbacks")
+    made.callbacks.append(fail)
+    found["fail"] = failure(lambda: made.fit(data, data, epochs=2))
+    return found | {"saved": sorted(path.name for path in (folder / "callbacks").glob("update-*"))}
+
+
+def different(folder: pathlib.Path) -> dict[str, Any]:
+    """What scripts that were written for other trainers do in their first process only."""
+    leads, data = dist.get_rank() == 0, Sized(2, 2)
+    saving = trainer(checkpoint=folder / "different" if leads else None)
+    return {
+        "checkpoint": epoch(saving, data),
+        "validate": failure(lambda: trainer().fit(data, data if leads else None, epochs=1)),
+        "accumulate": epoch(trainer(accumulate=1 if leads else 2), data),
+        "threads": epoch(trainer(threads=1 if leads else 2), data),
+    }
+
+
+def validation() -> list[str]:
+    """Rank 1 cannot validate a sharded model; the last check, because it ends where nobody can be told."""
+    made = trainer(sharding="shard")
+    inputs = [torch.randn(6, 32) if dist.get_rank() == 0 else torch.randn(6, 31)]
+    held_out: Batches = [(each, torch.zeros(6, dtype=torch.int64)) for each in inputs * 4]
+    return failure(lambda: made.fit(Sized(2, 2), held_out, epochs=1))
+
+
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
     trainer()  # which meets the other process
-    return {check.__name__: check() for check in (lengths, first_exchange, not_finite, tried_again, narrow, refused)}
+    found: dict[str, Any] = {check.__name__: check(folder) for check in (callbacks, different)}
+    checks = (lengths, first_exchange, not_finite, tried_again, narrow, refused, rehearsed, validation)
+    return found | {check.__name__: check() for check in checks}
 
 
 @pytest.mark.parametrize(
@@ -200,6 +258,58 @@ def test_what_several_processes_cannot_exchange_is_refused(ranks: list[dict[str,
             assert each["refused"][kind].startswith(
                 f"Settings communication={kind!r} keeps what it leaves out for later updates"
             )
+
+
+def test_a_search_for_a_batch_size_leaves_nothing_to_be_sent(ranks: list[dict[str, Any]]) -> None:
+    leader = ranks[0]["rehearsed"]
+    assert leader == {"topk": [{"errors": {}}] * 2, "powersgd": [{"errors": {}, "bases": {}}] * 2}
+
+
+def test_what_a_callback_changes_in_one_process_only_is_refused(ranks: list[dict[str, Any]]) -> None:
+    own, peer = (each["callbacks"]["lower"] for each in ranks)
+    assert own[0] == "UsageError"
+    assert own[1].startswith("A callback has changed lr of the optimizer's group 0. Of several processes only the first calls")
+    assert peer == [PeerError.__name__, "The process of rank 0 failed; its own message says why."]
+
+
+def test_a_callback_that_fails_is_heard_by_all_and_costs_no_epoch(ranks: list[dict[str, Any]]) -> None:
+    own, peer = (each["callbacks"] for each in ranks)
+    assert own["fail"] == ["RuntimeError", "no server"]
+    assert peer["fail"][0] == PeerError.__name__
+    assert own["saved"] == peer["saved"] == ["update-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("checkpoint", "given", "None"), ("validate", "given", "None"), ("accumulate", "1", "2")],
+)
+def test_processes_with_different_arguments_do_not_wait_for_each_other(
+    ranks: list[dict[str, Any]], name: str, first: str, second: str
+) -> None:
+    named = f"{'Settings ' if name == 'accumulate' else ''}{name}"
+    for each in (rank["different"] for rank in ranks):
+        assert each[name][0] == "UsageError"
+        assert f"{named} is {first} for that of rank 0, and {second} for that of rank 1." in each[name][1]
+        assert not each["threads"]
+
+
+def test_a_validation_of_shards_that_fails_in_one_process_ends_all(ranks: list[dict[str, Any]]) -> None:
+    peer, own = (each["validation"] for each in ranks)
+    assert peer[0] == "lost"
+    assert own[1].startswith(
+        "In validation the model or its loss raised: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    )
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
+def test_a_process_that_is_not_told_its_number_does_not_train_alone(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables(0, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(
+        UsageError, match=rf"WORLD_SIZE is 2, and {missing} is not set\. Start the script with torchrun, or set RANK"
+    ):
+        trainer()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs to have none")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -11,12 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 from _ranks import on_ranks
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError
 from trimtab.train import epoch
+from trimtab.train.loader import Loader
 from trimtab.train.trainer import Trainer
 
 COUNT = 8
@@ -43,15 +49,17 @@ def batches(count: int = COUNT) -> Batches:
     return [(torch.full((1 + index, 1), float(index)), torch.ones(1 + index, 1)) for index in range(count)]
 
 
-def trainer(checkpoint: pathlib.Path | None = None, **settings: Any) -> Trainer:
+def trainer(
+    checkpoint: pathlib.Path | None = None, model: nn.Module | None = None, loss: Any = None, **settings: Any
+) -> Trainer:
     torch.manual_seed(0)
     return Trainer(
-        Line(),
-        loss=nn.MSELoss(),
+        model or Line(),
+        loss=loss or nn.MSELoss(),
         optimizer=functools.partial(torch.optim.SGD, lr=0.01),
         settings=Settings(**settings),
         checkpoint=checkpoint,
-        metrics={"low": lambda outputs, targets: outputs < targets},
+        metrics={"low": lambda outputs, targets: outputs < targets} if model is None else None,
     )
 
 
@@ -106,8 +114,107 @@ def cut_off(folder: pathlib.Path, **settings: Any) -> dict[str, Any]:
     }
 
 
+def unequal(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Shares of unequal length, cut off where one is used up: of a list, and of what each process has for itself."""
+    own = Own([0, 1, 2] if dist.get_rank() == 0 else [3, 4, 5, 6, 7])
+    found = {}
+    for name, data, steps in (("list", batches(5), 2), ("own", own, 4)):
+        first = trainer(folder / name, Line())
+        first.fit(data, steps=steps)
+        second = trainer(folder / name, Line()).resume()
+        second.fit(data, epochs=1)
+        found[name] = [first.model.seen, second.model.seen]
+    return found
+
+
+class Own(list[Any]):
+    """Batches of this process."""
+
+    sharded = True
+
+    def __init__(self, places: list[int]) -> None:
+        super().__init__(batches()[place] for place in places)
+
+
+class Draws(nn.Module):
+    """Draws a number in each forward pass, as dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.drawn: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.drawn.append(float(torch.rand(())))
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+def drawn(checkpoint: pathlib.Path | None, *steps: int) -> list[float]:
+    made = trainer(checkpoint, Draws())
+    if checkpoint is not None:
+        made.resume(missing_ok=True)
+    for count in steps:
+        made.fit(batches(), steps=count)
+    found: list[float] = made.model.drawn
+    return found
+
+
+def by_length(checkpoint: pathlib.Path, steps: int | None) -> list[int]:
+    """The examples of an epoch of batches of similar length; of what is left of it without ``steps``."""
+    random, seen = torch.Generator().manual_seed(0), list[int]()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if model.training:
+            seen.extend(batch["place"].tolist())
+        found: torch.Tensor = model(batch["x"]).square().mean()
+        return found
+
+    data = {"x": torch.randn(67, 1, generator=random), "place": torch.arange(67)}
+    loader = Loader(data, batch=4, lengths=torch.randint(1, 200, (67,), generator=random))
+    made = trainer(checkpoint, nn.Linear(1, 1), loss)
+    made.resume(missing_ok=True).fit(loader, **({"epochs": 1} if steps is None else {"steps": steps}))
+    return seen
+
+
+class Places(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Examples that are their numbers."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((1,), float(place)), torch.ones(1)
+
+
+def without_workers(folder: pathlib.Path, ranks: tuple[int, ...]) -> list[list[int]]:
+    """An epoch cut off by a signal to the loader's workers too, as torchrun sends it, in some processes; and what was left."""
+    data = DataLoader(Places(), batch_size=1, num_workers=1, sampler=DistributedSampler(Places(), shuffle=False))
+    made = trainer(folder, Line())
+
+    def end(model: Any, *_: Any) -> None:
+        if len(model.seen) == 3 and dist.get_rank() in ranks:
+            for number in (os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid)):
+                os.kill(number, signal.SIGTERM)
+
+    made.model.register_forward_hook(end)
+    made.fit(data, epochs=1)
+    again = trainer(folder, Line()).resume()
+    again.fit(data, epochs=1)
+    return [made.model.seen, again.model.seen]
+
+
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
+    dist.init_process_group("gloo", timeout=dt.timedelta(minutes=7))
+    patience = trainer().world.everyone._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
     found = {
+        "patience": patience.total_seconds(),
+        "unequal": unequal(folder),
+        "drawn": drawn(None, 3, 6),
+        "drawn on": drawn(folder / "drawn", COUNT),
+        "by length": by_length(folder / "by length", 3),
+        "no workers": {len(ended): without_workers(folder / f"ended{len(ended)}", ended) for ended in ((1,), (0, 1))},
         "from one": gone_on(folder / "even"),
         "from one, odd": gone_on(folder / "odd"),
         "one batch": validated(batches(1)),
@@ -126,7 +233,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("worlds")
     for name, steps in (("even", 4), ("odd", 3)):
         trainer(folder / name).fit(batches(), batches(), steps=steps)
-    return {"ranks": on_ranks(all_checks, folder), "alone": gone_on(folder / "two")}
+    drawn(folder / "drawn", 4)
+    ranks = on_ranks(all_checks, folder)
+    return {"ranks": ranks, "alone": gone_on(folder / "two"), "by length": by_length(folder / "by length", None)}
 
 
 def test_two_processes_go_on_with_the_batches_that_one_has_left(found: dict[str, Any]) -> None:
@@ -183,3 +292,36 @@ def test_of_all_processes_each_goes_on_with_its_own_random_numbers() -> None:
     made: Any = types.SimpleNamespace(world=types.SimpleNamespace(rank=1, size=2, index=2, processes=4))
     assert epoch._own(made, ["a", "b", "c", "d"]) == "c"
     assert epoch._own(made, ["a", "b"]) == "b"  # of another number of processes, those with the same data have the same
+
+
+def test_what_others_have_left_of_an_epoch_is_trained_on_where_one_share_is_used_up(found: dict[str, Any]) -> None:
+    first, second = (rank["unequal"] for rank in found["ranks"])
+    assert (first["list"], second["list"]) == ([[0, 2], [4]], [[1, 3], [1]])  # the last again, for nothing
+    assert (first["own"], second["own"]) == ([[0, 1, 2, 2], [0]], [[3, 4, 5, 6], [7]])
+
+
+def test_a_second_run_does_not_draw_the_numbers_of_the_first_again(found: dict[str, Any]) -> None:
+    for rank in found["ranks"]:
+        assert len(set(rank["drawn"])) == 6
+
+
+def test_processes_that_go_on_from_fewer_draw_numbers_of_their_own(found: dict[str, Any]) -> None:
+    first, second = (rank["drawn on"] for rank in found["ranks"])
+    assert len(set(first + second)) == len(first + second) > 4
+
+
+def test_batches_by_length_come_once_whatever_the_number_of_processes(found: dict[str, Any]) -> None:
+    seen = sum((rank["by length"] for rank in found["ranks"]), found["by length"])
+    assert sorted(seen) == list(range(67))
+
+
+@pytest.mark.parametrize("ended", ["1", "2"])
+def test_a_signal_that_ends_the_workers_too_costs_nothing(found: dict[str, Any], ended: str) -> None:
+    for place, rank in enumerate(found["ranks"]):
+        before, after = rank["no workers"][ended]
+        assert 3 <= len(before) < 12
+        assert sorted({*before, *after}) == list(range(place, 24, 2))
+
+
+def test_decisions_are_waited_for_as_long_as_the_script_has_said(found: dict[str, Any]) -> None:
+    assert [rank["patience"] for rank in found["ranks"]] == [420.0, 420.0]

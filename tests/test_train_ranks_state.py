@@ -215,7 +215,83 @@ def split(folder: pathlib.Path) -> dict[str, Any]:
     return found | {"seen": model.seen, "after": model[4].weight.flatten().tolist(), "seed": torch.initial_seed()}
 
 
-CHECKS = [averaged_shards, averaged_replicas, best_shards, settled, nested_shards, split]
+def thawed(folder: pathlib.Path) -> dict[str, Any]:
+    """A layer that is trained from the third update on, in both processes."""
+    model = Normed(nn.Identity)
+    model.layers[0].requires_grad_(False)
+    for count, _ in enumerate(trainer(model, optimizer=SGD(model.parameters())).updates(batches(), epochs=2)):
+        model.layers[0].requires_grad_(count > 0)
+    return {"parameters": flat(model)}
+
+
+class Gaps(nn.Module):
+    """Buffers, and unless it is sharded a parameter, that do not lie in a row in memory; each process draws its own."""
+
+    def __init__(self, sharding: str) -> None:
+        super().__init__()
+        drawn = torch.Generator().manual_seed(dist.get_rank())
+        table = torch.randn(8, 8, generator=drawn)[:4, :4]
+        self.table = nn.Parameter(table.contiguous() if sharding == "shard" else table)
+        self.register_buffer("sliced", torch.randn(8, 8, generator=drawn)[:4, :4])
+        self.register_buffer("expanded", torch.randn(4, 1, generator=drawn).expand(4, 3))
+
+
+def begun_alike(folder: pathlib.Path) -> dict[str, Any]:
+    found = {}
+    for sharding in ("replicate", "shard"):
+        model = Gaps(sharding)
+        trainer(model, sharding=sharding).world.wrap(model, Settings(), fresh=False)
+        found[sharding] = [flat(model), *(buffer.flatten().tolist() for buffer in model.buffers())]
+    return found
+
+
+class Own:
+    """Batches of this process."""
+
+    sharded = True
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Any:
+        return iter([(torch.full((6, 8), value), torch.zeros(6, dtype=torch.int64)) for value in self.values])
+
+
+def keeping_step(folder: pathlib.Path) -> dict[str, Any]:
+    """Rank 1 has one batch, of no numbers or of large ones, and then keeps step with rank 0."""
+    found = {}
+    for sharding in ("replicate", "shard"):
+        leads, model = dist.get_rank() == 0, nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+        trainer(model, sharding=sharding).fit(Own([0.0] * 20 if leads else [10.0]), epochs=1)
+        found[sharding] = float(model[0].running_mean.mean())
+    made = Trainer(
+        nn.Linear(8, CLASSES), loss=nn.CrossEntropyLoss(), optimizer=SGD, settings=Settings(nonfinite="skip", accumulate=2)
+    )
+    summary = made.fit(Own([0.0] * 12 if leads else [float("nan")]), epochs=1)
+    return found | {"updates": summary.updates, "skipped": summary.skipped}
+
+
+def unequal_shards(folder: pathlib.Path) -> dict[str, Any]:
+    """Three batches here and two there, two of which make an update."""
+    made = trainer(Normed(nn.Identity), accumulate=2, sharding="shard")
+    return {"updates": made.fit(batches(5), epochs=1).updates, "parameters": flat(made.model)}
+
+
+CHECKS = [
+    thawed,
+    begun_alike,
+    keeping_step,
+    unequal_shards,
+    averaged_shards,
+    averaged_replicas,
+    best_shards,
+    settled,
+    nested_shards,
+    split,
+]
 
 
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
@@ -276,3 +352,32 @@ def test_processes_that_split_a_layer_have_the_same_data_parameters_and_seed(ran
     assert len(first["seen"]) == 8
     assert first["sampler"][0] == "UsageError"
     assert "for process 0 of 2, but the data is shared out to 1, of which this is 0" in first["sampler"][1]
+
+
+def test_layers_that_thaw_learn_the_same_in_all_processes(ranks: list[dict[str, Any]]) -> None:
+    model = Normed(nn.Identity)
+    model.layers[0].requires_grad_(False)
+    for count, _ in enumerate(trainer(model, optimizer=SGD(model.parameters()), accumulate=2).updates(batches(), epochs=2)):
+        model.layers[0].requires_grad_(count > 0)
+    for each in ranks:
+        torch.testing.assert_close(torch.tensor(each["thawed"]["parameters"]), torch.tensor(flat(model)), rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_with_gaps_in_memory_begin_alike(ranks: list[dict[str, Any]]) -> None:
+    first, second = (each["begun_alike"] for each in ranks)
+    assert first == second
+    assert len(set(first["replicate"][0])) == 16
+
+
+def test_what_keeps_step_counts_for_nothing(ranks: list[dict[str, Any]]) -> None:
+    for each in (rank["keeping_step"] for rank in ranks):
+        assert each["replicate"] == each["shard"] == pytest.approx(0.5, abs=0.01)  # one batch of 10, by a tenth, in one of two
+        assert (each["updates"], each["skipped"]) == (6, 1)
+
+
+def test_shards_may_have_unequal_numbers_of_batches_in_an_update(ranks: list[dict[str, Any]]) -> None:
+    alone = trainer(Normed(nn.Identity), accumulate=4)
+    alone.fit(batches(5), epochs=1)
+    for each in (rank["unequal_shards"] for rank in ranks):
+        assert each["updates"] == 2
+        torch.testing.assert_close(torch.tensor(each["parameters"]), torch.tensor(flat(alone.model)), rtol=1e-5, atol=1e-5)

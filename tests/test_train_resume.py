@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from _runs import COUNTED, DATA, EPOCH, LOADERS_THAT_END, Drawing, Line, Stream, loader, told, trainer
@@ -38,6 +39,49 @@ def test_a_run_that_early_stopping_had_ended_stays_ended(tmp_path: pathlib.Path)
     summary = trainer(**options).resume().fit(loader(), loader(), epochs=9)
     assert summary.updates == 0
     assert summary.ended == "The validation's loss did not improve 2 times in a row."
+
+
+def test_a_second_run_is_not_ended_by_what_had_ended_the_first() -> None:
+    made = trainer(early_stopping=EarlyStopping(patience=2, min_delta=1e9))
+    data = list(loader())
+    assert made.fit(data, data, epochs=9).epochs == 3
+    assert made.fit(data, data, epochs=9).epochs == 5
+    assert made.fit(data, data, epochs=6).epochs == 6  # its patience is not at its end
+    assert made.fit(data, data, epochs=9).epochs == 7
+
+
+class Noisy(nn.Module):
+    """Has a generator of its own; as a model, or as a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.random = nn.Linear(1, 1), torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        noise = torch.rand(x.shape, generator=self.random)
+        found: torch.Tensor = self.layer(x / 32 + noise) if targets is None else ((x - targets + noise) ** 2).mean()
+        return found
+
+
+@pytest.mark.parametrize("every", [3, EPOCH])
+@pytest.mark.parametrize("again", ["resume", "second fit"])
+def test_generators_of_the_model_and_the_loss_go_on_where_they_stood(again: str, every: int, tmp_path: pathlib.Path) -> None:
+    def made(**options: Any) -> Trainer:
+        return trainer(Noisy, loss=Noisy().requires_grad_(False), **options)
+
+    data = list(loader())
+    want = told(whole := made(), "loss")
+    whole.fit(data, data, epochs=2)
+    got = told(cut := made(checkpoint=tmp_path), "loss")
+    cut.fit(data, data, steps=every)
+    if again == "resume":
+        cut = made(checkpoint=tmp_path).resume()
+        got += (rest := told(cut, "loss"))
+        cut.fit(data, data, epochs=2)
+        got += rest
+    else:
+        cut.fit(data, data, epochs=2)
+    assert got == want
 
 
 @pytest.mark.own_process

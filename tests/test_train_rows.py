@@ -220,3 +220,21 @@ def test_models_of_packed_sequences_are_trained_in_micro_batches_and_with_the_st
     assert loss == pytest.approx(want, rel=1e-6)
     for name, value in one.state_dict().items():
         assert torch.allclose(exact.state_dict()[name], value, atol=1e-6), name
+
+
+def test_batches_that_cannot_be_joined_make_the_same_update_apart() -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randint(9, (2, length)) for length in (4, 4, 3, 4)]
+    batches = [(each, torch.randint(3, (2,))) for each in inputs]
+
+    def learnt(**settings: Any) -> list[float]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 3))
+        made = Settings(threads=1, accumulate=2, **settings)
+        trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.5), settings=made)
+        assert trainer.fit(batches, epochs=1).updates == 2
+        return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+
+    assert learnt(joined=True) == pytest.approx(learnt(), rel=1e-4, abs=1e-6)
+    with pytest.raises(WorkloadError, match="exact_batchnorm needs batches of one shape"):
+        learnt(exact_batchnorm=True)

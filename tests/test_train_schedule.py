@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -28,7 +29,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader
 
 from _runs import EPOCH, Line, Stream, loader, told, trainer
-from trimtab import Trainer
+from trimtab import Settings, Trainer
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.events import Event
 from trimtab.train.schedule import cosine, linear, one_cycle
@@ -155,6 +156,60 @@ def test_a_cycle_is_as_long_as_the_run_that_goes_on(tmp_path: pathlib.Path) -> N
     assert resumed.fit(loader(), epochs=2).updates == 8
     assert isinstance(resumed.scheduler, OneCycleLR)
     assert resumed.scheduler.total_steps == 17
+
+
+def falling(updates: int, begin: int) -> Any:
+    """What a rate of 0.01 is that falls straight over so many updates, from the one at ``begin`` on."""
+    return pytest.approx([0.01 * (1 - update / updates) for update in range(begin, updates)])
+
+
+def test_a_schedule_lasts_for_what_is_left_with_other_data_or_other_batches(tmp_path: pathlib.Path) -> None:
+    made = trainer(schedule=linear(warmup=0.0))
+    made.fit(loader(), epochs=1)
+    found = rates(made)
+    assert made.fit([(torch.ones(1, 1), torch.ones(1, 1))] * 3, epochs=3).updates == 6
+    assert found == falling(EPOCH + 6, EPOCH)
+
+    def stop(made: Trainer, event: Event) -> None:
+        if event.update == 4:
+            made.stop("enough")
+
+    trainer(schedule=linear(warmup=0.0), checkpoint=tmp_path, callbacks=[stop], log_every=1).fit(loader(), epochs=2)
+    resumed = trainer(schedule=linear(warmup=0.0), checkpoint=tmp_path, settings=Settings(accumulate=4)).resume()
+    found = rates(resumed)
+    assert resumed.fit(loader(), epochs=2).updates == 3  # of the four batches left, and of two times four
+    assert found == falling(7, 4)
+
+
+def thawing(schedule: Any, at: int) -> Trainer:
+    """A second group of parameters comes to the optimizer after update ``at``."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+
+    def thaw(made: Trainer, event: Event) -> None:
+        if event.update == at and len(made.optimizer.param_groups) == 1:
+            made.optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.001})
+
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.01)
+    return trainer(model, optimizer=optimizer, schedule=schedule, callbacks=[thaw], log_every=1)
+
+
+def test_what_is_thawed_in_mid_run_follows_the_schedule() -> None:
+    for schedule in (linear(warmup=0.0), lambda o, n: SequentialLR(o, [ConstantLR(o, 1.0), linear(warmup=0.0)(o, n)], [1])):
+        made, found = thawing(schedule, 4), list[tuple[float, ...]]()
+        made.optimizer.register_step_pre_hook(lambda o, *_, to=found: to.append(tuple(g["lr"] for g in o.param_groups)))
+        made.fit(loader(), epochs=1)
+        assert all(second == pytest.approx(first / 10) for first, second in found[5:])
+    made = thawing(linear(warmup=0.0), EPOCH)
+    made.fit(batches := loader(), epochs=1)
+    assert made.fit(batches, epochs=2).updates == EPOCH
+    assert made.optimizer.param_groups[1]["lr"] == 0
+    said = (
+        r"has 2 groups of parameters by now, and the OneCycleLR was made for 1, .* Give schedule=cosine\(\), which takes them"
+    )
+    with pytest.raises(UsageError, match=said):
+        thawing(one_cycle(0.05), 4).fit(loader(), epochs=1)
+    two = thawing(lambda o, n: LambdaLR(o, [lambda update: 1.0] * len(o.param_groups)), 4)
+    assert two.fit(loader(), epochs=1).updates == EPOCH
 
 
 def test_a_cycle_that_is_too_short_is_refused_at_once() -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from _runs import loader
 from trimtab import Settings, Trainer
+from trimtab._float32 import rounded_to_tf32
 from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.clock import HostClock
 from trimtab.train.events import Event, JsonLines, Progressed, TensorBoard
@@ -118,6 +119,11 @@ def test_an_update_that_stands_for_nothing_changes_nothing() -> None:
         (lambda model, batch: (model(batch[0]).mean(), 4), (torch.rand(4, 1), torch.tensor([0, 0, -100, 0])), None),
         (lambda model, batch: model(torch.rand(4, 1)).mean(), {"n": 4}, "Nothing tells how many examples a batch has"),
         (lambda model, batch: (model(torch.rand(4, 1)).mean(), 4), {"n": 4}, None),
+        (
+            lambda model, batch: model(batch["pixels"].float()).mean(),
+            {"pixels": torch.full((4, 1), 156, dtype=torch.uint8)},  # as many as -100 has bits
+            None,
+        ),
     ],
 )
 def test_what_losses_may_count_for_wrongly_is_said(loss: Any, batch: Any, said: str | None) -> None:
@@ -291,6 +297,15 @@ def without_rate(model: nn.Module) -> Adaptive:
     return optimizer
 
 
+def test_a_generator_of_the_model_is_as_before_after_a_rehearsal() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    model[0].random = torch.Generator().manual_seed(1)
+    before = model[0].random.get_state()
+    with rehearsal(model):
+        torch.rand(1, generator=model[0].random)
+    assert torch.equal(model[0].random.get_state(), before)
+
+
 def test_options_of_the_optimizer_are_as_before_after_a_rehearsal() -> None:
     model = nn.Linear(4, 3)
     optimizer = without_rate(model)
@@ -326,6 +341,9 @@ def test_either_interface_for_precision_may_be_in_use(place: str, name: str) -> 
             assert precisions() == before
         with running(Settings(tf32=True)):
             assert precisions()[:2] == ("tf32", "tf32")
+        with running(Settings(tf32=False)):  # whatever torch, or the script, would have
+            assert "tf32" not in precisions()[:2]
+            assert not rounded_to_tf32()
         assert precisions() == before
     finally:
         backend.fp32_precision = "none"

@@ -38,7 +38,7 @@ def failing(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "validate", "said"),
     [
-        ({"early_stopping": EarlyStopping(metric="acc"), "metrics": {"right": right}}, batches(),
+        ({"early_stopping": EarlyStopping(metric="acc", mode="max"), "metrics": {"right": right}}, batches(),
          r"EarlyStopping watches 'acc', but the validation has loss, right\. Name one of these, or give metrics"),
         ({"early_stopping": EarlyStopping()}, None, r"EarlyStopping goes by the validation, and there is none\. Give fit\("),
         ({"metrics": {"right": right}}, None, r"metrics={'right'} go by the validation, and there is none\. Give fit\("),
@@ -146,6 +146,50 @@ def validations(made: Trainer) -> list[tuple[int, float]]:
 
     made.callbacks.append(watch)
     return found
+
+
+def test_the_callbacks_of_a_validation_see_the_parameters_that_were_validated() -> None:
+    found: list[tuple[float, float]] = []
+
+    def compare(made: Trainer, event: Event) -> None:
+        if isinstance(event, Validated):
+            with torch.no_grad():
+                error = nn.functional.mse_loss(made.model(DATA.tensors[0]), DATA.tensors[1])
+            found.append((event.metrics["loss"], float(error)))
+
+    trainer(ema=0.99, callbacks=[compare]).fit(loader(), loader(), epochs=2)
+    told, seen = zip(*found, strict=True)
+    assert told == pytest.approx(seen, rel=1e-5)
+
+
+class Merging(nn.Linear):
+    """What is trained is beside its weight in training mode, and merged into it in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.weight.requires_grad = False
+        self.beside, self.merged = nn.Parameter(torch.zeros(1, 1)), False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        if mode == self.merged:
+            self.weight.data += self.beside.data * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x / 32)
+        return found if self.merged else found + x / 32 @ self.beside
+
+
+@pytest.mark.parametrize("options", [{}, {"ema": 0.5}, {"early_stopping": EarlyStopping(patience=9)}], ids=str)
+def test_modules_that_do_something_as_their_mode_changes_are_taken_back_to_training(options: dict[str, Any]) -> None:
+    made, batches = trainer(Merging, **options), loader()
+    frozen = made.model.weight.clone()
+    for epochs in (2, 4):  # the second run begins with what the first left, which is merged
+        made.fit(batches, batches, epochs=epochs)
+    assert made.model.beside.abs() > 1e-3
+    torch.testing.assert_close(made.model.train().weight, frozen)
 
 
 @pytest.mark.own_process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -16,25 +17,27 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trimtab
 from trimtab.candidate import Settings
 from trimtab.contracts import BACKENDS, PASSES, Pass
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.evaluate import Plan
-from trimtab.measurement import Drop
+from trimtab.measurement import Drop, Interval
 from trimtab.recipe import Recipe
-from trimtab.study import space
+from trimtab.study import space, verdict
 from trimtab.study.climb import Climb, trained_as_written
+from trimtab.study.options import Options
 from trimtab.study.record import Record
 from trimtab.study.sampler import Facts
 from trimtab.subject import prepare
 from trimtab.train.loader import Loader
-from trimtab.train.losses import Written, increase, parity
+from trimtab.train.losses import Written, increase, parity, too_coarse
 from trimtab.train.trial import _unfaithful, try_recipe
 from trimtab.train.trying import TrainingSubject, Updates, first, prepared
 from trimtab.trial import State, Trial
+from trimtab.tuning import _spoken
 from trimtab.workload import Limits, Training, Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -298,7 +301,7 @@ def test_a_study_ends_with_settings_a_ladder_and_a_report_and_goes_on(tmp_path: 
     assert list(rungs) == ["as_written", "lossless", "best"]
     assert rungs["as_written"]["speedup"]["value"] == 1.0
     won = found["status"] == "improved"
-    assert found["settings"]["exact_batchnorm"] is won  # of those two trials, the other one ran its batches as one
+    assert found["settings"]["joined"] is won  # of those two trials, the other one ran its batches as one
     assert not won or rungs["best"]["speedup"]["low"] > 1.0
     assert {trial["state"] for trial in found["trials"]} == {"COMPLETE", "SKIPPED"}
     assert all(trial["reason"] for trial in found["trials"] if trial["state"] == "SKIPPED")
@@ -360,3 +363,99 @@ def test_another_seed_is_another_order_of_the_data() -> None:
     one, again, other = (prepared(workload, 6, seed=seed).batches for seed in (None, workload.seed, workload.seed + 1))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(one, again, strict=True))
     assert not all(torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
+
+
+class Read(Dataset[Any]):
+    """Zeros, after a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return torch.zeros(8), 0
+
+
+def slow(model: nn.Module, batch: Any) -> torch.Tensor:
+    time.sleep(0.04)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("read_s", "loss", "ahead"), [(0.02, nn.CrossEntropyLoss(), 2), (0.0, slow, 0)])
+def test_what_a_loader_has_read_ahead_is_used_up_before_updates_are_timed(read_s: float, loss: Any, ahead: int) -> None:
+    subject = prepared(workload(data=lambda: DataLoader(Read(read_s), 1, num_workers=1), loss=loss), 1)
+    updates = Updates(subject, subject.settings, seed=0)
+    assert updates._ahead == 2
+    for _ in range(2 if ahead else 20):  # others may have the cores for a while
+        if updates._ahead:
+            assert len(updates.block(3)) == 3
+            time.sleep(0.1)
+    assert updates._ahead == ahead  # where the loader is what updates wait for, it is looked at every time
+    assert Updates(prepared(workload(), 1), Settings(), seed=0)._ahead == 0
+
+
+def test_a_schedule_with_a_length_of_its_own_is_timed_too() -> None:
+    def schedule(optimizer: torch.optim.Optimizer, updates: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+
+    subject = prepared(workload(schedule=schedule), 8)
+    assert len(subject.losses(subject.settings, seed=0)) == 8
+    assert len(Updates(subject, subject.settings, seed=0).block(12)) == 12
+
+
+def test_targets_that_outputs_in_few_bits_cannot_come_close_to_are_found() -> None:
+    outputs, targets = torch.randn(32, 1).bfloat16(), torch.randn(32, 1)
+    assert too_coarse(outputs, targets, torch.bfloat16, 0.05) is None
+    found = too_coarse(outputs.float(), 300 + targets, torch.bfloat16, 0.05)
+    assert str(found).startswith("Its outputs are in steps of bfloat16, in which the targets are off by ")
+    assert too_coarse(torch.randn(32, 1), 300 + targets, torch.bfloat16, 0.05) is None  # which are finer
+    assert too_coarse(outputs, torch.zeros(32, dtype=torch.int64), torch.bfloat16, 0.05) is None
+
+    def kelvins() -> Any:
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(x, 300 + x[:, :3]), batch_size=16)
+
+    trial = tried(prepared(workload(data=kelvins, loss=nn.MSELoss()), 8), PASSES["autocast"]())
+    assert trial.state is State.MISMATCH
+    assert str(trial.reason).startswith("Its outputs are in steps of bfloat16")
+
+
+def test_what_does_nothing_is_not_added_up() -> None:
+    """All settings but two come out a little ahead of what they are tried on, as half of those that do nothing do."""
+
+    def interval(trial: Trial) -> Interval:
+        value = 1.0
+        for step in trial.recipe.passes:
+            value *= {"joined": 1.5, "autocast": 1.4}.get(step.name, 1.01)
+        return Interval(value, 0.975 * value, 1.025 * value)
+
+    facts = Facts(throughput=True, feasible=lambda trial: True, value=lambda trial: interval(trial).low)
+    climb, done = Climb(), list[Trial]()
+    while (ask := climb.ask(done, facts)) is not None:
+        trial = Trial(recipe=ask.recipe, state=State.COMPLETE, stage=ask.stage)
+        done.append(dataclasses.replace(trial, speedup=interval(trial)))
+    best = max(done, key=lambda trial: interval(trial).low).recipe
+    assert {step.name for step in best.passes} == {"joined", "autocast"}
+
+
+def test_exact_settings_that_a_busy_machine_could_not_tell_are_looked_at_again() -> None:
+    original = Trial(recipe=trained_as_written(), state=State.COMPLETE, speedup=Interval(1.0, 0.97, 1.03))
+    for step in (PASSES["optimizer"](), PASSES["autocast"]()):
+        noisy = Trial(recipe=recipe(step), state=State.COMPLETE, speedup=Interval(1.5, 0.95, 2.3))
+        assert verdict.ahead([original, noisy], Limits(), "throughput", original, tuned=False) == [noisy]
+    assert verdict.ahead([original], Limits(), "throughput", original, tuned=False) == []
+
+
+def test_a_budget_is_for_the_dry_run_too(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with pytest.raises(UsageError, match=r"The budget was over before the dry run was, which makes 8 updates .* three times"):
+        trimtab.tune(f"{tmp_path}/train.py", budget=0.01, updates=8, out=tmp_path / "run")
+
+
+def test_the_call_that_goes_on_has_what_is_not_at_its_default() -> None:
+    options = Options(trial_s=600.0, timing_s=1.0, worker_mb=900.0)
+    spoken = _spoken("train.py", options, budget=None, updates=24, out="run")
+    assert spoken == "trimtab.tune('train.py', out='run', worker_memory_mb=900.0, timing_seconds=1.0)"

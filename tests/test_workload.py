@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import pathlib
 import textwrap
 from typing import Any
@@ -13,17 +15,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
+import trimtab
 from _labelled import X
+from trimtab._user_code import IN_WORKER
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.candidate import Candidate
-from trimtab.errors import InputError, UsageError, WorkloadError
+from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
 from trimtab.evaluate import TORCH_THREADS
 from trimtab.intake.load import load_workload
+from trimtab.passes.int8_weights import Int8Weights
 from trimtab.reference import Fitted, Reference, predict
 from trimtab.signature import Dim
 from trimtab.splits import split
+from trimtab.study import sameness
 from trimtab.study.handing import handed
-from trimtab.study.jobs import prepare_job
+from trimtab.study.jobs import original_job, prepare_job, read_workload
+from trimtab.study.process import environment
 from trimtab.study.sampler import as_written
 from trimtab.subject import fresh, prepare
 from trimtab.workload import Evaluation, Limits, Workload
@@ -31,6 +38,10 @@ from trimtab.workload import Evaluation, Limits, Workload
 
 def top1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.argmax(1) == target
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
 
 
 def labelled(n: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,6 +195,18 @@ def test_limits() -> None:
         Limits(latency_ms=0)
 
 
+def test_an_error_without_its_percent_sign_is_refused_and_none_at_all_is_not() -> None:
+    assert [Limits.parse(max_error=text).max_error for text in ("5%", "0.05", "100%", "100.0")] == [0.05, 0.05, 1.0, 100.0]
+    for text in ("5", "1", "99"):
+        with pytest.raises(UsageError) as caught:
+            Limits.parse(max_error=text)
+        assert str(caught.value) == (
+            f"--max-error is '{text}', which allows outputs to be off by {text}00% of what they vary by. If {text}% was meant, "
+            f"write --max-error {text}%."
+        )
+    assert Limits(max_error=5.0).max_error == 5.0, "who computes it in Python has no percent sign to forget"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -306,8 +329,10 @@ def test_signature_binds_like_python_does_and_checks() -> None:
         signature.bind((x, y), {"scale": 2.0, "c": y})
     with pytest.raises(InputError, match="The input 'b' is missing"):
         signature.bind((x,), {"scale": 2.0})
-    with pytest.raises(InputError, match="structured as"):
+    with pytest.raises(InputError, match="The input 'scale' is 3.0, but this was built for 2.0."):
         signature.bind((x, y), {"scale": 3.0})
+    with pytest.raises(InputError, match="3 inputs were given by position; this was built for 2: a: float32"):
+        signature.bind((x, y, x), {"scale": 2.0})
 
 
 def test_inputs_and_outputs_may_share_memory(tmp_path: pathlib.Path) -> None:
@@ -336,6 +361,17 @@ def test_models_that_cannot_be_pickled_or_have_no_shapes_are_refused_with_the_wa
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 2))
     with pytest.raises(UsageError, match="cannot be handed to worker processes: .* or give model= a function that builds it"):
         handed(Workload(model=nn.Sequential(normed), inputs=X[:1]), tmp_path)
+    for what in (torch.jit.script(twice), ctypes.pointer(ctypes.c_int(3))):
+        held = nn.Linear(8, 2).eval()
+        held.what = what
+        with pytest.raises(UsageError, match="cannot be handed to worker processes"):
+            handed(Workload(model=held, inputs=X[:1]), tmp_path)
+        with pytest.raises(CompileError, match=r"cannot be copied: .*Make copy.deepcopy\(model\) work"):
+            Candidate.of(held, (X[:1],)).own_model()
+    compiled = nn.Sequential(nn.Linear(8, 2))
+    compiled[0].compile(backend="eager")
+    with pytest.raises(UsageError, match=r"compiled in place, .* Give model= a function that builds and compiles it"):
+        handed(Workload(model=compiled, inputs=X[:1]), tmp_path)
     with pytest.raises(WorkloadError, match="'weight' has no shape yet.* Call it once on the inputs before handing it over"):
         prepare(Workload(model=nn.LazyLinear(2), inputs=X[:1]))
 
@@ -378,6 +414,57 @@ def test_a_script_that_reads_its_arguments_finds_none(tmp_path: pathlib.Path, mo
         load_workload(tmp_path / "without.py")
 
 
+def test_a_function_that_reads_its_arguments_finds_none_either(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "late.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import sys, torch, trimtab
+            def build(): return torch.nn.Linear(3 + len(sys.argv[1:]), 2)
+            def workload(): return trimtab.Workload(name="w", model=build, inputs=torch.ones(1, 3 + len(sys.argv[1:])))
+            """
+        )
+    )
+    monkeypatch.setattr("sys.argv", ["worker.py", "a", "b"])
+    assert load_workload(path).inputs.shape == (1, 3)
+    found = read_workload({"reference": str(path)})  # as workers do, which call the functions of a workload later on
+    assert found.build_model().in_features == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda w: trimtab.optimize(w, limits=0.01), "limits is 0.01; give trimtab.Limits, such as Limits(max_drop=0.01)."),
+        (
+            lambda w: trimtab.optimize(w, objective="Latency"),
+            "objective is 'Latency'; it can be latency, throughput, memory, size.",
+        ),
+        (lambda w: trimtab.compare(w, objective="size"), "objective is 'size'; what is timed can be latency or throughput."),
+        (lambda w: trimtab.compare(w, seconds="1s"), "seconds is '1s'; it must be a plain number above zero, without a unit."),
+        (
+            lambda w: dataclasses.replace(w, evaluation=(torch.ones(2, 2), torch.ones(2))),
+            "Workload evaluation is a tuple; give a trimtab.Evaluation.",
+        ),
+        (lambda w: dataclasses.replace(w, training={}), "Workload training is a dict; give a trimtab.Training."),
+    ],
+)
+def test_arguments_of_another_type_are_told_of_before_anything_runs(
+    call: Any, sentence: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as raised:
+        call(Workload(name="w", model=nn.Linear(2, 2), inputs=torch.ones(1, 2)))
+    assert str(raised.value) == sentence
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", [trimtab.optimize, trimtab.tune, trimtab.compare])
+def test_what_a_file_starts_while_a_worker_reads_it_is_refused(what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IN_WORKER, environment()[IN_WORKER])
+    with pytest.raises(UsageError, match=f'trimtab.{what.__name__} is called by the very file .* if __name__ == "__main__":'):
+        what("model.py")
+
+
 def test_a_package_that_misses_another_is_there(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_here").mkdir()
     (tmp_path / "half_here" / "__init__.py").write_text("import no_such_dependency")
@@ -385,3 +472,67 @@ def test_a_package_that_misses_another_is_there(tmp_path: pathlib.Path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorkloadError, match="No module named 'no_such_dependency'"):
         load_workload("half_here.work:workload")
+
+
+def test_the_order_of_keys_means_nothing_and_the_first_difference_is_named() -> None:
+    class Nested(torch.nn.Module):
+        def forward(self, x: torch.Tensor, batch: dict[str, Any], *, more: Any = None) -> torch.Tensor:
+            return x + batch["user"] - batch["item"]["id"] + more[0]
+
+    x, user, item, other, more = (torch.full((2,), float(i)) for i in range(5))
+    batch = {"user": user, "item": {"id": item, "other": other}, "k": 3}
+    signature = Candidate.of(Nested(), (x, batch), {"more": (more,)}).signature
+    turned = {"k": 3, "item": {"other": other, "id": item}, "user": user}
+    for given in (batch, turned):
+        found = signature.bind((x, given), {"more": (more,)})
+        assert all(p is q for p, q in zip(found, (x, user, item, other, more), strict=True))
+    for args, kwargs, words in (
+        ((x, turned | {"k": 4}), {"more": (more,)}, "The input 'batch.k' is 4, but this was built for 3."),
+        (
+            (x, turned | {"item": item}),
+            {"more": (more,)},
+            "The input 'batch.item' is a tensor, but this was built for a dict with",
+        ),
+        (
+            (x, {"user": user}),
+            {"more": (more,)},
+            "The input 'batch' is a dict with user, but this was built for a dict with user, ",
+        ),
+        ((x, turned), {"more": [more]}, "The input 'more' is a list of 1, but this was built for a tuple of 1."),
+    ):
+        with pytest.raises(InputError) as caught:
+            signature.bind(args, kwargs)
+        assert str(caught.value).startswith(words)
+
+
+def test_an_exported_module_is_a_model_like_any_other() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).eval()
+    exported = torch.export.export(net, (torch.ones(2, 4),)).module()
+    for model, told in ((exported, False), (nn.Sequential(exported), True)):
+        subject = prepare(Workload(model=model, inputs=torch.ones(2, 4)))
+        assert any("training mode" in note for note in subject.notes) == told, "its graph is in evaluation mode"
+        assert torch.equal(subject.candidate.flat()(torch.ones(2, 4))[0], net(torch.ones(2, 4)))
+
+
+class Stages(nn.Module):
+    """Keeps a part as it is, and forgets to return itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_a_model_whose_train_returns_nothing_is_measured_as_written(tmp_path: pathlib.Path) -> None:
+    workload = Workload(model=Stages(), inputs=torch.ones(1, 4))
+    (tmp_path / "w.pkl").write_bytes(cloudpickle.dumps(workload))
+    sameness.keep(tmp_path / "reference", prepare(workload))
+    job = {"workload": {"pickle": str(tmp_path / "w.pkl")}, "reference": str(tmp_path / "reference"), "weights": {}}
+    assert original_job(job, tmp_path)["peak_mb"] is not None
+    Int8Weights().apply(Candidate.of(workload.model, (torch.ones(1, 4),)))

@@ -15,7 +15,10 @@
 set -euo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-exec srun torchrun \
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100  # seconds for that checkpoint, where torch knows it; torchrun else kills after 30
+
+# srun does not take --cpus-per-task over from sbatch: without it a host's processes may share one core.
+exec srun --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" \
     --nproc-per-node="${SLURM_GPUS_ON_NODE:-8}" \
     --max-restarts=3 \

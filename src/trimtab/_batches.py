@@ -23,11 +23,13 @@ class Column(list[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One call's worth of data. ``target`` is ``None`` where there are no labels; ``rows`` is 0 where it must stay whole."""
+    """One call's worth of data. ``target`` is ``None`` where there are no labels; ``rows`` is 0 where it must stay whole, and
+    ``single`` says that it is one example then, whatever its rows are a part of."""
 
     inputs: Any
     target: Any = None
     rows: int = 0
+    single: bool = False
 
     @property
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

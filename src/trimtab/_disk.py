@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import re
 
-WORDS = re.compile(r"No space left|PytorchStreamWriter failed writing|unexpected pos \d+")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says where a disk is full, or one's share of it."""
+WORDS = re.compile(r"No space left|Disk quota exceeded|PytorchStreamWriter failed writing|unexpected pos \d+")
 """What the system says; and torch, whose writer of archives does not pass on what the system said."""
 SHARED = "</torch_"
 """How torch names a piece of shared memory, of which containers have little; no disk is full then."""
@@ -16,7 +18,7 @@ def out_of_space(error: BaseException | None) -> bool:
     seen = set[int]()
     while error is not None and id(error) not in seen:  # an error can be its own cause
         seen.add(id(error))
-        if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or says_full(str(error)):
+        if (isinstance(error, OSError) and error.errno in FULL) or says_full(str(error)):
             return True
         shown = None if error.__suppress_context__ else error.__context__
         error = shown if error.__cause__ is None else error.__cause__

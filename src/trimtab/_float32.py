@@ -39,8 +39,20 @@ def products_of_float32(*, tf32: bool) -> Iterator[None]:
         _set(places, before)
 
 
+def rounded_to_tf32() -> bool:
+    """Whether GPUs may take TF32 for any of them now, as torch does for convolutions where nobody says otherwise."""
+    backends: Any = torch.backends
+    return any(place.fp32_precision == "tf32" for place in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn))
+
+
 def _set(places: Sequence[Any], wanted: Sequence[str]) -> None:
-    """Of torch's parts; those that have theirs, perhaps from a setting above them, are left alone."""
+    """Of torch's parts; those that have theirs, perhaps from a setting above them, are left alone.
+
+    Others get torch's own first, with which they may have it from there again.
+    """
+    backends: Any = torch.backends
     for place, precision in zip(places, wanted, strict=True):
+        if place.fp32_precision != precision:
+            place.fp32_precision = "tf32" if place in (backends.cudnn.conv, backends.cudnn.rnn) else "none"
         if place.fp32_precision != precision:
             place.fp32_precision = precision

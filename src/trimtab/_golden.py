@@ -168,7 +168,7 @@ def _case(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Case:
             "The original model gives NaN on its own inputs; an artifact needs inputs whose outputs can be compared. Give such "
             "inputs."
         )
-    return Case(tuple(inputs), tuple(outputs))
+    return Case(tuple(inputs), tuple(out.clone() for out in outputs))  # it may be memory that the next call writes to
 
 
 def _fitted(leaves: Sequence[torch.Tensor], whole: Signature, kept: Signature) -> list[torch.Tensor]:

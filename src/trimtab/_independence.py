@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from trimtab._batches import Batch
+from trimtab._masks import errors
 from trimtab._ties import is_discrete
 from trimtab._tree import cloned, flatten
 from trimtab.errors import WorkloadError
@@ -158,13 +159,10 @@ def _same(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
         return False
     if is_discrete(a.dtype):
         return torch.equal(a, b)
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    known = a.isfinite()
-    if not torch.equal(known, b.isfinite()) or not known.any():
-        return torch.equal(known, b.isfinite())
-    a, b = a[known].to(wide), b[known].to(wide)
-    return float((a - b).abs().max()) <= allowed * float(a.abs().max())
+    found = errors(a, b)
+    return found is not None and all(error <= allowed * size for error, size in found)
 
 
 def _leaves(output: Any) -> list[torch.Tensor]:
-    return [leaf.detach() for leaf in flatten(output, "the output")[0]]
+    # copies, because a model may give memory that its next call writes to
+    return [leaf.detach().clone() for leaf in flatten(output, "the output")[0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,10 +11,24 @@ from typing import Any
 import torch
 
 from trimtab._tree import Record, opened
-from trimtab.errors import WorkloadError
+from trimtab._user_code import user_code
+from trimtab.errors import UsageError, WorkloadError
 
 Pick = Callable[[torch.Tensor | None], Any]
-"""Gives the joined values of the examples at some positions; of all of them for ``None``."""
+"""Gives the joined values of the examples at some positions, of all of them for ``None``, to somebody who may write to them."""
+
+
+def spared(value: Any) -> Any:
+    """A copy of ``value`` for code that may write to it; ``value`` itself where that cannot be copied."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    # a copy of a view would be one of all that it is a view of
+    known = {id(leaf): leaf.detach().clone() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)}
+    try:
+        with user_code("What is judged cannot be copied"):
+            return copy.deepcopy(value, known)
+    except (UsageError, WorkloadError):
+        return value
 
 
 def example_counts(outputs: Sequence[Any], targets: Sequence[Any], rows: Sequence[int]) -> list[int]:
@@ -78,11 +93,12 @@ def _constants(values: Sequence[Any], counts: Sequence[int]) -> Pick:
 
 def _each(values: Sequence[Any], counts: Sequence[int]) -> Pick:
     """A list with the value of every batch; where each batch is one example, these are picked too."""
-    return _sequence(values) if set(counts) == {1} else lambda index: list(values)
+    return _sequence(values) if set(counts) == {1} else lambda index: list(map(spared, values))
 
 
 def _sequence(items: Sequence[Any]) -> Pick:
-    return lambda index: list(items) if index is None else [items[i] for i in index.tolist()]
+    """A list of copies, each item's own though it be picked twice: tensors are copied where they are picked."""
+    return lambda index: [spared(items[i]) for i in (range(len(items)) if index is None else index.tolist())]
 
 
 def _is_column(values: Sequence[Any], counts: Sequence[int]) -> bool:

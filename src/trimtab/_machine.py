@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 
 import psutil
@@ -36,7 +37,8 @@ FLAGS: Mapping[str, str] = {
 }
 """Name of an instruction set in /proc/cpuinfo -> the name that trimtab gives it. Only those that decide a model's speed."""
 
-COMPILERS = ("g++", "clang++", "c++", "clang", "gcc", "cl")
+COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+"""The C++ compiler that torch takes where ``CXX`` names none; it looks for no other."""
 _TORCH_FLAGS = {"avx512_f": "avx512f", "amx_int8": "amx_int8", "amx_bf16": "amx_bf16", "arm_i8mm": "i8mm", "arm_bf16": "bf16"}
 _MAC_FLAGS = {
     "hw.optional.avx2_0": "avx2",
@@ -137,11 +139,10 @@ def os_name() -> str:
 
 
 def compiler() -> str | None:
-    """First line of the C++ compiler's version: the one that ``CXX`` names, else g++, clang++ or c++; ``None`` without one."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    for command in ([named] if named else []) + [["g++"], ["clang++"], ["c++"]]:
-        if shutil.which(command[0]) and (text := _output([*command, "--version"])):
-            return text.splitlines()[0].strip()
+    """First line of the C++ compiler's version: the one that ``CXX`` names, else torch's own choice; ``None`` without one."""
+    command = shlex.split(os.environ.get("CXX", "")) or [COMPILER]
+    if shutil.which(command[0]) and (text := _output([*command, "--version"])):
+        return text.splitlines()[0].strip()
     return None
 
 
@@ -150,8 +151,10 @@ def no_compiler() -> str | None:
     asked = os.environ.get("CXX")
     if asked is not None and shutil.which(asked) is None:
         return f"The C++ compiler {asked!r}, which CXX names, was not found. Set CXX to one that is installed."
-    if asked is None and not any(map(shutil.which, COMPILERS)):
-        return "torch.compile needs a C++ compiler and none was found. Install g++ (apt-get install g++) or set CXX."
+    if asked is None and shutil.which(COMPILER) is None:
+        other = next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+        fix = "Install g++ (apt-get install g++) or set CXX" if other is None else f"Set CXX={other}, which is installed"
+        return f"torch.compile needs the C++ compiler {COMPILER}, which was not found. {fix}."
     return None
 
 

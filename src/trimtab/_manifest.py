@@ -128,10 +128,6 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         IntegrityError: the manifest is damaged, too large, of another schema, or claims what cannot be.
     """
     path = folder / MANIFEST
-    if not folder.is_dir():
-        raise ArtifactError(f"There is no artifact folder {str(folder)!r}. {GIVE}")
-    if not os.path.lexists(path):
-        raise ArtifactError(f"{str(folder)!r} is no artifact: it has no {MANIFEST}. {GIVE}")
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise IntegrityError(f"{path} is not a plain file; an artifact holds nothing else.")
@@ -142,6 +138,12 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         spelled, stated = dumps(data) + "\n" == text, data.pop("digest")
         same = spelled and stated == _digest(data)
         manifest = from_json(Manifest, data)
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.isdir(folder):
+            raise ArtifactError(f"{str(folder)!r} is no artifact: it has no {MANIFEST}. {GIVE}") from None
+        raise ArtifactError(f"There is no artifact folder {str(folder)!r}. {GIVE}") from None
+    except PermissionError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}. Let this user read the folder and its files.") from error
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}. {COPY}") from error
     except (UsageError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
@@ -165,10 +167,13 @@ def _digest(data: Any) -> str:
 @contextlib.contextmanager
 def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """A temporary folder beside ``folder`` that takes its place when the block ends well, and vanishes when it does not."""
-    _refuse_others(folder)
+    refuse_others(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        # some file systems keep what another has open, of the old artifact, once the new one is in its place
+        with tempfile.TemporaryDirectory(
+            dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp", ignore_cleanup_errors=True
+        ) as scratch:
             new, old = pathlib.Path(scratch, "new"), pathlib.Path(scratch, "old")
             new.mkdir()
             yield new
@@ -182,7 +187,7 @@ def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         ) from error
 
 
-def _refuse_others(folder: pathlib.Path) -> None:
+def refuse_others(folder: pathlib.Path) -> None:
     """Raises where ``folder`` holds anything but an artifact: it is going to be deleted. What Python caches may go as well."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
@@ -224,10 +229,8 @@ def findings(folder: pathlib.Path, manifest: Manifest) -> Iterator[str]:
     for name, facts in manifest.files.items():
         if name in there and there[name] != facts.size:
             problems.append(f"{name} was changed: it has {there[name]} bytes, the manifest says {facts.size}.")
-        elif name not in there and not os.path.lexists(folder / name):
-            problems.append(f"{name} is missing.")
-        elif name not in there and (folder / name).is_dir() and not (folder / name).is_symlink():
-            problems.append(f"{name} is a folder; the manifest lists a file of that name.")
+        elif name not in there and (problem := _why_absent(folder / name)):
+            problems.append(f"{name} {problem}")
     yield from problems
     if not problems:
         for name, facts in manifest.files.items():
@@ -238,6 +241,17 @@ def findings(folder: pathlib.Path, manifest: Manifest) -> Iterator[str]:
                 continue
             if not same:
                 yield f"{name} was changed: its contents do not have the hash that the manifest states."
+
+
+def _why_absent(path: pathlib.Path) -> str | None:
+    """What is wrong with a listed file that is no plain file there; ``None`` for a kind that :func:`_present` speaks of."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing."
+    except OSError as error:
+        return f"cannot be looked at: {error.strerror}."
+    return "is a folder; the manifest lists a file of that name." if stat.S_ISDIR(mode) else None
 
 
 def _present(folder: pathlib.Path) -> tuple[dict[str, int], list[str]]:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from trimtab.errors import UnknownNameError, UsageError
+from trimtab._user_code import user_code
+from trimtab.errors import UnknownNameError, UsageError, WorkloadError
 
 T = TypeVar("T")
 
@@ -20,11 +21,12 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     The modules of ``package`` whose name has no leading underscore are its entries: the file name is the name, and the
     file defines exactly one concrete subclass of ``base``. The entry-point group named like the package adds plug-ins.
-    Listing names imports none of them; looking one up imports that one only.
+    Listing names imports none of the folder; looking one up imports that one only. Plug-ins that cannot be loaded are not
+    listed: :attr:`broken` says why.
 
     Raises:
         UnknownNameError: a name that is neither in the folder nor among the entry points; lists the known ones.
-        UsageError: two sources claim one name, or a module does not hold what its name promises.
+        UsageError: two sources claim one name, a module does not hold what its name promises, or a plug-in cannot be loaded.
     """
 
     def __init__(self, kind: str, package: str, base: type[T]) -> None:
@@ -37,14 +39,44 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         if name not in sources:
             raise UnknownNameError(f"There is no {self.kind} {name!r}. Known are: {', '.join(sorted(sources))}.")
         source = sources[name]
-        found = source.load() if isinstance(source, EntryPoint) else self._single(importlib.import_module(source), source)
-        return self._checked(found, name, source)
+        if isinstance(source, EntryPoint):
+            return self._checked(self._loaded(source), name, source)
+        return self._checked(self._single(importlib.import_module(source), source), name, source)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._sources))
+        return iter(sorted(self._sources.keys() - self.broken.keys()))
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self._sources) - len(self.broken)
+
+    @functools.cached_property
+    def plugins(self) -> dict[str, type[T]]:
+        """The classes that come from entry points and can be loaded."""
+        points = [name for name, source in self._sources.items() if isinstance(source, EntryPoint)]
+        return {name: self[name] for name in points if name not in self.broken}
+
+    @functools.cached_property
+    def broken(self) -> dict[str, str]:
+        """The plug-ins that cannot be loaded, and why: an installed package that is broken must not end every command."""
+        found = {}
+        for name, source in self._sources.items():
+            if isinstance(source, EntryPoint):
+                try:
+                    self._checked(self._loaded(source), name, source)
+                except UsageError as error:
+                    found[name] = str(error)
+        return found
+
+    def _loaded(self, point: EntryPoint) -> Any:
+        try:
+            with user_code("it"):
+                return point.load()
+        except WorkloadError as error:
+            why = error.__cause__
+            raise UsageError(
+                f"The {self.kind} {point.name!r}, {_words(point)}, cannot be loaded: {type(why).__name__}: {why}. Update or "
+                "uninstall that package."
+            ) from why
 
     @functools.cached_property
     def _sources(self) -> dict[str, str | EntryPoint]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -113,6 +114,46 @@ def unflatten(structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
     if len(leaves) != structure.tensors:
         raise UsageError(f"The structure holds {structure.tensors} tensors, but {len(leaves)} were given. Give one for each.")
     return _unflatten(structure, iter(leaves))
+
+
+def rearranged(structure: Structure, leaves: Sequence[torch.Tensor], like: Structure) -> tuple[Structure, list[torch.Tensor]]:
+    """Both with the keys of dicts in the order of ``like``, where they are the same ones: their order means nothing."""
+    if structure.kind != like.kind or len(structure.items) != len(like.items):
+        return structure, list(leaves)
+    keys, order = structure.keys, list(range(len(structure.items)))
+    if structure.kind == "dict" and set(keys) == set(like.keys):
+        keys, order = like.keys, [keys.index(key) for key in like.keys]
+    ends = list(itertools.accumulate(item.tensors for item in structure.items))
+    items, moved = list[Structure](), list[torch.Tensor]()
+    for i, other in zip(order, like.items, strict=True):
+        item = structure.items[i]
+        item, own = rearranged(item, leaves[ends[i] - item.tensors : ends[i]], other)
+        items.append(item)
+        moved += own
+    return (dataclasses.replace(structure, keys=keys, items=tuple(items)), moved) if items else (structure, list(leaves))
+
+
+def difference(found: Structure, wanted: Structure, where: str) -> str | None:
+    """The first place at which two structures differ, ``where`` being the name of the whole, in a clause; ``None`` if none."""
+    if found == wanted:
+        return None
+    if (found.kind, found.keys, len(found.items)) == (wanted.kind, wanted.keys, len(wanted.items)):
+        parts = found.keys or tuple(map(str, range(len(found.items))))
+        rows = zip(parts, found.items, wanted.items, strict=True)
+        inside = (clause for part, one, other in rows if (clause := difference(one, other, f"{where}.{part}")))
+        if clause := next(inside, None):
+            return clause
+    return f"{where!r} is {_said(found)}, but this was built for {_said(wanted)}"
+
+
+def _said(structure: Structure) -> str:
+    if structure.kind == "constant":
+        return repr(structure.value)
+    if structure.kind == "tensor":
+        return "a tensor"
+    if structure.kind in ("tuple", "list"):
+        return f"a {structure.kind} of {len(structure.items)}"
+    return f"a {structure.value or structure.kind} with {', '.join(structure.keys) or 'nothing in it'}"
 
 
 def handed_on(value: Any) -> Any:

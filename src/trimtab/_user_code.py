@@ -14,6 +14,23 @@ BY_HAND = "Call the model with these inputs yourself."
 """What to do where the user's model fails."""
 
 
+IN_WORKER = "TRIMTAB_WORKER"
+"""Environment variable that tells the code in a process of ours, and in those that it starts, that it is in one."""
+
+
+def outside_workers(what: str) -> None:
+    """Refuse to start ``what`` in a worker process, where a file that starts it while it is read would start it without end.
+
+    Raises:
+        UsageError: this is one.
+    """
+    if os.environ.get(IN_WORKER):
+        raise UsageError(
+            f"{what} is called by the very file that a worker process of trimtab reads. Put the call under "
+            'if __name__ == "__main__": so that reading the file does not make it.'
+        )
+
+
 class user_code:
     """Turns whatever the user's code raises into a :class:`WorkloadError` that carries it as its cause, and says where and what
     to do (``fix``)."""

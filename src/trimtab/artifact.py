@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import platform
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from trimtab._manifest import BASELINE, COPY, MANIFEST, MODEL, Manifest, finding
 from trimtab._shipping import fill
 from trimtab.candidate import Settings
 from trimtab.contracts import BACKENDS, Backend, Executable, technique_from_json
-from trimtab.environment import Environment
+from trimtab.environment import Environment, instruction_sets
 from trimtab.errors import ArtifactError, IntegrityError, TrimtabError, UntrustedError, UsageError
 from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
@@ -203,6 +204,7 @@ def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | No
     Raises:
         IntegrityError: a file is missing, changed, extra or malformed.
         UntrustedError: loading would run machine code from the artifact.
+        ArtifactError: its machine code is for another processor.
         MissingPackageError: its runtime is not installed.
     """
     artifact = open_artifact(path)
@@ -214,7 +216,20 @@ def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | No
         torch.set_num_threads(settings.threads)
     if settings.keep_memory:
         _machine.keep_freed_memory()
+    if manifest.native_code and trust:
+        _refuse_other_processors(manifest.environment)
     return _load(backend, artifact.path / MODEL, manifest.signature, settings, trust)
+
+
+def _refuse_other_processors(proven: Environment) -> None:
+    """Machine code ends the process, without a word, at the first instruction that the processor does not have."""
+    machine, here = platform.machine(), instruction_sets()
+    lacking = [proven.machine] if machine != proven.machine else [name for name in proven.isa if name not in here]
+    if lacking:
+        raise ArtifactError(
+            f"This artifact is machine code for a processor with {', '.join(lacking)} ({proven.cpu}), which this one does not "
+            "have: running it could end the process. Optimize again on this machine."
+        )
 
 
 def verify(path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None) -> Verification:
@@ -227,6 +242,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, threads: int | 
     artifact = open_artifact(path)
     manifest = artifact.manifest
     wrong = tuple(findings(artifact.path, manifest))
+    differences = tuple(Environment.capture().differences(manifest.environment, packages=manifest.packages))
     parity: Parities | None = None
     reason = "The files are not what was written, so nothing was run."
     if not wrong:
@@ -237,12 +253,11 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, threads: int | 
         if not parity.ok:
             reason = "The outputs are wrong, and the speed of a wrong answer says nothing."
         executable.close()
-    here = Environment.capture()
     return Verification(
         path=str(artifact.path),
         ok=not wrong and parity is not None and parity.ok,
         integrity=wrong,
-        differences=tuple(here.differences(manifest.environment, packages=manifest.packages)),
+        differences=differences,
         parity=parity,
         speed=None,
         speed_reason=reason,

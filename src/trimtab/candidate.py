@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import pathlib
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, get_args, get_origin
@@ -54,6 +55,8 @@ class Settings:
     ``accumulate`` and all processes: times their number, or times its square root."""
     exact_batchnorm: bool = False
     """Whether BatchNorm sees all of an update's batches: they then run as one, and ``activation_mb`` bounds the memory."""
+    joined: bool = False
+    """Whether an update's batches run as one wherever shapes and memory allow; BatchNorm then sees all of them."""
     clip_norm: float | None = None
     """Largest norm of the gradient of all parameters, clipped once per update."""
     compile: bool | Literal["auto"] = False
@@ -62,8 +65,8 @@ class Settings:
     """Which of torch's implementations of the optimizer runs the update."""
     attention: Literal["flash", "efficient", "cudnn", "math", "auto"] | None = None
     """Which implementation scaled dot-product attention uses, wherever that takes its inputs."""
-    tf32: bool | Literal["auto"] = False
-    """Whether float32 products may be rounded to TensorFloat-32 on GPUs that have it."""
+    tf32: bool | Literal["auto"] | None = None
+    """Whether float32 products may be rounded to TensorFloat-32 on GPUs that have it; by default torch rounds convolutions."""
     cudnn_benchmark: bool | Literal["auto"] = False
     """Whether cuDNN times its algorithms for each new shape."""
     activation_mb: float | None = None
@@ -207,7 +210,7 @@ class Candidate:
         """
         try:
             return copy.deepcopy(self.model)
-        except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+        except (*MODEL_ERRORS, pickle.PickleError) as error:
             raise CompileError(f"The model cannot be copied: {error}. Make copy.deepcopy(model) work.") from error
 
     def own_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,17 +16,13 @@ from trimtab._faithful import faithful, writes_otherwise
 from trimtab.candidate import Candidate
 from trimtab.contracts import Executable
 from trimtab.evaluate import BUILT, Plan, apply_passes, load_saved, ours, runner_for, start, timing
-from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
 from trimtab.measure.pooled import pooled
 from trimtab.measure.timer import Runner
-from trimtab.measurement import Comparison, Drop, Interval, Measurement, Parity
+from trimtab.measurement import LEAST_GAIN, Comparison, Drop, Interval, Measurement, Parity
 from trimtab.recipe import Recipe
 from trimtab.reference import Fitted, drop, predict, refer, score
 from trimtab.subject import Subject, fresh
-
-LEAST_GAIN = 0.02
-"""Memory or size that a recipe has to save to be called smaller."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +45,7 @@ class Confirmation:
     parity: Parity | None = None
     cold_s: float | None = None
     peak_mb: float | None = None
+    """Of a fresh process that loads the files, measured anew in the way of the search; unknown where there are none."""
     original_mb: float | None = None
     """Peak memory of the tuned original, which that of the winner was held against; where memory is the objective."""
     loaded: bool = True
@@ -71,32 +67,22 @@ def confirm(
     *,
     plan: Plan,
     must_win: bool,
-    original_mb: float | None = None,
+    costs: Mapping[str, float | None] | None = None,
     earlier: Mapping[str, Sequence[Comparison]] | None = None,
 ) -> tuple[Confirmation, Executable]:
     """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``).
 
-    With ``must_win`` it holds only if it is surely faster than the tuned original, and not surely slower than as written; where
-    memory is the objective, if it needs less than ``original_mb``, the peak memory of the tuned original. ``earlier`` are the
-    rounds of timing with each rival in other processes, which count as much as what is timed now.
+    ``costs`` are what only other processes can tell: ``cold_s`` and ``peak_mb``, and ``original_mb``, the peak memory of the
+    tuned original. With ``must_win`` it holds only if it is surely faster than the tuned original, and not surely slower than
+    as written; where memory is the objective, if it needs less than that. ``earlier`` are the rounds of timing with each rival
+    in other processes, which count as much as what is timed now.
     """
-    executable, candidate, cold_s, peak_mb = started(recipe, files, subject)
-    figures: dict[str, Any] = {"original_mb": original_mb, "loaded": (files / BUILT).exists()}
-    if figures["loaded"]:  # else its weights were at hand, and what it took to build it is none of a start's cost
-        figures |= {"cold_s": cold_s, "peak_mb": peak_mb}
+    figures: dict[str, Any] = {"loaded": (files / BUILT).exists(), **(costs or {})}
+    executable, candidate = load(recipe, files, fresh(subject))
     reason = _faithful(recipe, executable, candidate, subject, plan, figures) or _fast(
         executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}
     )
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures), executable
-
-
-def started(recipe: Recipe, files: pathlib.Path, subject: Subject) -> tuple[Executable, Candidate, float, float]:
-    """:func:`load` on fresh inputs, with the seconds and the peak memory in MB that it took."""
-    candidate = fresh(subject)  # which runs the original, and is none of the winner's cost
-    begun = time.perf_counter()
-    with PeakMemory() as peak:
-        executable, candidate = load(recipe, files, candidate)
-    return executable, candidate, time.perf_counter() - begun, peak.result.host_mb
 
 
 def load(recipe: Recipe, files: pathlib.Path, candidate: Candidate) -> tuple[Executable, Candidate]:
@@ -179,10 +165,8 @@ def in_round(runner: Runner, rival: Runner, plan: Plan) -> Comparison:
 
 def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | None:
     """What speaks against a gain: over the tuned original, and at ``written`` times the speed of the model as written."""
-    original, peak = figures["original_mb"], figures.get("peak_mb")
-    memory = plan.objective == "memory" and original is not None and peak is not None
-    if memory and peak >= (1 - LEAST_GAIN) * original:
-        return f"Measured again, its peak memory is {peak:.4g} MB and that of the tuned original {original:.4g} MB, no gain."
+    if plan.objective == "memory":
+        return _needs_as_much(figures.get("peak_mb"), figures.get("original_mb"))
     if plan.objective not in ("latency", "throughput"):
         return None
     ratio = figures.get("against_tuned", written)
@@ -196,11 +180,11 @@ def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | N
         else:
             why = "the machine was too busy to tell. The same command measures it once more; run it when the machine is quiet."
         return f"{said}: {why}"
-    if ratio.low <= 1.0:
-        return (
-            f"Measured again, it is {ratio.value:.2f}x the tuned original ({ratio.low:.2f} to {ratio.high:.2f}), which does "
-            "not prove that it is faster."
-        )
+    if not ratio.faster:
+        found = f"{ratio.value:.2f}x the tuned original ({ratio.low:.2f} to {ratio.high:.2f})"
+        if ratio.low <= 1:
+            return f"Measured again, it is {found}, which does not prove that it is faster."
+        return f"Measured again, it is {found}, less than the {LEAST_GAIN:.0%} that two processes of one program may differ by."
     if written.high < 1.0:
         figures["undecided"] = written.vague
         return (
@@ -208,3 +192,12 @@ def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | N
             "is slower, though the tuned original was slower still."
         )
     return None
+
+
+def _needs_as_much(peak: float | None, original: float | None) -> str | None:
+    if peak is None or original is None:
+        whose = "its peak memory" if peak is None else "the peak memory of the tuned original"
+        return f"Measured again, {whose} is not known, which proves no gain."
+    if peak < (1 - LEAST_GAIN) * original:
+        return None
+    return f"Measured again, its peak memory is {peak:.4g} MB and that of the tuned original {original:.4g} MB, no gain."

@@ -9,9 +9,10 @@ import abc
 import dataclasses
 import importlib
 import importlib.util
+import os
 import pathlib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
@@ -104,16 +105,15 @@ class Technique(abc.ABC):
         """
         if package := missing_package(self.requires):
             return f"{self.name} needs {package}, which is not installed: {install_hint(package)}."
-        if reason := self.why_not_here():
+        if reason := self.blocked_here():
             return reason
         if "calibration" in self.needs and not candidate.calibration:
             return f"{self.name} needs calibration data: give the workload calibration=... or an evaluation to take some from."
-        try:
-            with user_code(f"{self.name} cannot look at this model"):
-                return self.why_not(candidate)
-        except (UsageError, WorkloadError) as error:  # one technique and one model must not end a whole study
-            said = " ".join(str(error).split())
-            return f"{said[:400].rstrip('.')}."
+        return _asked(f"{self.name} cannot look at this model", lambda: self.why_not(candidate))
+
+    def blocked_here(self) -> str | None:
+        """What :meth:`why_not_here` says. Never raises: a package that is installed may be one that cannot be imported."""
+        return _asked(f"{self.name} cannot look at this machine", self.why_not_here)
 
     @classmethod
     def choices(cls) -> dict[str, tuple[Any, ...]]:
@@ -162,10 +162,14 @@ class Executable(abc.ABC):
     It owns its runtime's resources until :meth:`close`. It may be called from one thread at a time. Outputs belong to the
     caller: a later call does not overwrite them, and they can be changed in place. A call checks its inputs against
     :attr:`signature` first, because several runtimes answer a question they were not built for with wrong numbers instead of
-    an error.
+    an error. A process that was forked after it was made has none of its threads, and is refused unless it has but one.
     """
 
+    _forks: ClassVar[int] = 0
+    """How many forks lie between this process and the first of its family."""
+
     def __init__(self, signature: Signature, settings: Settings) -> None:
+        self._made = Executable._forks
         self.signature = signature
         self.settings = settings
         self.notes: list[str] = []
@@ -188,12 +192,23 @@ class Executable(abc.ABC):
 
         Raises:
             InputError: the inputs do not fit the signature.
+            UsageError: this process was forked from the one in which it was made.
         """
+        if self._made != Executable._forks:
+            self._refuse_threads_of_another()
         leaves = self.signature.bind(args, kwargs)
         self.signature.check(leaves)
         outputs = self.run(leaves)
         structure = self.signature.output_structure
         return outputs[0] if structure.kind == "tensor" else unflatten(structure, outputs)
+
+    def _refuse_threads_of_another(self) -> None:
+        """A forked process has none of the threads that its runtime started; it would wait for them, or do without."""
+        if self.settings.threads != 1 and torch.get_num_threads() > 1:
+            raise UsageError(
+                "This model was loaded before its process was forked, and the threads of its runtime were left behind: it "
+                "would hang, or run on one thread. Load it in each process and not before, or load it with threads=1."
+            )
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime] | None:
         """Where the time of a call goes, as the runtime's own profiler tells; ``None`` where torch runs the operators and its
@@ -213,6 +228,14 @@ class Executable(abc.ABC):
             CompileError: this executable has no form that stands alone; the message says why.
         """
         raise CompileError(f"A {type(self).__name__} has no form that stands alone.")
+
+
+def _count_fork() -> None:
+    Executable._forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 class Backend(Technique):
@@ -320,6 +343,16 @@ def require(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingPackageError(f"{package} cannot be imported ({error}). Install it: {install_hint(package)}.") from error
+
+
+def _asked(what: str, why_not: Callable[[], str | None]) -> str | None:
+    """The answer of ``why_not``, or what it raised: one technique must not end a whole study."""
+    try:
+        with user_code(what):
+            return why_not()
+    except (UsageError, WorkloadError) as error:
+        said = " ".join(str(error).split())
+        return f"{said[:400].rstrip('.')}."
 
 
 def _spoken(name: object) -> str:

@@ -37,7 +37,9 @@ RUNTIMES = (
     "triton",
 )
 """Distributions that execute models: their versions decide speed, and so they are part of the fingerprint."""
-_OTHERS = ("trimtab", "numpy", "onnx", "onnxscript", "nncf", "torch-pruning", "transformers", "optuna", "safetensors", "ray")
+BUILDERS = ("trimtab", "onnx", "onnxscript", "nncf")
+"""Distributions that make what is executed: graphs, and what is quantized of them. They are part of it for the same reason."""
+_OTHERS = ("numpy", "torch-pruning", "transformers", "optuna", "safetensors", "ray")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,7 @@ class Environment:
         return cls(
             cpu=_machine.cpu_name(),
             machine=platform.machine(),
-            isa=_machine.isa(_capabilities()),
+            isa=instruction_sets(),
             physical_cores=psutil.cpu_count(logical=False),
             logical_cores=os.cpu_count() or 1,
             cpu_quota=quota,
@@ -157,7 +159,7 @@ class Environment:
     @functools.cached_property
     def fingerprint(self) -> str:
         """12 hexadecimal digits that change when something that decides speed changes."""
-        runtimes = {name: self.versions[name] for name in RUNTIMES if name in self.versions}
+        runtimes = {name: self.versions[name] for name in (*RUNTIMES, *BUILDERS) if name in self.versions}
         gpus = [dataclasses.replace(gpu, driver=None) for gpu in self.gpus]  # which is known only where pynvml is installed
         facts = [self.cpu, self.machine, self.isa, self.physical_cores, self.usable_cores, self.cpu_quota, gpus, runtimes]
         return hashlib.sha256(dumps(facts, indent=None).encode()).hexdigest()[:12]
@@ -176,7 +178,9 @@ class Environment:
             here, there = (self.cpu, other.cpu) if self.cpu != other.cpu else (self.machine, other.machine)
             yield f"The CPU is {here} here; the artifact was proven on {there}."
         if lacking := [name for name in other.isa if name not in self.isa]:
-            yield f"This CPU has no {', '.join(lacking)}, which the machine of the proof had; its speed does not carry over."
+            outputs = ", and int8 may give other outputs" if any(name.endswith("vnni") for name in lacking) else ""
+            what = f"This CPU has no {', '.join(lacking)}, which the machine of the proof had"
+            yield f"{what}; its speed does not carry over{outputs}."
         if gained := [name for name in self.isa if name not in other.isa]:
             yield f"This CPU has {', '.join(gained)}, which the machine of the proof had not; another recipe may win here."
         if self.usable_cores != other.usable_cores:
@@ -199,7 +203,9 @@ class Environment:
 
     def _version_differences(self, other: Environment, names: list[str]) -> Iterator[str]:
         for name in names:
-            if (found := self.versions.get(name, "not installed")) != other.versions[name]:
+            # a variant such as onnxruntime-gpu brings the same module
+            variant = next((version for each, version in self.versions.items() if each.startswith(f"{name}-")), "not installed")
+            if (found := self.versions.get(name, variant)) != other.versions[name]:
                 yield f"{name} is {found} here; the artifact was proven with {other.versions[name]}."
 
 
@@ -262,6 +268,11 @@ def cache_folder() -> pathlib.Path:
         return pathlib.Path(tempfile.gettempdir()) / f"trimtab-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 
+def instruction_sets() -> tuple[str, ...]:
+    """Those of this CPU that decide a model's speed, sorted."""
+    return _machine.isa(_capabilities())
+
+
 def _capabilities() -> dict[str, object]:
     """What torch itself detected of the processor; older versions know single answers only."""
     if hasattr(torch.cpu, "get_capabilities"):
@@ -306,8 +317,14 @@ def _driver() -> str | None:
         return None
 
 
+@functools.cache
+def builders() -> dict[str, str]:
+    """The versions of :data:`BUILDERS` that are installed here, which decide what an export of a model is."""
+    return {name: number for name, number in _versions() if name in BUILDERS}
+
+
 def _versions() -> Iterator[tuple[str, str]]:
-    for name in sorted({*RUNTIMES, *_OTHERS}):
+    for name in sorted({*RUNTIMES, *BUILDERS, *_OTHERS}):
         try:
             yield name, version(name)
         except PackageNotFoundError:

@@ -21,6 +21,7 @@ from trimtab._json import from_json, write_json
 from trimtab._tree import flatten
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Executable
+from trimtab.dims import BATCHES
 from trimtab.errors import CompileError, InputError
 from trimtab.measure.pairs import compare
 from trimtab.measure.stats import summarize
@@ -278,7 +279,13 @@ class Scaled:
 
 
 def rows(leaves: Sequence[torch.Tensor], signature: Signature) -> int:
-    """Examples per call: the size of the leading axis of the first input, or 1 where that counts no examples."""
+    """Examples per call: the size of the dimension that is named for them, else of the leading axis of the first input, or 1
+    where that counts none."""
+    lead = signature.inputs[0].shape[:1] if signature.inputs and not signature.batched else ()
+    for spec, leaf in zip(signature.inputs, leaves, strict=True):
+        for name, size in zip(spec.shape, leaf.shape, strict=False):
+            if isinstance(name, str) and name.lower() in BATCHES and name not in lead:
+                return size
     return leaves[0].shape[0] if leaves and leaves[0].dim() and signature.batched else 1
 
 

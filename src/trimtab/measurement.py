@@ -13,6 +13,8 @@ SLOW_PAIRS, QUIET = 8, 0.05
 """So few pairs, while others had no more than this share of the CPU, are due to slow calls and not to a busy machine."""
 UNLIKE = 0.05
 """Ratios of one pair of processes and another that are further apart than this share differ for a reason."""
+LEAST_GAIN = 0.02
+"""Less than this is never called a gain, of speed, memory or size: two processes of one program differ by as much."""
 UNRELIABLE = 0.3
 """A ratio whose interval is wider than this share of it is said to be unreliable."""
 Relative = Literal["examples", "output", "size", "one"]
@@ -36,6 +38,16 @@ class Interval:
         """Whether the bounds are more than a factor of two apart: what was measured beside busy neighbours, whose bounds do not
         hold either, because they come and go."""
         return not self.high <= VAGUE * self.low
+
+    @property
+    def faster(self) -> bool:
+        """Of a ratio of speeds: whether it is surely a gain, and one of at least :data:`LEAST_GAIN`."""
+        return self.low > 1 and self.value >= 1 + LEAST_GAIN
+
+    @property
+    def slower(self) -> bool:
+        """Of a ratio of speeds: whether its inverse is :attr:`faster`."""
+        return self.high < 1 and self.value * (1 + LEAST_GAIN) <= 1
 
     def times(self) -> str:
         """As a ratio: ``2.53x (2.41 to 2.66)``, or ``unclear (0.11 to 5.64)`` where one number would mislead."""
@@ -160,6 +172,8 @@ class Parity:
     relative_to: Relative = "examples"
     """What these two are relative to: what the reference varies by over the examples or, where it does not vary over them (one
     example only), within the output; else its size; else 1."""
+    unrelated: int = 0
+    """Examples whose error reaches what the reference varies by over them, so that any other example's outputs are as near."""
     left_out: int = 0
     """Batches with other sizes than the reference's, where these follow from data: the score alone judges them."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import pathlib
 import re
 import shlex
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,8 +22,11 @@ try:
 except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
+from trimtab._disk import FULL
 from trimtab._json import write_json
+from trimtab._manifest import refuse_others
 from trimtab._units import positive, seconds
+from trimtab._user_code import outside_workers
 from trimtab.errors import StorageError, TrimtabError, UsageError
 from trimtab.evaluate import Objective
 from trimtab.intake.load import is_python, load_workload
@@ -136,6 +139,7 @@ def optimize(
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
+        ArtifactError: the run folder's artifact holds something of yours, or is none.
         WorkloadError: the workload itself fails.
         StorageError: the storage cannot be used; finished trials are kept.
         KeyboardInterrupt: on the second Ctrl-C, or on the first where no trial was finished yet; finished trials are kept.
@@ -155,15 +159,17 @@ def optimize(
     )
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
-    workload = taken(workload)
+    workload = taken(workload, "trimtab.optimize")
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
     folder = run_folder(workload, out)
     with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
-        if fresh:
-            forget(folder)
+        for left in folder.glob(f".{ARTIFACT}.*.tmp"):  # by a run that was killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
         command = command_line(workload, options, budget, trials, folder)
-        study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
+        with forgetting(folder) if fresh else contextlib.nullcontext():
+            refuse_others(folder / ARTIFACT)  # before the search, and not when there is something to ship
+            study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
         study.record().write(folder)
         until = end = None
         if limit_s is None:
@@ -234,32 +240,41 @@ def disk_errors(folder: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno == errno.ENOSPC
+        full = error.errno in FULL
         what = "the disk that holds it is full; free some space" if full else f"{error.strerror}; mend that or use --out"
         raise StorageError(
             f"The run folder {folder} cannot be written: {what}. What is finished is kept; the same command goes on from it."
         ) from error
 
 
-def forget(folder: pathlib.Path) -> None:
-    """Delete a study, and nothing but a study.
+@contextlib.contextmanager
+def forgetting(folder: pathlib.Path) -> Iterator[None]:
+    """A block that begins another study in ``folder``: what is there is set aside, and deleted once the new one has begun.
+
+    A block that raises, as over a misspelt limit or a workload that fails, leaves the old study as it was.
 
     Raises:
-        UsageError: the folder holds something else.
+        UsageError: the folder holds something that no study made.
     """
-    if not folder.exists():
-        return
     strange = sorted(path.name for path in folder.iterdir() if path.name not in ENTRIES and not LEFT.fullmatch(path.name))
     if strange:
         raise UsageError(
             f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out (in "
             "Python, out=...)."
         )
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != LOCK:
-            entry.unlink()
+    aside = pathlib.Path(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=folder))
+    old = [entry for entry in folder.iterdir() if entry.name != LOCK and entry != aside]
+    for entry in old:
+        entry.rename(aside / entry.name)
+    try:
+        yield
+    except BaseException:
+        for entry in old:
+            if not os.path.lexists(entry):  # what the dry run wrote anew explains the error
+                (aside / entry.name).rename(entry)
+        raise
+    finally:
+        shutil.rmtree(aside)
 
 
 @contextlib.contextmanager
@@ -269,10 +284,10 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
     Raises:
         UsageError: another one does.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -284,12 +299,13 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def taken(workload: Workload | str | os.PathLike[str]) -> Workload | str:
-    """``workload`` as a study takes it.
+def taken(workload: Workload | str | os.PathLike[str], caller: str) -> Workload | str:
+    """``workload`` as a study takes it, of which ``caller`` makes one.
 
     Raises:
-        UsageError: it is something else, such as a model.
+        UsageError: it is something else, such as a model; or a worker process of a study is what asks.
     """
+    outside_workers(caller)
     found = os.fspath(workload) if isinstance(workload, os.PathLike) else workload
     if not isinstance(found, (Workload, str)):
         raise UsageError(
@@ -299,8 +315,8 @@ def taken(workload: Workload | str | os.PathLike[str]) -> Workload | str:
     return found
 
 
-def run_folder(workload: Workload | str, out: str | pathlib.Path | None) -> pathlib.Path:
-    """Where a study lives: as said, else ``runs/`` and the name of the workload or of its file.
+def run_folder(workload: Workload | str, out: str | pathlib.Path | None, suffix: str = "") -> pathlib.Path:
+    """Where a study lives: as said, else ``runs/`` and the name of the workload or of its file, and ``suffix``.
 
     Raises:
         UsageError: a file is there, or the name is no UTF-8, which some libraries cannot write to.
@@ -315,10 +331,11 @@ def run_folder(workload: Workload | str, out: str | pathlib.Path | None) -> path
             )
         return folder
     if isinstance(workload, Workload):
-        return pathlib.Path("runs") / workload.name
+        return pathlib.Path("runs") / f"{workload.name}{suffix}"
     place, _, name = workload.rpartition(":") if not workload.endswith(".py") else (workload, "", "")
     stem = pathlib.Path(place).stem if place.endswith(".py") else place
-    return pathlib.Path("runs") / (f"{stem}-{name}" if name else stem).encode(errors="replace").decode().replace("?", "_")
+    whole = f"{stem}-{name}{suffix}" if name else f"{stem}{suffix}"
+    return pathlib.Path("runs") / whole.encode(errors="replace").decode().replace("?", "_")
 
 
 def confirm_s(study: Study, budget_s: float) -> float:

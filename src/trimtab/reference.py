@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from trimtab._joined import example_counts, joined
+from trimtab._joined import example_counts, joined, spared
 from trimtab._json import from_json, write_json
 from trimtab._ties import is_discrete
 from trimtab._tree import Structure, classes, cloned, flatten, handed_on, unflatten
 from trimtab.contracts import Executable
-from trimtab.errors import InputError, UsageError, WorkloadError
+from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
 from trimtab.measure.stats import bootstrap_drop, paired_drop
 from trimtab.measurement import Drop
-from trimtab.signature import Dim, Signature
+from trimtab.signature import Dim, Signature, TensorSpec
 from trimtab.splits import Batch
 from trimtab.workload import BY_HAND, Evaluation, user_code
 
@@ -106,10 +106,16 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
 def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
     """The outputs of ``call`` for every batch, through the evaluation's own ``run`` where it has one.
 
-    A model may write to its inputs, and the batches serve again, so that it gets copies. What it gives is handed on as every
-    runtime gives it, so that the model as written is judged by the same as all others.
+    A model may write to its inputs, and the batches serve again, so that it gets copies; it may give memory that its next call
+    writes to, so that what it gives is copied. It is handed on as every runtime gives it, so that the model as written is
+    judged by the same as all others.
     """
-    return _predicted(lambda *args, **kwargs: handed_on(call(*args, **kwargs)), batches, evaluation)
+
+    def handed(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = flatten(call(*args, **kwargs), "the output")
+        return unflatten(structure, [leaf.clone() for leaf in leaves])
+
+    return _predicted(handed, batches, evaluation)
 
 
 def _predicted(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
@@ -168,12 +174,12 @@ def _judged(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Ba
         whole = joined(outputs, counts)(None), joined(targets, counts)(None)
         with user_code("Evaluation metric raised", "Call it yourself with outputs and targets of several batches, joined."):
             value = evaluation.metric(*whole)
-        return Scores(value=_number(value, "metric"), n=sum(counts))
+        return Scores(value=_number(value, "metric"), n=_examples(counts, batches))
     each: list[float] = []
     assert evaluation.score is not None
     for output, batch in zip(outputs, batches, strict=True):
         with user_code("Evaluation score raised", "Call it yourself with the model's output for a batch, and its targets."):
-            found = evaluation.score(output, batch.target)
+            found = evaluation.score(output, spared(batch.target))
         each += _numbers(found, batch.rows)
     return Scores(value=float(np.mean(each)), n=len(each), each=tuple(each))
 
@@ -196,12 +202,22 @@ def drop(
     metric, nested = evaluation.metric, reference.nested()
     outputs, counts = [handed_on(output) for output in outputs], _counts(nested, batches)
     sides, targets = (joined(nested, counts), joined(outputs, counts)), joined([batch.target for batch in batches], counts)
+    items = torch.split(torch.arange(sum(counts)), counts) if _single(batches) else None
 
     def metric_of(indices: np.ndarray[Any, np.dtype[np.int64]], which: int) -> float:
-        index = torch.as_tensor(indices)
+        index = torch.as_tensor(indices) if items is None else torch.cat([items[i] for i in indices])
         return float(metric(sides[which](index), targets(index)))
 
     return dataclasses.replace(bootstrap_drop(metric_of, reference.scores.n, limit=limit, higher_is_better=better), share=share)
+
+
+def _examples(counts: Sequence[int], batches: Sequence[Batch]) -> int:
+    """How many examples an interval can rest on: the parts that batches hold, unless a batch is one example itself."""
+    return len(batches) if _single(batches) else sum(counts)
+
+
+def _single(batches: Sequence[Batch]) -> bool:
+    return any(batch.single for batch in batches)
 
 
 def _counts(outputs: Sequence[Any], batches: Sequence[Batch]) -> list[int]:
@@ -235,11 +251,8 @@ class Fitted:
         most = self._allowed.max or self._allowed.holding(rows)
         sizes = [min(self._allowed.holding(rows - start), most) for start in range(0, rows, most)]
         parts = [self._part(leaves, number * most, size, rows) for number, size in enumerate(sizes)]
-        whole = [
-            self._join(list(pieces), spec.shape, rows)
-            for pieces, spec in zip(zip(*parts, strict=True), self._full.outputs, strict=True)
-        ]
-        return unflatten(self._full.output_structure, whole)
+        pairs = zip(zip(*parts, strict=True), self._full.outputs, strict=True)
+        return unflatten(self._full.output_structure, [self._join(pieces, spec, sizes, rows) for pieces, spec in pairs])
 
     def _rows(self, leaves: Sequence[Any]) -> int | None:
         """How many rows the inputs have; ``None`` where they do not agree, which is for the executable to refuse."""
@@ -259,11 +272,27 @@ class Fitted:
         args, kwargs = unflatten(self._full.input_structure, cut)
         return flatten(self._executable(*args, **kwargs), "the output")[0]
 
-    def _join(self, pieces: list[torch.Tensor], shape: Sequence[int | str], rows: int) -> torch.Tensor:
-        if self._full.batch not in shape:
+    def _join(self, pieces: Sequence[torch.Tensor], spec: TensorSpec, sizes: Sequence[int], rows: int) -> torch.Tensor:
+        """One output of all pieces, of ``sizes`` rows each, less what the rows behind the last one added to it.
+
+        Where a size follows the rows in some other way, as batch times steps, every row must have added as much.
+        """
+        own = [axis for axis, size in enumerate(spec.shape) if size == self._full.batch]
+        axes = own or [axis for axis, size in enumerate(spec.shape) if size == "?"]
+        # an open size may follow another dimension
+        others = not own and len(self._full.dims) > 1 and all(torch.equal(piece, pieces[0]) for piece in pieces)
+        if not axes or others:
             return pieces[0]
-        axis = shape.index(self._full.batch)
-        return torch.cat(pieces, dim=axis).narrow(axis, 0, rows)
+        axis, padded = axes[0], sum(sizes) - rows
+        each = pieces[0].shape[axis] // sizes[0]
+        even = all(piece.shape[axis] == each * size for piece, size in zip(pieces, sizes, strict=True))
+        if len(axes) > 1 or (padded and not even):
+            raise CompileError(
+                f"Its batch is fixed, and the output {spec} of several batches cannot be put together into that of one. Return "
+                "it with one axis for the batch."
+            )
+        whole = torch.cat(list(pieces), dim=axis)
+        return whole.narrow(axis, 0, whole.shape[axis] - each * padded)
 
 
 def _batch_of(signature: Signature) -> Dim:
@@ -326,9 +355,7 @@ def _shown(value: Any) -> str:
 
 
 def _numbers(found: Any, rows: int) -> list[float]:
-    values = found if isinstance(found, torch.Tensor) else None
-    if values is None and isinstance(found, (list, tuple, np.ndarray)) and not any(isinstance(v, str) for v in found):
-        values = torch.as_tensor(np.asarray(found, dtype=float))
+    values = found if isinstance(found, torch.Tensor) else _as_tensor(found)
     if values is None or values.is_complex():
         raise WorkloadError(f"Evaluation score returned {_shown(found)}; it must return a tensor with one score per example.")
     values = values.detach().double().flatten()
@@ -344,3 +371,14 @@ def _numbers(found: Any, rows: int) -> list[float]:
             "the examples that it cannot judge."
         )
     return [float(value) for value in values]
+
+
+def _as_tensor(found: Any) -> torch.Tensor | None:
+    """A list or array of numbers as a tensor; ``None`` for what is none, such as texts or lists of several lengths."""
+    found = np.atleast_1d(found) if isinstance(found, np.ndarray) else found  # such as tensor.mean().numpy()
+    if not isinstance(found, (list, tuple, np.ndarray)) or any(isinstance(value, str) for value in found):
+        return None
+    try:
+        return torch.as_tensor(np.asarray(found, dtype=float))
+    except (ValueError, TypeError, RuntimeError):
+        return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trimtab._tree import Structure, flatten, names
+from trimtab._tree import Structure, difference, flatten, names, rearranged
 from trimtab.errors import InputError, UsageError
 
 MOST_PASSED = 256
@@ -140,7 +140,9 @@ class Signature:
         args, kwargs = self._reorder(args, kwargs)
         leaves, structure = flatten((tuple(args), dict(kwargs)), "inputs")
         if structure != self.input_structure:
-            raise InputError(f"The inputs are structured as {_words(structure)}, but this was built for {self.describe()}.")
+            structure, leaves = rearranged(structure, leaves, self.input_structure)
+        if structure != self.input_structure:
+            raise InputError(self._unlike(structure))
         return leaves
 
     @cached_property
@@ -217,6 +219,18 @@ class Signature:
             raise InputError(f"The input {missing[0]!r} is missing. This was built for {self.describe()}.")
         return args, {name: rest[name] for name in keyword.keys}
 
+    def _unlike(self, structure: Structure) -> str:
+        """Where ``structure`` is another than that of the inputs that this was built for."""
+        (args, kwargs), (own, named) = structure.items, self.input_structure.items
+        if len(args.items) != len(own.items):
+            return f"{len(args.items)} inputs were given by position; this was built for {len(own.items)}: {self.describe()}."
+        rows = [
+            *zip(self.parameters, args.items, own.items, strict=False),
+            *zip(named.keys, kwargs.items, named.items, strict=True),
+        ]
+        clauses = (clause for name, one, other in rows if (clause := difference(one, other, name)))
+        return f"The input {next(clauses, f'structure is another than that of {self.describe()}')}."
+
     def _refuse(self, leaves: Sequence[Any]) -> None:
         for spec, tensor in zip(self.inputs, leaves, strict=True):
             if not isinstance(tensor, torch.Tensor):
@@ -274,9 +288,3 @@ def input_names(parameters: Sequence[str], structure: Structure) -> list[str]:
     args, kwargs = structure.items
     found = [leaf for name, item in zip(parameters, args.items, strict=False) for leaf in names(item, name)]
     return found + names(kwargs, "")
-
-
-def _words(structure: Structure) -> str:
-    args, kwargs = structure.items
-    parts = [item.kind for item in args.items] + [f"{k}={item.kind}" for k, item in zip(kwargs.keys, kwargs.items, strict=True)]
-    return f"({', '.join(parts)})"

@@ -121,7 +121,9 @@ class _Splitting:
                 "Items of the data are never taken apart, because the model gives no row an answer of its own: "
                 f"{self.verdict.reason}."
             )
-        return data.batches if self.verdict.counted else [dataclasses.replace(batch, rows=0) for batch in data.batches]
+        if self.verdict.counted:
+            return data.batches
+        return [dataclasses.replace(batch, rows=0, single=True) for batch in data.batches]
 
     def _trusted(self, batches: list[Batch], verdict: Verdict, what: str, *, new: bool) -> list[Batch]:
         """Batches whose rows are examples because their owner gave them one by one, unless the model says otherwise."""

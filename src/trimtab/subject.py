@@ -143,8 +143,9 @@ def _is_lasting(workload: Workload) -> bool:
 
 
 def _batch_is_fixed(workload: Workload) -> bool:
-    """Whether the workload says which dimensions are dynamic, and leaves the first one out."""
-    return workload.dynamic is not None and not any(0 in axes for axes in (workload.stated_dims or {}).values())
+    """Whether the workload says which dimensions are dynamic, leaves the first one out, and calls no other one the batch."""
+    first = any(0 in axes for axes in (workload.stated_dims or {}).values())
+    return workload.dynamic is not None and not first and _stated_otherwise(workload) is None
 
 
 def _check_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -254,13 +255,13 @@ def _stated_otherwise(workload: Workload) -> str | None:
 
 def _counted(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
     """``candidate`` knowing whether its first axis counts examples; the example itself tells where there was no data to."""
-    asked = judge.verdict is not None
-    if not asked and candidate.signature.batch is not None:
+    asked, batch = judge.verdict is not None, candidate.signature.batch
+    if not asked:
         inputs = _inputs(candidate.signature.input_structure, candidate.leaves)
         if (rows := rows_of(inputs, None)) > 1:
             judge(Batch(inputs, None, rows))
-        elif (rows := candidate.leaves[0].shape[0]) > 1:  # not all inputs have it, as the edges of a graph have no nodes
-            judge.about(_along(candidate, candidate.signature.batch), rows)
+        elif batch is not None and (rows := candidate.leaves[0].shape[0]) > 1:
+            judge.about(_along(candidate, batch), rows)  # not all inputs have it, as the edges of a graph have no nodes
     if judge.verdict is None or judge.verdict.counted:
         return candidate
     if not asked:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import os
 import pathlib
 import time
@@ -13,7 +15,7 @@ from trimtab._json import to_json, write_json
 from trimtab._units import positive, seconds
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError, UsageError
-from trimtab.optimizing import RESULT_FILE, Interrupt, alone, confirm_s, disk_errors, forget, run_folder, taken
+from trimtab.optimizing import RESULT_FILE, Interrupt, alone, confirm_s, disk_errors, forgetting, run_folder, taken
 from trimtab.report import write as write_report
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
@@ -126,25 +128,24 @@ def tune(
         raise UsageError(f"updates is {updates!r}; losses are compared over a whole number of at least {FEWEST_UPDATES}.")
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
-    workload = taken(workload)
-    folder = run_folder(workload, out)
-    folder = folder if out is not None else folder.with_name(f"{folder.name}-tune")
+    workload = taken(workload, "trimtab.tune")
+    folder = run_folder(workload, out, "-tune")
     progress = progress or Progress()
     with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
-        if fresh:
-            forget(folder)
-        asked = {"limits": limits, "budget": budget, "trials": trials, "updates": updates, "storage": storage}
-        command = _spoken(workload, **asked, out=str(folder))
-        study = TrainingStudy(
-            workload,
-            folder,
-            options,
-            updates=updates,
-            progress=progress,
-            interrupted=interrupt,
-            command=command,
-            workers=workers,
-        )
+        asked = {"limits": limits, "budget": budget, "trials": trials, "updates": updates}
+        command = _spoken(workload, options, **asked, out=str(folder))
+        with forgetting(folder) if fresh else contextlib.nullcontext():
+            study = TrainingStudy(
+                workload,
+                folder,
+                options,
+                updates=updates,
+                prepare_by=limit_s and began + limit_s,
+                progress=progress,
+                interrupted=interrupt,
+                command=command,
+                workers=workers,
+            )
         study.record().write(study.folder)
         study.search(deadline=limit_s and began + limit_s, reserve=lambda: confirm_s(study, limit_s or 0.0), most=most)
         return _answer(study, began)
@@ -176,16 +177,17 @@ def _limits(limits: Limits | None) -> Limits:
     """
     found = limits or Limits()
     for name in ("latency_ms", "size_mb"):
-        if getattr(found, name) is not None:
+        if getattr(found, name, None) is not None:
             raise UsageError(f"Limits {name} is for inference; a training takes max_drop, of the loss, and memory_mb.")
     return found
 
 
-def _spoken(workload: Workload | str, **asked: Any) -> str:
+def _spoken(workload: Workload | str, options: Options, **asked: Any) -> str:
     """The call that goes on with a study; what it leaves out is at its default."""
-    given = [
-        f"{name}={value!r}" for name, value in asked.items() if value is not None and (name, value) != ("updates", UPDATES)
-    ]
+    asked |= {"storage": options.storage, "worker_memory_mb": options.worker_mb}
+    asked |= {"trial_seconds": options.trial_s, "timing_seconds": options.timing_s}
+    defaults = inspect.signature(tune).parameters
+    given = [f"{name}={value!r}" for name, value in asked.items() if value != defaults[name].default]
     what = repr(workload) if isinstance(workload, str) else "workload"
     return f"trimtab.tune({', '.join([what, *given])})"
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from trimtab import _units
+from trimtab._exported import allow_modes
 from trimtab._user_code import BY_HAND, user_code
 from trimtab.candidate import Settings
 from trimtab.capture import Call, record
@@ -40,7 +41,7 @@ class Evaluation:
     """``metric(outputs, targets)`` -> one number for the whole set, such as F1 or a correlation. Outputs and targets
     keep the structure that the model and the data give them; their tensors are joined over the batches along the axis of the
     examples, and what has none (a recurrent state, a constant) is a list with the value of every batch, or the value itself
-    where it is the same in all. Intervals come from resampling the examples."""
+    where it is the same in all. Intervals come from resampling the examples, or the items where their rows are none."""
     run: Callable[[Callable[..., Any], Any], Any] | None = None
     """``run(model, inputs)`` -> output for one item, for a model that is called more than once for it (a recurrent model
     over frames, a Siamese pair). Items are then never taken apart."""
@@ -140,7 +141,7 @@ class Limits:
         drop = max_drop if max_drop is None or max_drop in PRESETS else _units.fraction(max_drop, "--max-drop")
         return cls(
             max_drop=drop,
-            max_error=cls.max_error if max_error is None else _units.fraction(max_error, "--max-error"),
+            max_error=cls.max_error if max_error is None else _error(max_error),
             latency_ms=None if latency is None else 1e3 * _units.seconds(latency, "--latency"),
             memory_mb=None if memory is None else _units.megabytes(memory, "--memory"),
             size_mb=None if size is None else _units.megabytes(size, "--size"),
@@ -151,6 +152,17 @@ class Limits:
         if isinstance(self.max_drop, (int, float)):
             return float(self.max_drop)
         return PRESETS[self.max_drop or "mlperf-99"] * abs(baseline_score)
+
+
+def _error(text: str) -> float:
+    """A largest error from text; 100 and more, which no percent is that lost its sign, holds the outputs to nothing."""
+    found = _units.fraction(text, "--max-error")
+    if "%" not in text and 1 <= found < 100:
+        raise UsageError(
+            f"--max-error is {text!r}, which allows outputs to be off by {found:.0%} of what they vary by. If {found:g}% was "
+            f"meant, write --max-error {found:g}%."
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +206,9 @@ class Workload:
             raise UsageError(f"Workload {self.name!r} has mode='train' but no training=...; give a trimtab.Training.")
         if self.mode == "infer" and self.inputs is None:
             raise UsageError(f"Workload {self.name!r} has no inputs=...; give what the model is called with.")
+        for name, kind in (("evaluation", Evaluation), ("training", Training)):
+            if not isinstance(value := getattr(self, name), (kind, type(None))):
+                raise UsageError(f"Workload {name} is a {type(value).__name__}; give a trimtab.{kind.__name__}.")
         _check_dynamic(self.dynamic)
 
     @classmethod
@@ -261,6 +276,7 @@ class Workload:
             raise WorkloadError(
                 f"The workload's model function returned a {type(model).__name__}, not an nn.Module. Let it return the model."
             )
+        allow_modes(model)
         return model
 
     @property

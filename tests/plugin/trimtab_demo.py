@@ -51,8 +51,9 @@ class Traced(Backend):
     def compile(self, candidate: Candidate) -> Executable:
         try:
             with torch.no_grad():
-                module = torch.jit.trace(candidate.flat(), tuple(candidate.leaves), check_trace=False)
-                outputs = module(*candidate.leaves)
+                leaves = candidate.own_leaves()  # one tensor given twice would become one input
+                module = torch.jit.trace(candidate.flat(), tuple(leaves), check_trace=False)
+                outputs = module(*leaves)
         except RuntimeError as error:
             raise CompileError(f"The tracer refused the model: {error}") from error
         signature = candidate.signature.without_dims(candidate.leaves, outputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ def refuse_decisions(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> No
 
     That is where Python reads a value which was computed from the inputs, both in a plain run and under the tracer. The plain
     run alone will not do: models leave out under the tracer what they check elsewhere. Nor will the tracer alone, to which
-    sizes are tensors too, nor its warnings, which it does not give for each such read.
+    sizes are tensors too, nor its warnings, which it does not give for each such read. Of sizes, those count which depend on
+    values, such as how many boxes were found; in a plain run Python reads no tensor for them.
     """
     if (place := decision(candidate, leaves)) is not None:
         raise CompileError(
@@ -52,13 +53,13 @@ def decision(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> Place | No
         with torch.no_grad(), quiet():
             with _Flow(own) as flow, _Reads(flow) as plain:
                 candidate.flat(copied=False)(*own)
-            if not plain.places:
+            if not plain.places and not flow.counted:
                 return None
-            with _Reads(None) as traced:
+            with _Flow(others) as counting, _Traced(counting) as traced:
                 torch.jit.trace(candidate.flat(), tuple(others), check_trace=False)  # type: ignore[no-untyped-call]
     except EXPORT_ERRORS:
         return None  # whoever traces in earnest will say why it fails
-    return next((place for place in plain.places if place in traced.places), None)
+    return next(iter([*traced.of_sizes, *(place for place in plain.places if place in traced.places)]), None)
 
 
 class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,6 +70,8 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a weak reference keeps the number of a storage from being given to another, and not the memory behind it
         self._known: dict[int, StorageWeakRef] = {}
         self._add(leaves)
+        self.counted = 0
+        """Operations so far whose result has a size that depends on values computed from the leaves."""
 
     def reaches(self, values: Any) -> bool:
         """Whether one of the tensors in ``values`` was computed from the leaves."""
@@ -81,6 +84,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = func(*args, **kwargs)
         if self.reaches((args, kwargs)):
             self._add(found)
+            self.counted += _counts(func, args)
             if func._schema.is_mutable:  # type: ignore[attr-defined]
                 self._add((args, kwargs))
         return found
@@ -106,10 +110,48 @@ class _Reads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Traced(_Reads):
+    """Under the tracer, where sizes are tensors: reads of any value, and those of sizes that depend on values, ``of_sizes``."""
+
+    def __init__(self, flow: _Flow) -> None:
+        super().__init__(None)
+        self.of_sizes: list[Place] = []
+        self._counting = flow
+        self._depending: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        before = self._counting.counted
+        depends = any(id(tensor) in self._depending for tensor in _tensors((args, kwargs or {})))
+        if depends and getattr(func, "__name__", "") in READS:
+            self.of_sizes.append(_place())
+        found = super().__torch_function__(func, types, args, kwargs)
+        if depends or self._counting.counted > before:
+            self._depending |= {id(tensor): tensor for tensor in _tensors(found)}
+        return found
+
+
+def _counts(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the size of what ``func`` gives depends on values: of indices, it is masks that count."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    masks = (torch.bool, torch.uint8)
+    return func.overloadpacket is not torch.ops.aten.index or any(index.dtype in masks for index in _tensors(args[1]))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in ``values``; those of a size under the tracer too, which is a tuple of another class."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, torch.Size):
+            yield from _tensors(list(leaf))
+
+
 def _storages(values: Any) -> Iterator[StorageWeakRef | None]:
     """The memory of every tensor in ``values``; ``None`` for one that has none of its own to show."""
-    tensors: Iterable[Any] = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    for tensor in tensors:
+    for tensor in _tensors(values):
         try:
             yield StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         except (RuntimeError, NotImplementedError):

@@ -8,18 +8,21 @@ import dataclasses
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from trimtab._masks import errors
 from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import TENSOR, Structure, flatten
+from trimtab._user_code import user_code
 from trimtab._weights import tolerance
 from trimtab.backends._causes import known_cause
+from trimtab.backends._program import at_sizes, far_tries
 from trimtab.candidate import Candidate, resized
-from trimtab.errors import CompileError, InputError
+from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
 from trimtab.signature import Dim, Signature
 
 CONVERSION_ERRORS: tuple[type[Exception], ...] = (
@@ -140,13 +143,13 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
     example, at other values of the same kind and, for every dynamic dimension of ``signature``, at other sizes."""
     reference = candidate.flat(copied=False)
     strange: bool | None = None
-    for what, rows in probes(candidate, signature):
+    for rows in probes(candidate, signature):
         # values for which the model itself has no answer prove nothing, and runtimes make other things of NaN on the way
-        answers = ((row, found) for row in rows if (found := _answer(reference, row)) is not None)
-        usual = ((row, found) for row, found in answers if strange is not False or not _has_nan(found))
-        leaves, expected = next(usual, (None, None))
-        if leaves is None or expected is None:
+        answers = ((what, row, found) for what, row in rows if (found := _answer(reference, row)) is not None)
+        usual = (answer for answer in answers if strange is not False or not _has_nan(answer[2]))
+        if (first := next(usual, None)) is None:
             continue
+        what, leaves, expected = first
         if strange is None:  # the example comes first
             strange = _has_nan(expected)
         try:
@@ -158,32 +161,25 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
     return None
 
 
-def probes(candidate: Candidate, signature: Signature) -> Iterator[tuple[str, list[Row]]]:
-    """Questions to put to a converted graph: ``(what it is, inputs)``, of which the first that the model answers are taken."""
-    yield "the example", [list(candidate.leaves)]
-    yield "other values", [[_other_values(leaf, sign) for leaf in candidate.leaves] for sign in (-1, 1)]
+def probes(candidate: Candidate, signature: Signature) -> Iterator[Iterable[tuple[str, Row]]]:
+    """Questions to put to a converted graph, each in several forms, ``(what it is, inputs)``, of which the first that the model
+    answers is taken."""
+    yield [("the example", list(candidate.leaves))]
+    yield [("other values", [_other_values(leaf, sign) for leaf in candidate.leaves]) for sign in (-1, 1)]
     if signature.dims:
         now = signature.sizes(candidate.leaves)
         other = {dim.name: _another_size(dim, now[dim.name], i) for i, dim in enumerate(signature.dims) if dim.name in now}
         least = {dim.name: dim.min for dim in signature.dims if dim.name in now}
-        for sizes in (other, least):
-            yield _sizes_in_words(sizes), [sized(candidate, sizes)]
-
-
-def sized(candidate: Candidate, sizes: dict[str, int]) -> Row:
-    """The example's tensors with the dynamic dimensions at ``sizes``."""
-    leaves = list(candidate.leaves)
-    for name, size in sizes.items():
-        pairs = zip(leaves, candidate.signature.inputs, strict=True)
-        leaves = [resized(leaf, spec.shape, name, size) for leaf, spec in pairs]
-    return leaves
+        near = ([(sizes, at_sizes(candidate, sizes))] for sizes in (other, least))
+        for tries in (*near, *far_tries(candidate, signature, other)):
+            yield ((_sizes_in_words(sizes), leaves) for sizes, leaves in tries)
 
 
 def _another_size(dim: Dim, now: int, index: int) -> int:
     return dim.near(now, 1 + index, 1, -1)
 
 
-def _sizes_in_words(sizes: dict[str, int]) -> str:
+def _sizes_in_words(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
@@ -194,11 +190,11 @@ def _other_values(leaf: torch.Tensor, sign: int) -> torch.Tensor:
 
 
 def _answer(model: nn.Module, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-    """What ``model`` makes of ``leaves``; ``None`` where it refuses them."""
+    """What ``model`` makes of ``leaves``; ``None`` where it refuses them, whatever it raises."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), user_code("The model does not take these inputs"):
             found: Sequence[torch.Tensor] = model(*(leaf.clone() for leaf in leaves))
-    except CONVERSION_ERRORS:
+    except (UsageError, WorkloadError):
         return None
     return found
 
@@ -222,15 +218,8 @@ def _difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor], a
 
 
 def _error(want: torch.Tensor, have: torch.Tensor) -> float:
-    if not want.numel():
-        return 0.0
-    a, b = want.double(), have.double()
-    finite = a.isfinite()
-    if not torch.equal(finite, b.isfinite()):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    return float((a - b)[finite].abs().max() / a[finite].abs().max().clamp(min=1e-6))
+    found = errors(want, have)
+    return float("inf") if found is None else max((error / max(size, 1e-6) for error, size in found), default=0.0)
 
 
 def calibration_rows(candidate: Candidate, signature: Signature) -> list[Row]:

@@ -78,16 +78,17 @@ def model_files(folder: pathlib.Path) -> list[str]:
     return [name for name in (MODEL, DATA) if (folder / name).is_file()]
 
 
-def stamp(path: pathlib.Path, names: Sequence[str]) -> None:
-    """Write the order of the inputs into the metadata of the file; weights beside the file are not touched."""
+def stamp(path: pathlib.Path, names: Sequence[str], **facts: str) -> None:
+    """Write the order of the inputs, and ``facts``, into the metadata of the file; weights beside the file are not touched."""
     onnx = require("onnx")
     model = onnx.load(path, load_external_data=False)
-    onnx.helper.set_model_props(model, {INPUTS: ",".join(names)})
+    onnx.helper.set_model_props(model, {INPUTS: ",".join(names)} | {f"trimtab.{name}": fact for name, fact in facts.items()})
     path.write_bytes(model.SerializeToString())
 
 
-def refuse_unsafe(folder: pathlib.Path) -> None:
-    """Raise :class:`IntegrityError` unless the ONNX file parses and keeps its weights in plain files of its own folder.
+def refuse_unsafe(folder: pathlib.Path) -> dict[str, str]:
+    """Raise :class:`IntegrityError` unless the ONNX file parses and keeps its weights in plain files of its own folder; gives
+    its metadata.
 
     A tensor may name any file as the place of its data; the runtime would read it, wherever it lies.
     """
@@ -112,6 +113,7 @@ def refuse_unsafe(folder: pathlib.Path) -> None:
             raise IntegrityError(
                 f"{path} keeps the tensor {tensor.name!r} in {place!r}, but only {DATA!r} beside it is allowed. Do not use it."
             )
+    return {item.key: item.value for item in model.metadata_props}
 
 
 def tensors(model: Any) -> Iterator[Any]:

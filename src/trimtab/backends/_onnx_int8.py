@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import pathlib
+import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -13,8 +14,13 @@ import torch
 from trimtab.backends._foreign import quiet
 from trimtab.backends._onnx import DATA, MODEL
 from trimtab.contracts import require
+from trimtab.environment import instruction_sets
 
 Operators = Literal["auto", "all", "linear"]
+
+EXACTLY = "session.x64quantprecision"
+"""The session's option not to let sums of products saturate on an x86 CPU without VNNI, for weights of eight bits. It is slower
+there, and nothing elsewhere."""
 
 LINEAR = ("MatMul", "Gemm")
 HEAVY = (*LINEAR, "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")
@@ -157,8 +163,7 @@ def has_vnni() -> bool:
 
     On x86 without VNNI, sums of two products of u8 and s8 go through 16 bits (``vpmaddubsw``) and silently clip.
     """
-    found = torch.cpu.get_capabilities()
-    return found.get("architecture") != "x86_64" or bool(found.get("avx512_vnni") or found.get("avx_vnni"))
+    return platform.machine() not in ("x86_64", "AMD64") or not {"avx512_vnni", "avx_vnni"}.isdisjoint(instruction_sets())
 
 
 def is_transformer(path: pathlib.Path) -> bool:

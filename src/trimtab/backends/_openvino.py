@@ -18,7 +18,7 @@ import torch
 from trimtab._json import from_json, write_json
 from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._foreign import CONVERSION_ERRORS, Row, Run, io_names, quiet, static_signature, wrong_graph
-from trimtab.backends._program import export_program, exportable
+from trimtab.backends._program import SHARED, export_program, exportable
 from trimtab.backends._scratch import first_line
 from trimtab.backends._signal_stack import signal_stack_kept
 from trimtab.candidate import Candidate
@@ -66,24 +66,25 @@ def no_telemetry() -> Iterator[None]:
     Both fall back to a stand-in that does nothing when ``openvino_telemetry`` cannot be imported, which is what they see here.
     Where somebody imported openvino before, its converter's own reference is exchanged for that stand-in meanwhile.
     """
-    known, swapped = "openvino_telemetry" in sys.modules, []
-    before = sys.modules.get("openvino_telemetry")  # None where this is called inside of itself
-    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
-    if before is not None and "openvino.tools.ovc" in sys.modules:
-        stub = require("openvino.tools.ovc.telemetry_stub")
-        for name, module in list(sys.modules.items()):
-            if name.startswith("openvino.tools.ovc.") and getattr(module, "tm", None) is before:
-                swapped.append(module)
-                module.tm = stub  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        if known:
-            sys.modules["openvino_telemetry"] = before  # type: ignore[assignment]
-        else:
-            del sys.modules["openvino_telemetry"]
-        for module in swapped:
-            module.tm = before  # type: ignore[attr-defined]
+    with SHARED:
+        known, swapped = "openvino_telemetry" in sys.modules, []
+        before = sys.modules.get("openvino_telemetry")  # None where this is called inside of itself
+        sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
+        if before is not None and "openvino.tools.ovc" in sys.modules:
+            stub = require("openvino.tools.ovc.telemetry_stub")
+            for name, module in list(sys.modules.items()):
+                if name.startswith("openvino.tools.ovc.") and getattr(module, "tm", None) is before:
+                    swapped.append(module)
+                    module.tm = stub  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            if known:
+                sys.modules["openvino_telemetry"] = before  # type: ignore[assignment]
+            else:
+                del sys.modules["openvino_telemetry"]
+            for module in swapped:
+                module.tm = before  # type: ignore[attr-defined]
 
 
 def convert(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:

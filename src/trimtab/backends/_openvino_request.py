@@ -94,7 +94,7 @@ class Request:
         shape, dtype = self._output_shapes[index]
         if shape is None or index in self._through:
             return None
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device="cpu")
         self._request.set_output_tensor(index, self._tensor(out.numpy(), shared_memory=True))
         return out
 
@@ -106,7 +106,7 @@ class Request:
         if shape is None or torch.Size(shape).numel() * dtype.itemsize > COPIED_BYTES:
             return None
         with torch.inference_mode(mode=False):  # whatever mode the caller is in, later calls may be in another
-            kept = torch.zeros(shape, dtype=dtype)
+            kept = torch.zeros(shape, dtype=dtype, device="cpu")  # whatever the default is
         getattr(self._request, f"set_{side}_tensor")(index, self._tensor(kept.numpy(), shared_memory=True))
         return kept
 

@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import io
 import logging
+import math
 import pathlib
 import subprocess
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +21,15 @@ from torch.export import ExportedProgram
 from torch.jit.frontend import FrontendError
 
 from trimtab._archive import save_program as write_program
+from trimtab._masks import errors
 from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
+from trimtab._user_code import user_code
 from trimtab._weights import HALVES, is_composed, weights
 from trimtab.backends._causes import known_cause
 from trimtab.backends._graph_call import graph_call
 from trimtab.candidate import Candidate, FlatModel, resized
 from trimtab.contracts import MODEL_ERRORS
-from trimtab.errors import CompileError, IntegrityError
+from trimtab.errors import CompileError, IntegrityError, UsageError, WorkloadError
 from trimtab.signature import Dim, Signature
 
 PROGRAM = "program.pt2"
@@ -36,12 +40,22 @@ EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subp
 NOISY = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "torch.onnx")
 """Loggers that tell users about the insides of exporters."""
 
+SHARED = threading.RLock()
+"""Held by whoever changes for a while what all threads share: put back in the wrong order, it would stay changed."""
+
 Call = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Try = tuple[Mapping[str, int], list[torch.Tensor]]
+"""Sizes of dynamic dimensions, and inputs of these."""
 
 TOLERANCE = 0.02
 REDUCED_TOLERANCE = 0.1
 """Largest error relative to the largest output. They tell another function from rounding; whether the rounding is good
 enough is judged later, on real data."""
+
+FAR, FARTHEST = 8, 32
+"""Times the example's size at which a dimension without an upper bound is tried, and most for one with a bound."""
+FAR_ELEMENTS = 1 << 22
+"""Most elements of all inputs and outputs together of such a try."""
 
 
 def export_program(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
@@ -70,7 +84,7 @@ def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[Exporte
     Raises:
         CompileError: the model cannot be exported, or the program is not the same function.
     """
-    program = _export(candidate, candidate.leaves, None, plain)
+    program = _export(candidate, candidate.own_leaves(), None, plain)  # one tensor given twice would become one input
     call = program_call(program)
     if reason := disagreement(candidate, call, candidate.leaves):
         raise CompileError(f"torch.export made a program that does something else than the model: {reason}.")
@@ -139,8 +153,8 @@ def _export_dim(dim: Dim) -> Any:
 def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Signature:
     """The candidate's signature as far as ``call`` keeps it, found by running it at other sizes next to the model.
 
-    With ``smallest``, sizes of one are tried too, because tracers like to treat them as constants; where they fail, the
-    dimension's lower bound becomes two.
+    Sizes far above the example's are tried too (:func:`far_tries`) and, with ``smallest``, sizes of one, because
+    tracers like to treat them as constants; where these fail, the dimension's lower bound becomes two.
 
     Raises:
         CompileError: it fails or differs at another size; the message says how.
@@ -153,6 +167,10 @@ def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Sign
     others = {dim.name: other_size(candidate, dim.name, step) for step, dim in enumerate(signature.dims, start=1)}
     if reason := disagreement(candidate, call, at_sizes(candidate, others)):
         raise CompileError(f"The result does something else than the model at the sizes {others}: {reason}.")
+    for tries in far_tries(candidate, signature, others):
+        answered = ((sizes, leaves, found) for sizes, leaves in tries if (found := answer(candidate, leaves)) is not None)
+        if (first := next(answered, None)) is not None and (reason := _disagreement(candidate, call, *first[1:])):
+            raise CompileError(f"The result does something else than the model at the sizes {first[0]}: {reason}.")
     if not smallest:
         return signature
     now = signature.sizes(candidate.leaves)
@@ -174,7 +192,39 @@ def other_size(candidate: Candidate, name: str, step: int = 1) -> int:
     return next(size for size in wanted if size in dim and (size > 1 or size == now or dim.max == 1))
 
 
-def at_sizes(candidate: Candidate, sizes: dict[str, int]) -> list[torch.Tensor]:
+def far_tries(candidate: Candidate, signature: Signature, near: Mapping[str, int]) -> Iterator[Iterator[Try]]:
+    """Inputs with one dimension far above its size in ``near``, the largest first; the first that the model takes counts.
+
+    A form may keep one side of a decision on a size, such as ``if x.shape[1] > 64``, and no size near the example's tells. What
+    is repeated along the dimension is shuffled, because the mean of a part would else be that of the whole.
+    """
+    for dim in signature.dims:
+        if dim.name in near:
+            yield _far_tries(candidate, signature, dim, near)
+
+
+def _far_tries(candidate: Candidate, signature: Signature, dim: Dim, near: Mapping[str, int]) -> Iterator[Try]:
+    now = near[dim.name]
+    size = min(dim.max or FAR * now, FARTHEST * now)
+    while (size := size // dim.step * dim.step) > now:
+        sizes = {**near, dim.name: size}
+        specs = (*signature.inputs, *signature.outputs)
+        shapes = ([sizes.get(s, 1) if isinstance(s, str) else s for s in spec.shape] for spec in specs)
+        if sum(map(math.prod, shapes)) <= FAR_ELEMENTS:
+            yield sizes, _shuffled(candidate, sizes, dim.name)
+        size //= 2
+
+
+def _shuffled(candidate: Candidate, sizes: Mapping[str, int], name: str) -> list[torch.Tensor]:
+    order = torch.randperm(sizes[name], generator=torch.Generator().manual_seed(0), device="cpu")
+    leaves = at_sizes(candidate, sizes)
+    for i, spec in enumerate(candidate.signature.inputs):
+        for axis in (axis for axis, size in enumerate(spec.shape) if size == name):
+            leaves[i] = leaves[i].index_select(axis, order.to(leaves[i].device))
+    return leaves
+
+
+def at_sizes(candidate: Candidate, sizes: Mapping[str, int]) -> list[torch.Tensor]:
     """The example tensors with dimensions repeated or cut to ``sizes``."""
     leaves = list(candidate.leaves)
     for name, size in sizes.items():
@@ -184,25 +234,42 @@ def at_sizes(candidate: Candidate, sizes: dict[str, int]) -> list[torch.Tensor]:
 
 def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor]) -> str | None:
     """How ``call`` differs from the model on ``leaves``, or ``None``; inputs that the model itself refuses prove nothing."""
-    own, given = ([leaf.clone() for leaf in leaves] for _ in range(2))
-    with torch.no_grad():
-        try:
-            reference = candidate.flat(copied=False)(*own)
-        except EXPORT_ERRORS:
-            return None
-        try:
-            with quiet():
-                outputs = call(list(given))
-        except EXPORT_ERRORS as error:
-            return f"it raises {type(error).__name__}: {first_line(error)}"
+    found = answer(candidate, leaves)
+    return None if found is None else _disagreement(candidate, call, leaves, found)
+
+
+def answer(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]] | None:
+    """What the model makes of ``leaves``: copies of them, which it may have written to, and its outputs; ``None`` where it
+    refuses them, whatever it raises."""
+    own = [leaf.clone() for leaf in leaves]
+    try:
+        with torch.no_grad(), user_code("The model does not take these inputs"):
+            return own, candidate.flat(copied=False)(*own)
+    except (UsageError, WorkloadError):
+        return None
+
+
+def _disagreement(
+    candidate: Candidate,
+    call: Call,
+    leaves: Sequence[torch.Tensor],
+    found: tuple[list[torch.Tensor], Sequence[torch.Tensor]],
+) -> str | None:
+    own, reference = found
+    given = [leaf.clone() for leaf in leaves]
+    try:
+        with torch.no_grad(), quiet():
+            outputs = call(list(given))
+    except EXPORT_ERRORS as error:
+        return f"it raises {type(error).__name__}: {first_line(error)}"
     if len(outputs) != len(reference):
         return f"it gives {len(outputs)} tensors instead of {len(reference)}"
     reduced = candidate.settings.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
     signature = candidate.signature
-    rows = [(spec.name, *pair) for spec, *pair in zip(signature.outputs, reference, outputs, strict=True)]
+    rows = [(spec.name, a, b) for spec, a, b in zip(signature.outputs, reference, outputs, strict=True)]
     rows += [(f"what it writes to {signature.inputs[i].name}", own[i], given[i]) for i in signature.written]
-    found = next((wrong for name, want, got in rows if (wrong := _difference(name, want, got, reduced))), None)
-    return None if found is None else found + known_cause(candidate.model)
+    wrong = next((wrong for name, want, got in rows if (wrong := _difference(name, want, got, reduced))), None)
+    return None if wrong is None else wrong + known_cause(candidate.model)
 
 
 def _difference(name: str, want: torch.Tensor, got: torch.Tensor, reduced: bool) -> str | None:
@@ -213,14 +280,11 @@ def _difference(name: str, want: torch.Tensor, got: torch.Tensor, reduced: bool)
     if is_discrete(want.dtype):
         turned = too_many_differ(want, got, REDUCED_TOLERANCE if reduced else NEAR_TIES)
         return f"{name} is wrong: {turned}" if turned else None
-    known = torch.isfinite(want)
-    if not torch.equal(known, torch.isfinite(got)):
+    if (found := errors(want, got)) is None:
         return f"{name} has NaN or infinity in other places"
-    if not known.any():
-        return None
     limit = REDUCED_TOLERANCE if reduced else TOLERANCE
-    error, size = (want - got)[known].abs().max().item(), want[known].abs().max().item()
-    return f"{name} is off by {error:.3g} where the largest value is {size:.3g}" if error > limit * size + 1e-6 else None
+    wrong = next(((error, size) for error, size in found if error > limit * size + 1e-6), None)
+    return None if wrong is None else f"{name} is off by {wrong[0]:.3g} where the largest value is {wrong[1]:.3g}"
 
 
 def dense(leaves: Sequence[torch.Tensor], formats: Sequence[torch.memory_format]) -> list[torch.Tensor]:
@@ -243,11 +307,15 @@ def memory_formats(signature: Signature, memory_format: str) -> list[torch.memor
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what exporters say to developers (deprecations, tracing hints) away from the user's terminal."""
-    loggers = [logging.getLogger(name) for name in NOISY]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+def quiet(*, stream: bool = True) -> Iterator[None]:
+    """Keep what exporters say to developers (deprecations, tracing hints) away from the user's terminal.
+
+    Without ``stream`` standard error is left alone: where a model is loaded, other threads may be at work.
+    """
+    hidden = contextlib.redirect_stderr(io.StringIO()) if stream else contextlib.nullcontext()
+    with SHARED, warnings.catch_warnings(), hidden:
+        loggers = [logging.getLogger(name) for name in NOISY]
+        levels = [logger.level for logger in loggers]
         warnings.simplefilter("ignore")
         try:
             for logger in loggers:

@@ -19,18 +19,20 @@ from torch import nn
 
 from trimtab._weights import parts
 from trimtab.candidate import Candidate
+from trimtab.environment import builders
 
 
 def fingerprint(candidate: Candidate, *more: object) -> str:
     """Sixteen hexadecimal digits that name what an export of ``candidate`` depends on.
 
     That is every byte of its tensors, the plain attributes and source code of its modules, its signature, the sizes of its
-    example and the settings that change a graph; ``more`` adds versions and options of the exporter.
+    example, the settings that change a graph and the versions of what makes one; ``more`` adds versions and options of the
+    runtime's own.
     """
     digest = hashlib.blake2b(digest_size=8)
     leaf_sizes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in candidate.leaves]
     settings = dataclasses.replace(candidate.settings, threads=None, batch=None)
-    for value in (candidate.signature, leaf_sizes, settings, torch.__version__, *more):
+    for value in (candidate.signature, leaf_sizes, settings, torch.__version__, builders(), *more):
         digest.update(repr(value).encode())
     for name, module in candidate.model.named_modules(remove_duplicate=False):
         digest.update(f"\n{name} {type(module).__qualname__} {module.training}".encode())

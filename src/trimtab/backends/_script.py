@@ -112,7 +112,7 @@ def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path) -> list[st
 
 def load_script(folder: pathlib.Path) -> torch.jit.ScriptModule:
     """Read what :func:`save_script` wrote."""
-    with quiet():
+    with quiet(stream=False):
         return load_torchscript(folder / SCRIPT)
 
 

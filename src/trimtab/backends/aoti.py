@@ -74,11 +74,18 @@ class AotiExecutable(Executable):
         A package takes exactly the strides that it was built for, so inputs are made dense, down to the strides of dimensions
         of size one, which torch itself does not care about.
 
-        Raises:
-            UsageError: torch's thread count is not the one that this was built for, at which it would be up to 5x slower.
+        It runs with the number of threads that it was built for, since with another it would be up to 5x slower. Each thread of
+        Python's has a number of its own.
         """
-        if torch.get_num_threads() != self._build.threads:
-            raise UsageError(_other_threads(self._build.threads, torch.get_num_threads()))
+        if (threads := torch.get_num_threads()) == self._build.threads:
+            return self._run(leaves)
+        torch.set_num_threads(self._build.threads)
+        try:
+            return self._run(leaves)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         call, strides = self._example, self._strides
         if self._dynamic is not None and [leaf.shape for leaf in leaves] != self._shapes:
             call = self._dynamic
@@ -181,7 +188,7 @@ def load(folder, threads):
     names = ("example", "dynamic") if os.path.exists(f"{folder}/dynamic.pt2") else ("example", "example")
     example, other = (torch._inductor.aoti_load_package(f"{folder}/{name}.pt2") for name in names)
     def laid(array, layout):  # a package takes exactly the strides that it was built for
-        tensor = torch.as_tensor(array)
+        tensor = torch.as_tensor(array, device="cpu")
         return torch.empty_like(tensor, memory_format=getattr(torch, layout)).copy_(tensor)
     def call(arrays):
         fits, given = [list(a.shape) for a in arrays] == build["shapes"], list(map(laid, arrays, build["layouts"]))

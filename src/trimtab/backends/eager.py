@@ -169,9 +169,10 @@ def load(folder, threads):
     if os.path.exists(f"{folder}/script.pt"):
         model = torch.jit.load(f"{folder}/script.pt")
     else:
-        model = torch.export.load(f"{folder}/program.pt2").module()
+        with torch.device("cpu"):
+            model = torch.export.load(f"{folder}/program.pt2").module()
     def call(arrays):
         with torch.no_grad():
-            return model(*map(torch.as_tensor, arrays))
+            return model(*(torch.as_tensor(array, device="cpu") for array in arrays))
     return call
 """

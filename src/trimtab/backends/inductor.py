@@ -18,6 +18,7 @@ from trimtab.backends._owned import copied, in_order, lent_twice
 from trimtab.backends._program import (
     EXPORT_ERRORS,
     PROGRAM,
+    answer,
     at_sizes,
     bare_module,
     dense,
@@ -144,11 +145,12 @@ class Inductor(Backend):
 def load(folder, threads):
     import torch
     torch.set_num_threads(threads or torch.get_num_threads())
-    program = torch.export.load(f"{{folder}}/program.pt2")
+    with torch.device("cpu"):
+        program = torch.export.load(f"{{folder}}/program.pt2")
     model = torch.compile(program.module(check_guards=False), options={options(self.mode)!r})
     def call(arrays):
         with torch.no_grad():
-            return model(*map(torch.as_tensor, arrays))
+            return model(*(torch.as_tensor(array, device="cpu") for array in arrays))
     return call
 """
 
@@ -186,7 +188,7 @@ def _compiled_anew(candidate: Candidate, executable: InductorExecutable) -> dict
     for last in (False, True):
         sizes = {dim.name: _unseen(dim, seen[dim.name], first) for first, dim in enumerate(dims, start=len(dims) + 1)}
         leaves = at_sizes(candidate, sizes)
-        if all(size in seen[name] for name, size in sizes.items()) or not _answers(candidate, leaves):
+        if all(size in seen[name] for name, size in sizes.items()) or answer(candidate, leaves) is None:
             return None
         try:
             with torch.compiler.set_stance("fail_on_recompile"):
@@ -207,15 +209,6 @@ def _unseen(dim: Dim, seen: set[int], first: int) -> int:
     start = max(seen)
     wanted = (start + step * dim.step for step in (first, *range(1, first), *range(-1, -start // dim.step - 1, -1)))
     return next((size for size in wanted if size > 1 and size in dim and size not in seen), start)
-
-
-def _answers(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> bool:
-    try:
-        with torch.no_grad():
-            candidate.flat(copied=False)(*(leaf.clone() for leaf in leaves))
-    except EXPORT_ERRORS:
-        return False
-    return True
 
 
 def _compiled(module: nn.Module, mode: Mode) -> Callable[..., Any]:

@@ -184,21 +184,26 @@ class OnnxRuntime(Backend):
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
         """Open a session on the file, once it is known that it points nowhere else."""
-        refuse_unsafe(folder)
+        facts = refuse_unsafe(folder)
+        exactly = self.precision != "f32" and facts.get("trimtab.weight_bits") != "7"
         try:
-            return OnnxExecutable(self._session(folder, settings), signature, settings, folder)
+            return OnnxExecutable(self._session(folder, settings, exactly=exactly), signature, settings, folder)
         except CompileError as error:
             raise IntegrityError(f"{folder / MODEL} cannot be loaded: {error}") from error
 
     def script(self) -> str:
         """Runs the ONNX file with ONNX Runtime alone."""
+        entries = {"session.intra_op.allow_spinning": str(int(self.spinning))}
+        if self.precision != "f32" and int8.has_vnni():  # it was built where this is written
+            entries[int8.EXACTLY] = "1"
         return f"""
 def load(folder, threads):
     import onnxruntime
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads or 0
-    options.add_session_config_entry("session.intra_op.allow_spinning", "{int(self.spinning)}")
+    for name, value in {entries}.items():
+        options.add_session_config_entry(name, value)
     session = onnxruntime.InferenceSession(f"{{folder}}/model.onnx", options, providers=["CPUExecutionProvider"])
     names = session.get_modelmeta().custom_metadata_map["trimtab.inputs"].split(",")
     known = {{item.name for item in session.get_inputs()}}
@@ -218,7 +223,7 @@ def load(folder, threads):
             else:
                 known = {item.name for item in onnx.load(prepared, load_external_data=False).graph.input}
                 int8.quantize_static(prepared, target, self.operators, int8.Calibration(rows, names, known))
-            stamp(target, names)
+            stamp(target, names, weight_bits="8" if int8.has_vnni() else "7")
         except (*CONVERSION_ERRORS, *_runtime_errors()) as error:
             raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}") from error
         int8.remove_prepared(folder)
@@ -226,13 +231,15 @@ def load(folder, threads):
     def _open_run(self, folder: pathlib.Path, signature: Signature) -> Run:
         return OnnxExecutable(self._session(folder, Settings()), signature, Settings(), folder).run
 
-    def _session(self, folder: pathlib.Path, settings: Settings) -> Any:
+    def _session(self, folder: pathlib.Path, settings: Settings, *, exactly: bool = False) -> Any:
         onnxruntime = require("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = settings.threads or 0
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self.spinning)))
+        if exactly:
+            options.add_session_config_entry(int8.EXACTLY, "1")
         try:
             return onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
         except (*CONVERSION_ERRORS, *_runtime_errors()) as error:

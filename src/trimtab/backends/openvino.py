@@ -47,7 +47,7 @@ class OpenVinoExecutable(Executable):
         if (len(model.inputs), len(model.outputs)) != (len(signature.inputs), len(self._graph.outputs)):
             raise IntegrityError(f"{folder / ir.MODEL} has other inputs or outputs than the signature: {signature.describe()}.")
         shapes = _hot_shapes(model, folder, signature)
-        # for other sizes, which may come when the files are others' or gone; it maps its weights instead of holding them
+        # for other sizes, which may come when the files are others' or gone
         self._model = model.clone() if shapes is None or signature.dims else None
         self._through = ir.given_back(model)
         self._hot: Request | None = None
@@ -294,8 +294,10 @@ def _recurrent(model: nn.Module) -> bool:
 
 
 def _read(folder: pathlib.Path) -> Any:
+    """The model with its weights in memory: mapped ones would be another model's once its file is written to in place, and cost
+    as much."""
     try:
-        return ir.core().read_model(folder / ir.MODEL, folder / ir.WEIGHTS)
+        return ir.core().read_model(folder / ir.MODEL, folder / ir.WEIGHTS, {"ENABLE_MMAP": False})
     except CONVERSION_ERRORS as error:
         raise CompileError(f"OpenVINO cannot read the model: {first_line(error)}") from error
 

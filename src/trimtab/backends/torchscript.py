@@ -93,14 +93,14 @@ def load(folder, threads):
     model = torch.jit.optimize_for_inference(torch.jit.load(f"{folder}/script.pt"))
     def call(arrays):
         with torch.no_grad():
-            return model(*map(torch.as_tensor, arrays))
+            return model(*(torch.as_tensor(array, device="cpu") for array in arrays))
     return call
 """
 
 
 def _optimized(module: Any) -> tuple[Any, list[str]]:
     try:
-        with quiet():
+        with quiet(stream=False):
             return torch.jit.optimize_for_inference(module), []
     except EXPORT_ERRORS as error:
         return module, [f"optimize_for_inference failed, so the frozen module runs as it is: {first_line(error)}"]

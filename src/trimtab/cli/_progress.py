@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderResult
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
@@ -149,7 +150,13 @@ class Lines(View):
 
 
 class Reflowing(Live):
-    """A live display that survives a terminal made narrower, which breaks each of its lines into several."""
+    """A live display that survives a terminal made narrower, which breaks each of its lines into several.
+
+    What is printed meanwhile stands above it, unless standard output is a file: then it belongs there.
+    """
+
+    def __init__(self, renderable: RenderableType, **options: Any) -> None:
+        super().__init__(renderable, redirect_stdout=sys.stdout.isatty(), **options)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Tell rich how many lines its last picture has become; it counts those that it wrote."""

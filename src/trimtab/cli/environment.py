@@ -114,7 +114,8 @@ def list_command(
     """
     with waiting(f"looking for {kind}"):
         contracts = late("contracts")
-        rows = [_row(cls, contracts) for cls in getattr(contracts, kind.upper()).values()]
+        registry = getattr(contracts, kind.upper())
+        rows = [_row(cls, contracts) for cls in registry.values()]
     if json:
         typer.echo(dumps(rows))
         return 0
@@ -127,12 +128,14 @@ def list_command(
         cells = (row["summary"], fields or "-", _here(row))
         table.add_row(row["name"], ", ".join(_USES[mode] for mode in row["modes"]), *map(escape, cells))
     Console(highlight=False).print(table)
+    for note in registry.broken.values():
+        typer.echo(f"note: {note}", err=True)
     return 0
 
 
 def _row(cls: Any, contracts: Any) -> dict[str, Any]:
     technique, package = cls(), contracts.missing_package(cls.requires)
-    why_not = f"{package} is not installed: {contracts.install_hint(package)}" if package else technique.why_not_here()
+    why_not = f"{package} is not installed: {contracts.install_hint(package)}" if package else technique.blocked_here()
     return {
         "name": cls.name,
         "summary": _MARKUP.sub(r"\1", (inspect.getdoc(cls) or "").splitlines()[0]),
@@ -147,7 +150,7 @@ def _row(cls: Any, contracts: Any) -> dict[str, Any]:
 def _not_here(technique: Any) -> dict[str, str]:
     """The values of fields with which it cannot run here, such as ``kernel=cudnn``, and why."""
     ways = [(name, value) for name, values in technique.choices().items() for value in values]
-    found = {f"{name}={value}": dataclasses.replace(technique, **{name: value}).why_not_here() for name, value in ways}
+    found = {f"{name}={value}": dataclasses.replace(technique, **{name: value}).blocked_here() for name, value in ways}
     return {way: reason for way, reason in found.items() if reason is not None}
 
 

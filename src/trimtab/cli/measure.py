@@ -12,6 +12,7 @@ import trimtab
 from trimtab._json import dumps
 from trimtab._plain import plain
 from trimtab._units import fraction, positive, seconds
+from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
 from trimtab.cli.optimize import Inputs, Shape, Task, brought
 
@@ -45,9 +46,11 @@ def measure_command(
     """
     most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width", "2%")
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
-        sides = [one if one is None or _is_folder(one) else brought(one, inputs, shape, task) for one in (subject, vs)]
-        assert sides[0] is not None
-        found = trimtab.compare(sides[0], sides[1], seconds=most, width=narrow, trust=trust)
+        given = [one for one in (subject, vs) if one is not None]
+        is_python = late("intake.load").is_python  # which says itself what it needs
+        takes = [one for one in given if not _is_folder(one) and not is_python(one)] or given
+        sides = [brought(one, inputs, shape, task) if one in takes and not _is_folder(one) else one for one in given]
+        found = trimtab.compare(sides[0], sides[1] if vs is not None else None, seconds=most, width=narrow, trust=trust)
     typer.echo(dumps(found) if json else str(found))
     return 0
 

@@ -16,6 +16,7 @@ from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from trimtab._archive import load_program
+from trimtab._exported import allow_modes
 from trimtab._tree import flatten, unflatten
 from trimtab.candidate import MODEL_ERRORS
 from trimtab.dims import name_groups
@@ -81,8 +82,7 @@ def _module(program: ExportedProgram) -> fx.GraphModule:
         program = move_to_device_pass(program, "cpu")  # exported on a GPU, by constants in its graph too
     module: fx.GraphModule = program.module(check_guards=False)
     module._forward_pre_hooks.clear()  # input guards; executables check their inputs themselves
-    for name in ("train", "eval"):
-        module.__dict__.pop(name, None)  # torch puts functions here that refuse to be called
+    allow_modes(module)
     return module.eval()
 
 

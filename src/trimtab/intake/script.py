@@ -27,7 +27,8 @@ def read_script(text: str) -> Workload:
     """
     place, _, name = text.rpartition(":") if re.search(r":[A-Za-z_]\w*$", text) else (text, "", "")
     module = _run_file(pathlib.Path(place)) if place.endswith(".py") else _import(place)
-    return _made(_pick(module, name, text), text)
+    with _arguments(text):
+        return _made(_pick(module, name, text), text)
 
 
 def _run_file(path: pathlib.Path) -> types.ModuleType:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import time
@@ -15,7 +17,7 @@ USER, NICE, SYSTEM, IDLE, IOWAIT, IRQ, SOFTIRQ, STEAL = range(8)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """CPU time since boot, in nanoseconds over all CPUs of the machine, at one moment of the wall clock."""
+    """CPU time since boot, in nanoseconds over the CPUs that we may use, at one moment of the wall clock."""
 
     at_ns: int
     busy_ns: int
@@ -27,7 +29,7 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """How the CPU time between two snapshots was used, as shares of all the machine's CPUs."""
+    """How the CPU time between two snapshots was used, as shares of the CPUs that we may use."""
 
     seconds: float
     """Wall-clock time between the snapshots."""
@@ -47,6 +49,9 @@ class Share:
 class Host:
     """Watches the CPU time of the machine against that of our processes ``pids``, their threads and their children.
 
+    Only the CPUs count that these may run on. Of two among sixty-four, a neighbour on one takes half, and those on the others
+    take nothing.
+
     The list of children is read anew about once per second, because Linux offers no cheap way to it; a snapshot otherwise costs
     some tens of microseconds. ``proc`` is where the process file system is mounted.
     """
@@ -57,26 +62,35 @@ class Host:
         self._refresh_ns = int(refresh_s * 1e9)
         self._family: Collection[int] = self._roots
         self._listed_ns: int | None = None
+        self._usable = _usable(self._roots)
 
     def snapshot(self) -> Snapshot | None:
         """CPU times now, or ``None`` where there is no ``/proc/stat`` to read them from."""
-        cpu = self._machine()
-        if cpu is None:
+        found = self._machine()
+        if found is None:
             return None
+        cpu, cpus = found
         at = time.perf_counter_ns()
         own = {pid: ns for pid in self._processes(at) if (ns := _process_ns(pid)) is not None}
         busy = sum(cpu[i] for i in (USER, NICE, SYSTEM, IRQ, SOFTIRQ))  # guest time is part of user time
-        return Snapshot(at, busy * TICK_NS, cpu[STEAL] * TICK_NS, os.cpu_count() or 1, own)
+        return Snapshot(at, busy * TICK_NS, cpu[STEAL] * TICK_NS, cpus, own)
 
-    def _machine(self) -> list[int] | None:
+    def _machine(self) -> tuple[list[int], int] | None:
+        """The columns of ``/proc/stat`` over the CPUs that we may use, and how many these are; over all where it does not list
+        every one of them."""
         try:
             with open(self._proc / "stat", encoding="ascii") as file:
-                head, *fields = file.readline().split()
+                lines = [line.split() for line in itertools.takewhile(lambda line: line.startswith("cpu"), file)]
         except OSError:
             return None
-        cpu = [int(field) for field in fields]
-        usable = head == "cpu" and len(cpu) > STEAL and any(cpu)  # a sandbox may show a file full of zeros
-        return cpu if usable else None
+        columns = {head: [int(field) for field in fields] for head, *fields in lines}
+        ours = [columns[name] for cpu in self._usable if (name := f"cpu{cpu}") in columns]
+        if not ours or len(ours) < len(self._usable):
+            ours, count = [columns.get("cpu", [])], os.cpu_count() or 1
+        else:
+            count = len(ours)
+        cpu = [sum(column) for column in zip(*ours, strict=True)]
+        return (cpu, count) if len(cpu) > STEAL and any(cpu) else None  # a sandbox may show a file full of zeros
 
     def _processes(self, now_ns: int) -> Collection[int]:
         if self._listed_ns is None or now_ns - self._listed_ns > self._refresh_ns:
@@ -98,13 +112,13 @@ def usage(before: Snapshot | None, after: Snapshot | None) -> Share | None:
 
 
 def foreign(before: Snapshot | None, after: Snapshot | None) -> float | None:
-    """Share of the machine's CPU time that processes other than ours used between two snapshots."""
+    """Share of the CPUs that we may use which processes other than ours used between two snapshots."""
     found = usage(before, after)
     return None if found is None else found.foreign
 
 
 def stolen(before: Snapshot | None, after: Snapshot | None) -> float | None:
-    """Share of the machine's CPU time that the hypervisor took between two snapshots."""
+    """Share of the CPUs that we may use which the hypervisor took between two snapshots."""
     found = usage(before, after)
     return None if found is None else found.stolen
 
@@ -137,6 +151,16 @@ def _parent(folder: pathlib.Path) -> int | None:
         return None
     fields = text.rpartition(b")")[2].split()  # the name before it may hold spaces and brackets
     return int(fields[1]) if len(fields) > 1 else None
+
+
+def _usable(pids: Iterable[int]) -> frozenset[int]:
+    """The CPUs that this process or one of ``pids`` may run on; none where the system does not tell. A runtime may have bound
+    this very thread to one of them, and has not bound those of the others to the same."""
+    found: set[int] = set()
+    for pid in (0, *pids) if hasattr(os, "sched_getaffinity") else ():
+        with contextlib.suppress(OSError):  # it has just ended
+            found |= os.sched_getaffinity(pid)
+    return frozenset(found)
 
 
 def _process_ns(pid: int) -> int | None:

@@ -21,7 +21,7 @@ from trimtab.measure.timer import BLOCK_S, Runner, WarmUp, calls_for, warm_up
 from trimtab.measurement import Comparison, Interval, Measurement, Scalar
 
 DISTURBED = 0.10
-"""A quad is thrown away when others had more than this share of the machine's CPU time."""
+"""A quad is thrown away when others had more than this share of the CPUs that we may use."""
 SLOWED, USUAL = 0.15, 0.25
 """A quad is thrown away when around one of its blocks the core was by more than this slower than usual. Usual is what a quarter
 of the blocks reach: a neighbour may be there more often than not, and a clock that was fast at first is soon forgotten."""
@@ -137,7 +137,8 @@ def compare(
     ``slowed`` then say how noisy it was.
 
     What more quads would not lessen, ``process_noise``, is added to the interval at the end, unless a runner is compared with
-    itself; ``width`` is about the part that they do lessen. So nothing that is less than about 2% faster is ever surely so.
+    itself; ``width`` is about the part that they do lessen. So by default nothing that is less than about 2% faster is surely
+    so; of several comparisons, with less noise each, :attr:`~trimtab.measurement.Interval.faster` says the same.
 
     ``pids`` are the processes that count as ours, with their children: by default this one and those of the two runners.
 

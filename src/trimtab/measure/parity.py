@@ -11,6 +11,8 @@ import torch
 
 from trimtab._ties import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
 from trimtab._tree import Structure, flatten, names
+from trimtab.measure.slices import LOST, along, axes_of, inexact, lost
+from trimtab.measure.values import finite, real, scale_of, signed_infinities, unrelated, without_masks
 from trimtab.measurement import Parity, Relative
 from trimtab.signature import TensorSpec, dtype_name
 
@@ -23,8 +25,10 @@ TOLERANCE = {  # of exact recipes, by the dtype of the output: (centred error, t
 ROUNDINGS = (4.0, 32.0)
 """Roundings of the output's size that exact recipes may be off by, in the mean and at most: an output that is large but hardly
 varies cannot be right to a thousandth of what it varies by."""
-HUGE = 1e30
-"""A mask's -3.4e38 stands for minus infinity; figures that include it would say nothing about the rest."""
+SLICES = 10.0
+"""Times the tolerance of the whole that the centred error of a slice may have, relative to what the slice itself varies by."""
+SLICE_ROUNDINGS = 64.0
+"""Roundings of the output's size that a slice may be off by, however little it varies."""
 RELATIVE_FLOOR = 1e-3
 """Relative errors are taken where the reference is at least this share of its own root mean square."""
 
@@ -55,6 +59,8 @@ class _Figures:
     """One rounding of the output's size, on the same scale."""
     peak_noise: float
     """One rounding of its largest value, on the same scale."""
+    unrelated: int
+    """Examples whose error reaches the scale."""
 
     @property
     def continuous(self) -> bool:
@@ -78,6 +84,10 @@ def compare_outputs(
     (:data:`~trimtab._ties.NEAR_TIES`, or ``NEAR_TIES_ALONE`` where no floats stand beside them and they are not ``scored``
     besides); another one its centred error within ``max_error``, if given. ``reason`` names the output and the figure. The
     figures are those of the worst output.
+
+    What is large in an output must not hide what is small. Values of a mask (:mod:`trimtab._masks`) stand for none: they are
+    held to their own size, and nothing else to theirs. Along each axis but the first, every slice of an ``exact`` recipe
+    has to be right relative to what that slice varies by, and with ``max_error`` another one may not lose a tenth of them.
 
     The scale of the errors is what the reference varies by over the examples, per element of the output, in the root mean
     square. With one example only, or where it does not vary over the examples, it is what its values vary by within the
@@ -112,9 +122,16 @@ def compare_outputs(
             mine, other = rows.setdefault((name, a.dtype), ([], []))
             mine.append(a)
             other.append(b)
+    reason = None
+    for (name, dtype), (mine, other) in rows.items():
+        if not is_discrete(dtype):
+            mine[:], off = without_masks(mine, other)
+            reason = reason or _judge_masks(name, dtype, off, exact, max_error)
     figures = [_figures(name, *pair) for (name, _), pair in rows.items()]
     beside = scored or any(each.continuous for each in figures)
-    reason = next((r for each in figures if (r := _judge(each, exact, max_error, beside)) is not None), None)
+    reason = reason or next((r for each in figures if (r := _judge(each, exact, max_error, beside)) is not None), None)
+    if reason is None and (exact or max_error is not None):
+        reason = next((r for (name, _), pair in rows.items() if (r := _judge_slices(name, *pair, exact)) is not None), None)
     return dataclasses.replace(_worst(figures, reason, n), left_out=left_out)
 
 
@@ -137,6 +154,7 @@ def _worst(found: Sequence[_Figures], reason: str | None, n: int) -> Parity:
         centred_error=max(f.centred for f in found),
         tail_error=max(f.tail for f in found),
         relative_to=max(found, key=lambda f: f.centred).relative_to,
+        unrelated=max(f.unrelated for f in found),
     )
 
 
@@ -228,7 +246,7 @@ def _nan_in_more(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None
 
 def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
     """How many values are NaN or infinite on one side only, in words."""
-    a, b = _signed_infinities(_real(a)), _signed_infinities(_real(b))
+    a, b = signed_infinities(real(a)), signed_infinities(real(b))
     return {
         "NaN where the reference has none": int((b.isnan() & ~a.isnan()).sum()),
         "not NaN where the reference is": int((a.isnan() & ~b.isnan()).sum()),
@@ -239,35 +257,25 @@ def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
 
 def _strange_anywhere(a: Tensor, b: Tensor) -> dict[str, int]:
     """The same where sizes differ, so that no value has a counterpart: how many are NaN or infinite where none was."""
-    a, b = _signed_infinities(_real(a)), _signed_infinities(_real(b))
+    a, b = signed_infinities(real(a)), signed_infinities(real(b))
     return {
         "NaN where the reference has none": 0 if a.isnan().any() else int(b.isnan().sum()),
         "infinite where the reference is not": 0 if a.isinf().any() else int(b.isinf().sum()),
     }
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """``tensor`` on the CPU in double precision; a complex one with its parts in a last dimension of two."""
-    tensor = tensor.detach().cpu().resolve_conj()
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
-
-
-def _signed_infinities(tensor: Tensor) -> Tensor:
-    return torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
-
-
 def _figures(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Figures:
     """Two passes over the batches, so that only one at a time is held in double precision."""
-    spread, relative_to, size, peak = _scale(reference)
+    spread, relative_to, size, peak = scale_of(reference)
     scale = {"examples": spread, "output": spread, "size": size, "one": 1.0}[relative_to]
     floor = max(RELATIVE_FLOOR * size, 1e-30) if size else 1.0
     count = differing = 0
     max_abs = max_relative = 0.0
     error = dot = own = other = 0.0
     for a, b in zip(reference, outputs, strict=True):
-        x, y = _finite(a, b)
+        x, y = finite(a, b)
         difference = (y - x).abs()
-        count += a.numel()
+        count += len(x)
         differing += int((difference > 0).sum())
         error += float(difference.square().sum())
         dot, own, other = dot + float((x * y).sum()), own + float(x.square().sum()), other + float(y.square().sum())
@@ -277,6 +285,7 @@ def _figures(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]) 
             max_relative = max(max_relative, float(relative.max()))
     dtype = reference[0].dtype
     rounding = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+    far = relative_to == "examples" and max_abs >= scale and not is_discrete(dtype)  # else no example can be
     return _Figures(
         name=name,
         dtype=dtype,
@@ -290,55 +299,14 @@ def _figures(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]) 
         relative_to=relative_to,
         noise=rounding * size / scale,
         peak_noise=rounding * peak / scale,
+        unrelated=sum(unrelated(a, b, scale) for a, b in zip(reference, outputs, strict=True)) if far else 0,
     )
-
-
-def _finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The values that are finite in the reference, flat."""
-    x, y = _real(a), _real(b)
-    usable = _signed_infinities(x).isfinite()
-    return x[usable], y[usable]
 
 
 def _cosine(dot: float, own: float, other: float) -> float:
     if own == 0 or other == 0:
         return float(own == other)
     return max(-1.0, min(1.0, dot / math.sqrt(own) / math.sqrt(other)))
-
-
-def _scale(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float]:
-    """What the reference varies by, over what, its root mean square, and its largest value."""
-    flat = [_finite(a, a)[0] for a in reference]
-    count = max(1, sum(len(x) for x in flat))
-    size = math.sqrt(sum(float(x.square().sum()) for x in flat) / count)
-    peak = max((float(x.abs().max()) for x in flat if len(x)), default=0.0)
-    dtype = reference[0].dtype
-    eps = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 1e-12
-    least = 64 * eps * size  # less than that is rounding, and no variation
-    over_examples = _spread_over_examples(reference)
-    if over_examples > least:
-        return over_examples, "examples", size, peak
-    mean = sum(float(x.sum()) for x in flat) / count
-    within = math.sqrt(sum(float((x - mean).square().sum()) for x in flat) / count)
-    if within > least:
-        return within, "output", size, peak
-    return (size, "size", size, peak) if size else (1.0, "one", size, peak)
-
-
-def _spread_over_examples(reference: Sequence[Tensor]) -> float:
-    """Root mean square, over the elements of an example, of their standard deviation over the examples; 0 if unknown.
-
-    Examples of different shapes, such as sentences of different length, have no elements in common: 0 as well.
-    """
-    rows = [_real(a) if a.dim() else _real(a)[None] for a in reference]
-    if len({x.shape[1:] for x in rows}) > 1 or sum(len(x) for x in rows) < 2:
-        return 0.0
-    usable = [_signed_infinities(x).isfinite() for x in rows]
-    rows = [torch.where(ok, x, 0.0) for x, ok in zip(rows, usable, strict=True)]
-    counts = torch.stack([ok.sum(0) for ok in usable]).sum(0)
-    mean = torch.stack([x.sum(0) for x in rows]).sum(0) / counts.clamp(min=1)
-    squares = sum(float(torch.where(ok, x - mean, 0.0).square().sum()) for x, ok in zip(rows, usable, strict=True))
-    return math.sqrt(squares / max(1, int(counts.sum())))
 
 
 def _judge(found: _Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
@@ -362,6 +330,18 @@ def _judge(found: _Figures, exact: bool, max_error: float | None, beside: bool) 
     return None
 
 
+def _judge_masks(name: str, dtype: torch.dtype, off: float, exact: bool, max_error: float | None) -> str | None:
+    """Why the values with which this output is masked are not good enough: they are ``off`` by this share of themselves."""
+    allowed = TOLERANCE.get(dtype, TOLERANCE[torch.float32])[0] if exact else max_error
+    if allowed is None or off <= allowed:
+        return None
+    kind = f"an exact recipe in {dtype_name(dtype)}" if exact else "this workload"
+    return (
+        f"{name!r} has values far beyond all others, such as a mask's, that are off by {off:.3g} of themselves; {kind} may "
+        f"have {allowed:.2g}."
+    )
+
+
 def _judge_discrete(found: _Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
     """Why these integers or booleans are not good enough."""
     if exact:
@@ -377,3 +357,26 @@ def _judge_discrete(found: _Figures, exact: bool, max_error: float | None, besid
     return (
         f"{found.name!r} differs from the reference in {found.differing:.3%} of its integers, where {allowed:.3%} may. {advice}"
     )
+
+
+def _judge_slices(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor], exact: bool) -> str | None:
+    """Why some slices of this output are not good enough, which the rest of it hides."""
+    dtype, axes = reference[0].dtype, axes_of([a.shape for a in reference])
+    if is_discrete(dtype) or not axes:
+        return None
+    limit = SLICES * TOLERANCE.get(dtype, TOLERANCE[torch.float32])[0]
+    values = ((signed_infinities(real(a)), real(b)) for a, b in zip(reference, outputs, strict=True))
+    for found in along(values, axes):
+        where = f"of the {reference[0].shape[found.axis]} slices along axis {found.axis}"
+        if exact and (bad := inexact(found, limit, SLICE_ROUNDINGS * torch.finfo(dtype).eps))[0]:
+            return (
+                f"{name!r} has an error of up to {bad[1]:.3g} in {bad[0]} {where}, relative to what each of these varies by; "
+                f"an exact recipe in {dtype_name(dtype)} may have {limit:.2g}."
+            )
+        useless, vary = (0, 0) if exact else lost(found)
+        if useless and useless >= LOST * vary:
+            return (
+                f"{name!r} is no better than a constant in {useless} {where}, of which {vary} vary: their errors reach what "
+                "they vary by, which the others hide. Give an evaluation, whose score then judges it."
+            )
+    return None

@@ -19,9 +19,10 @@ of 2.5. Where the first ones differ by more than :data:`~trimtab.measurement.UNL
 def pooled(rounds: Sequence[Comparison], confidence: float = 0.95) -> Comparison:
     """``rounds`` as one comparison, whose interval holds for yet another pair of processes that runs for long.
 
-    The centre is the mean of the log ratios. The interval is Student's t on what they differ by, for that is the only thing
-    that tells how processes differ here; and as a few may agree by chance, it is never narrower than :data:`PROCESS_NOISE` and
-    the rounds' own intervals make it. A single round has nothing but these.
+    The figure is the middle one, which an unlucky pair of processes does not move. The interval is Student's t on what the logs
+    of the ratios differ by, around their mean, for that is the only thing that tells how processes differ here; and as a few
+    may agree by chance, it is never narrower than :data:`PROCESS_NOISE` and the rounds' own intervals make it. A single round
+    has nothing but these.
 
     ``rounds`` are compared with ``process_noise=0``.
     """
@@ -30,14 +31,15 @@ def pooled(rounds: Sequence[Comparison], confidence: float = 0.95) -> Comparison
     least = math.sqrt((within + (normal_quantile((1 + confidence) / 2) * PROCESS_NOISE) ** 2) / n)
     spread = statistics.stdev(logs) if n > 1 else 0.0
     half = max(least, t_quantile((1 + confidence) / 2, n - 1) * spread / math.sqrt(n)) if n > 1 else least
-    centre = statistics.fmean(logs)
+    centre, middle = statistics.fmean(logs), statistics.median(logs)
+    low, high = min(centre - half, middle), max(centre + half, middle)
     total = sum(found.pairs for found in rounds)
     shares = {
         name: sum(getattr(found, name) * found.pairs for found in rounds) / total for name in ("foreign", "stolen", "slowed")
     }
     return dataclasses.replace(
         rounds[-1],
-        ratio=Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half)),
+        ratio=Interval(math.exp(middle), math.exp(low), math.exp(high)),
         pairs=total,
         candidate=_joined([found.candidate for found in rounds]),
         rival=_joined([found.rival for found in rounds]),

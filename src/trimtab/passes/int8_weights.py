@@ -62,7 +62,8 @@ class Int8Weights(Pass):
         try:
             # Without set_inductor_config=False these change inductor's global configuration for good.
             quantize_(model, chosen(set_inductor_config=False), filter_fn=lambda module, _: self._takes(module))
-            model = unwrap_tensor_subclass(model).eval()
+            model = unwrap_tensor_subclass(model)
+            model.eval()
             call_model(model, candidate.signature.input_structure, candidate.leaves)
         except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError) as error:
             raise CompileError(f"torchao cannot quantize this model: {type(error).__name__}: {error}") from error

@@ -10,16 +10,16 @@ from trimtab.contracts import Pass
 
 @dataclass(frozen=True, kw_only=True)
 class Joined(Pass):
-    """Run the batches that are accumulated for an update as one, where their memory suffices after all.
+    """Run the batches that are accumulated for an update as one, wherever their shapes and the memory allow after all.
 
     Pays on small batches, whose matrix products do not use the whole processor. BatchNorm then sees the whole update, as in
-    training without accumulation, which is what ``Settings.exact_batchnorm`` is for.
+    training without accumulation; ``Settings.exact_batchnorm`` sees to it that it always does.
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, on what accumulation does to BatchNorm
     """
 
     name = "joined"
     modes = frozenset({"train"})
-    sets = frozenset({"exact_batchnorm"})
+    sets = frozenset({"joined"})
 
     def describe(self) -> str:
         """What it is."""
@@ -33,4 +33,4 @@ class Joined(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; the Trainer joins the batches."""
-        return candidate.with_settings(exact_batchnorm=True)
+        return candidate.with_settings(joined=True)

@@ -116,7 +116,7 @@ def _row(trial: Trial, record: Record, keeps: bool) -> Row:
         recipe=plain(str(trial.recipe)),
         words=plain(words.recipe(trial.recipe, record)),
         keeps=keeps,
-        ships=trial.recipe.hash == record.best,
+        ships=record.winner is not None and trial.recipe.hash == record.best,
         reason=plain(trial.reason or missed),
         cells=tuple(_cells(trial, record)),
     )

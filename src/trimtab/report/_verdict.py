@@ -51,7 +51,8 @@ def headline(record: Record) -> str:
     if found is None or found.speedup is None:
         return words.status(record)
     if found.speedup.vague:
-        return "faster than as written, by how much is unclear"
+        faster = found.speedup.low > 1
+        return "faster than as written, by how much is unclear" if faster else "keeps the limits, at what speed is unclear"
     if found.speedup.high < 1:  # which only an original that misses a limit gives way to
         return f"keeps the limits that the original misses, at {words.quoted(found.speedup)} its speed"
     ratio = f"{words.span(found.speedup)} times" if doubt(record) else words.quoted(found.speedup)

@@ -127,7 +127,12 @@ def columns(asked: int | None) -> int:
 
 def status(record: Record) -> str:
     """The verdict in a word or two."""
-    return terms(record).stays if record.status == "kept_original" else STATUS_WORDS[record.status]
+    if record.status != "kept_original":
+        return STATUS_WORDS[record.status]
+    if record.confirmation is not None and not record.confirmation.ok:
+        return "nothing ships"
+    own = record.mode == "train" or record.winner is None or record.winner.recipe.backend.name == "eager"
+    return terms(record).stays if own else "nothing is faster than the original"
 
 
 def known(value: float | None) -> float | None:
@@ -294,6 +299,8 @@ def parity(found: Parity | None, record: Record) -> str:
     else:
         largest = f"largest {error(found.tail_error)}, on {count(found.n, 'example')}"
         figures = f"centred error {error(found.centred_error)}, {largest}"
+        if found.unrelated:
+            figures += f"; {count(found.unrelated, 'example')} off by as much as the outputs vary"
         if found.left_out:
             figures += f"; the score alone judges {found.left_out} of the batches, which have other sizes than the reference's"
     return figures if found.ok else f"{found.reason} ({figures})"
@@ -332,6 +339,8 @@ def limits(record: Record) -> list[tuple[str, str]]:
         found.insert(0, (terms(record).lost, lost(wished.drop_limit(base), record) + stated))
     else:
         found.insert(0, ("error of the outputs of lossy recipes", error(wished.max_error)))
+        if wished.max_drop is not None:
+            found.insert(0, (terms(record).lost, f"{wished.max_drop}, which nothing shows without labels"))
     return [(name, value) for name, value in found if value is not None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from trimtab.contracts import BACKENDS, Pass
 from trimtab.recipe import Recipe
@@ -35,17 +35,21 @@ class Climb(Sampler):
     def _walk(self, done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:
         yield Ask("as_written", trained_as_written())
         steps = sorted(space.training(), key=lambda step: "compile" in step.sets)  # which costs most, and so comes last
-        yield from _added("lossless", [step for step in steps if step.exact], trained_as_written(), done, facts)
-        best = _best([trained_as_written()], done, facts)
+        best = yield from _added("lossless", [step for step in steps if step.exact], trained_as_written(), done, facts)
         yield from _added("precision", [step for step in steps if not step.exact], best, done, facts)
 
 
-def _added(stage: str, steps: Sequence[Pass], base: Recipe, done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:
-    """Each of ``steps`` on ``base``; then, on the best of these, the others that paid, the best first."""
+def _added(
+    stage: str, steps: Sequence[Pass], base: Recipe, done: Mapping[str, Trial], facts: Facts
+) -> Generator[Ask, None, Recipe]:
+    """Each of ``steps`` on ``base``; then, on the best of these, the others that paid, the best first. Gives the best of all.
+
+    Of many that do nothing some always come out a little ahead. So what is sure of a gain must be above what it is added to.
+    """
     alone = [_with(base, step) for step in steps]
     for recipe in alone:
         yield Ask(stage, recipe)
-    floor = _speed(base, done, facts)
+    floor = _measured(base, done, facts)
     paying = sorted((r for r in alone if _speed(r, done, facts) > floor), key=lambda r: -_speed(r, done, facts))
     together = paying[0] if paying else base
     for recipe in paying[1:]:
@@ -54,8 +58,9 @@ def _added(stage: str, steps: Sequence[Pass], base: Recipe, done: Mapping[str, T
             continue
         more = _with(together, step)
         yield Ask(stage, more)
-        if _speed(more, done, facts) > _speed(together, done, facts):
+        if _speed(more, done, facts) > _measured(together, done, facts):
             together = more
+    return together
 
 
 def _with(recipe: Recipe, step: Pass) -> Recipe:
@@ -68,6 +73,9 @@ def _speed(recipe: Recipe, done: Mapping[str, Trial], facts: Facts) -> float:
     return (facts.value(trial) or 0.0) if trial is not None and facts.feasible(trial) else 0.0
 
 
-def _best(otherwise: Sequence[Recipe], done: Mapping[str, Trial], facts: Facts) -> Recipe:
-    exact = [trial.recipe for trial in done.values() if trial.recipe.exact]
-    return max((*otherwise, *exact), key=lambda recipe: _speed(recipe, done, facts))
+def _measured(recipe: Recipe, done: Mapping[str, Trial], facts: Facts) -> float:
+    """The speed-up of such a recipe as it was measured; that of the training as written is 1 by definition."""
+    sure, trial = _speed(recipe, done, facts), done.get(recipe.hash)
+    if recipe == trained_as_written():
+        return 1.0 if sure else 0.0
+    return trial.speedup.value if sure and trial is not None and trial.speedup is not None else sure

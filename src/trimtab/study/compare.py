@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from trimtab._manifest import MANIFEST
-from trimtab.errors import ArtifactError
+from trimtab._units import positive
+from trimtab._user_code import outside_workers
+from trimtab.errors import ArtifactError, StorageError, UsageError
 from trimtab.evaluate import Objective
 from trimtab.measure import pairs
 from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled, slow
@@ -22,6 +25,9 @@ from trimtab.study.rivals import Rivals
 from trimtab.study.rounds import LEAST_S
 from trimtab.study.sampler import as_written
 from trimtab.workload import Workload
+
+TIMED: tuple[Objective, ...] = ("latency", "throughput")
+"""Objectives that are a matter of time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ class Timing:
         shown = f"{self.subject}: {_ms(found.candidate)}"
         if self.rival is None:
             return f"{shown}\nnoise: it measures {_ratio(found)} of itself, over {found.pairs} pairs{self._advice}"
-        verdict = "faster" if found.ratio.low > 1 else "slower" if found.ratio.high < 1 else "no difference that can be proven"
+        verdict = "faster" if found.ratio.faster else "slower" if found.ratio.slower else "no difference that can be proven"
         verdict = f"speed-up {_ratio(found)} over {found.pairs} pairs: {verdict}"
         note = "" if self.note is None else f"\n{self.note}"
         return f"{shown}\n{self.rival}: {_ms(found.rival)}\n{verdict}{note}{self._advice}"
@@ -69,11 +75,17 @@ def compare(
     Raises:
         UsageError: a reference or folder is wrong.
         MeasurementError: one of the processes ended; says its last words.
+        StorageError: there is no room for temporary files.
     """
+    outside_workers("trimtab.compare")
+    if objective not in TIMED:
+        raise UsageError(f"objective is {objective!r}; what is timed can be {' or '.join(TIMED)}.")
+    positive(seconds, "seconds")
+    positive(width, "width")
     other = subject if rival is None else rival
-    with tempfile.TemporaryDirectory(prefix="trimtab-compare-") as place:
+    with _scratch() as place:
         sides = {"subject": subject, "rival": other}
-        jobs = {name: _serve(what, trust, pathlib.Path(place, name)) for name, what in sides.items()}
+        jobs = {name: _serve(what, trust, place / name) for name, what in sides.items()}
         found, sizes = in_turns(jobs, objective=objective, seconds=seconds, width=width)
     note = None
     if sizes["subject"] != sizes["rival"]:
@@ -98,6 +110,9 @@ def in_turns(
     """Serve ``jobs["subject"]`` and ``jobs["rival"]``, each in its own process, and compare them; also says their sizes.
 
     There are several rounds, each with new processes, unless calls are slow or ``seconds`` few.
+
+    Raises:
+        StorageError: there is no room for temporary files.
     """
     count = max(1, min(ROUNDS, int(seconds / LEAST_S)))
     rounds, sizes, most = list[Comparison](), dict[str, list[list[int]]](), count
@@ -115,10 +130,7 @@ def _round(
     jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, count: int, width: float
 ) -> tuple[Comparison, dict[str, list[list[int]]], bool]:
     """One of ``count`` rounds that share ``seconds``; it takes all of them, and says so, where calls are slow."""
-    with (
-        tempfile.TemporaryDirectory(prefix="trimtab-compare-") as folder,
-        Rivals({"objective": objective}, pathlib.Path(folder)) as sides,
-    ):
+    with _scratch() as folder, Rivals({"objective": objective}, folder) as sides:
         for name, job in jobs.items():
             sides.begin(name, job)
         sizes = {name: sides.ready(name, seconds=600.0)["sizes"] for name in jobs}
@@ -130,14 +142,27 @@ def _round(
         return pairs.compare(subject, rival, width=width, seconds=share, process_noise=0.0), sizes, alone
 
 
+@contextlib.contextmanager
+def _scratch() -> Iterator[pathlib.Path]:
+    """A folder for what the processes write: their logs, sockets and results."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="trimtab-compare-") as place:
+            yield pathlib.Path(place)
+    except OSError as error:
+        raise StorageError(
+            f"What two processes are timed with needs temporary files, which cannot be written: {error.strerror or error}. "
+            "Make room, or name a folder that can be written with TMPDIR."
+        ) from error
+
+
 def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib.Path) -> dict[str, Any]:
     """The job that serves ``what``; ``folder`` is for what a worker needs of it."""
     if isinstance(what, Workload):
         folder.mkdir()
         return {"workload": handed(what, folder), "recipe": as_written().to_json(), "fresh": False}
-    if (pathlib.Path(what) / MANIFEST).exists():
+    if os.path.exists(pathlib.Path(what) / MANIFEST):  # which says no where pathlib's raises
         return {"artifact": os.fspath(what), "trust": trust, "baseline": False}
-    if pathlib.Path(what).is_dir():
+    if os.path.isdir(what):
         raise ArtifactError(f"{os.fspath(what)!r} is no artifact: it has no {MANIFEST}. Give the folder that has one.")
     if not pathlib.Path(what).suffix and ":" not in os.fspath(what):
         raise ArtifactError(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trimtab._json import dumps, from_json, to_json
 from trimtab.artifact import Artifact, open_artifact
-from trimtab.confirm import LEAST_GAIN, Confirmation
+from trimtab.confirm import Confirmation
 from trimtab.environment import Peaks
 from trimtab.errors import ArtifactError, StorageError, UsageError, WorkloadError
-from trimtab.evaluate import BUILT, Objective
+from trimtab.evaluate import Objective
 from trimtab.explain import Explanation
-from trimtab.measurement import Interval
-from trimtab.study import rounds, verdict
+from trimtab.study import rounds, sentences, verdict
+from trimtab.study.probing import costs
 from trimtab.study.result import ARTIFACT, TRIED, Best
 from trimtab.study.rivals import Rivals
 from trimtab.study.runoff import run_off
@@ -26,103 +26,174 @@ from trimtab.trial import State, Trial
 
 CONFIRM = 2
 """Each paired timing of the confirmation may take this many times as long as that of a trial."""
-CONFIRM_FOLDER, ORIGINAL, EXPLAIN = "confirm", "original", "explain"
+NEAR = 1.2
+"""An original that misses a limit by less than this factor may keep it: the search measured it once, beside others."""
+CONFIRM_FOLDER, ORIGINAL, PROBE, EXPLAIN = "confirm", "original", "probe", "explain"
+
+Answer = tuple[verdict.Status, str, Best | None]
 
 
-def ahead(study: Study) -> list[Trial]:
-    """The trials that keep the limits and seem to beat the tuned original, best first; the model as written is none of them."""
-    options, eager = study.options, study.to_beat
-    found = verdict.ahead(study.trials, options.limits, options.objective, eager)
+def ahead(study: Study, again: Mapping[str, Trial] | None = None) -> list[Trial]:
+    """The trials that keep the limits and seem to beat the tuned original, best first; the model as written is none of them.
+
+    ``again`` are those that were measured again since, by their recipes' hashes.
+    """
+    options, latest = study.options, again or {}
+    trials = [latest.get(trial.recipe.hash, trial) for trial in study.trials]
+    eager = study.to_beat
+    if eager is None:
+        return []
+    eager = latest.get(eager.recipe.hash, eager)
+    found = verdict.ahead(trials, options.limits, options.objective, eager)
     others = [trial for trial in found if trial.recipe != study.original]
-    if eager is None or not verdict.feasible(eager, options.limits):  # an original that misses a limit is no alternative
-        return others if eager is not None else []
-    return [trial for trial in others if pays(trial, eager, options.objective)]
+    if not verdict.feasible(eager, options.limits):  # an original that misses a limit is no alternative
+        return others
+    known = [trial for trial in trials if verdict.value(trial, options.objective) is not None]
+    written = [t for t in known if t.recipe == study.original and verdict.feasible(t, options.limits)]
+    return [trial for trial in others if all(pays(trial, each, options.objective) for each in (eager, *written))]
 
 
-def finish(study: Study, *, until: float | None = None, end: float | None = None) -> tuple[verdict.Status, str, Best | None]:
+def finish(study: Study, *, until: float | None = None, end: float | None = None) -> Answer:
     """Confirm the winner, or the next best, or ship the original; a runoff is held where there is time ``until`` then, and
     the winner is timed in so many rounds as are over by ``end``."""
-    limits, eager = study.options.limits, study.to_beat
+    eager = study.to_beat
     if eager is None and study.interrupted():
         raise KeyboardInterrupt
     if eager is None and not study.trials:
         raise UsageError("No trial was finished, not even of the model as written. Run it again with a longer --budget.")
     if eager is None:
         raise WorkloadError(no_baseline(study))
-    must_win = verdict.feasible(eager, limits)
-    if not must_win and not verdict.ranked(study.trials, limits, study.options.objective):
-        return "limits_not_met", verdict.unmet(study.trials, limits), None
-    before = run_off(study, ahead(study), until=until)
-    study.progress.stage("confirming the winner in fresh processes, on the test data")
-    # three that may lose accuracy can all fail on the test data, and the best lossless one deserves its turn
-    tried = [*before[:KEEP], *[trial for trial in before[KEEP:] if trial.recipe.exact][:1]]
-    lost: list[str] = []
-    again: dict[str, Trial] = {}
     with Rivals(study.job(), study.folder / RIVALS) as rivals:
-        for trial in tried:
-            found = confirm(study, trial, eager, rivals, must_win=must_win, end=end)
-            if found.confirmation.ok:
-                return "improved", _improved(study, found, lost), found
-            lost.append(f"{trial.recipe}: {found.confirmation.reason}")
-            again[trial.recipe.hash] = verdict.seen_again(trial, found.confirmation)
-        surely = [verdict.surely_ahead(trial, eager, study.options.objective) for trial in tried]
+        return _Ending(study, eager, rivals, end).answer(until)
+
+
+class _Ending:
+    """The end of one study: what was measured again so far, and what follows from it."""
+
+    def __init__(self, study: Study, eager: Trial, rivals: Rivals, end: float | None) -> None:
+        self.study, self.eager, self.rivals, self.end = study, eager, rivals, end
+        self.limits, self.objective = study.options.limits, study.options.objective
+        self.found: dict[str, Best] = {}
+        self.again: dict[str, Trial] = {}
+        """What was measured again, by the hash of its recipe: how it did, and the trial with the figures of that."""
+
+    def answer(self, until: float | None) -> Answer:
+        """Confirm the winner, or the next best, or ship the original."""
+        study, must_win = self.study, self.original_keeps()
+        if not must_win and not verdict.ranked(self.known(), self.limits, self.objective):
+            return "limits_not_met", self.unmet(), None
+        tried = _first(run_off(study, ahead(study, self.again), until=until))
+        study.progress.stage("confirming the winner in fresh processes, on the test data")
+        found, lost = self.holding(tried, must_win=must_win)
+        if found is not None:
+            return "improved", sentences.improved(study, found, lost, self.latest(self.eager)), found
+        surely = [verdict.surely_ahead(trial, self.eager, self.objective) for trial in tried]
         said = ("It seemed faster in the search", "It won the search")
         study.notes += [f"{said[won]} but was not confirmed: {line}" for won, line in zip(surely, lost, strict=True)]
         if not must_win:
-            return "limits_not_met", _unmet(study, again), None
-        kept = confirm(study, eager, eager, rivals, must_win=False)
-    again[eager.recipe.hash] = verdict.seen_again(eager, kept.confirmation)
-    if not kept.confirmation.ok and verdict.misses(again[eager.recipe.hash], limits):
-        return "limits_not_met", _unmet(study, again), None
-    if not kept.confirmation.ok:
-        return "kept_original", f"Nothing better was confirmed, and the original cannot ship: {kept.confirmation.reason}", kept
-    why = " ".join(lost).rstrip(".") or _nothing_won(study.trials, study.options.objective)
-    alone = ""
-    ratio = kept.confirmation.speedup
-    if kept.artifact is not None and ratio is not None and ratio.high < 1:
-        alone = (
-            f" In the form that stands alone it runs at {_multiple(ratio)} of the model "
-            "as written; where its class is at hand, go on using the model itself."
-        )
-    elif kept.artifact is not None and ratio is not None and ratio.low > 1 and not eager.recipe.passes:
-        alone = (
-            f" In the form that stands alone it ran at {_multiple(ratio)} of the model "
-            "as written, and computes the same: so far do two processes of one program differ here. No tuning is behind it."
-        )
-    return "kept_original", f"The original ships: {why}.{alone}", kept
+            return "limits_not_met", self.unmet(), None
+        kept = self.found.get(self.eager.recipe.hash) or self.measure(self.eager, must_win=False)
+        best = self.fastest(kept)
+        if best.confirmation.ok:
+            return "kept_original", sentences.kept(study, self.eager, kept, best, lost), best
+        if not verdict.misses(self.latest(best.trial), self.limits):
+            words = f"Nothing better was confirmed, and the original cannot ship: {best.confirmation.reason}"
+            return "kept_original", words, best
+        # it is no alternative then, and what keeps the limits need not be faster
+        found, lost = self.holding(_first(ahead(study, self.again), without=self.refused()), must_win=False)
+        if found is not None:
+            return "improved", sentences.improved(study, found, lost, self.latest(self.eager)), found
+        return "limits_not_met", self.unmet(), None
+
+    def measure(self, trial: Trial, *, must_win: bool) -> Best:
+        """Confirm ``trial``, and remember how it did."""
+        trial = next(each for each in self.study.trials if each.recipe == trial.recipe)  # with the figures of the search
+        found = confirm(self.study, trial, self.eager, self.rivals, must_win=must_win, end=self.end)
+        self.found[trial.recipe.hash] = found
+        self.again[trial.recipe.hash] = verdict.seen_again(trial, found.confirmation)
+        return found
+
+    def holding(self, trials: Sequence[Trial], *, must_win: bool) -> tuple[Best | None, list[str]]:
+        """The first of ``trials`` that is confirmed, and why those before it were not."""
+        lost: list[str] = []
+        for trial in trials:
+            found = self.measure(trial, must_win=must_win)
+            if found.confirmation.ok:
+                return found, lost
+            lost.append(f"{trial.recipe}: {found.confirmation.reason}")
+        return None, lost
+
+    def original_keeps(self) -> bool:
+        """Whether the original keeps the limits. Where the search saw it miss them by a little it is measured again."""
+        missed = verdict.misses(self.eager, self.limits)
+        if missed and all(miss.limit in ("latency", "memory") and miss.excess < NEAR for miss in missed):
+            self.study.progress.stage("measuring the original again, which misses a limit by a little")
+            self.measure(self.eager, must_win=False)
+        return verdict.feasible(self.latest(self.eager), self.limits)
+
+    def latest(self, trial: Trial) -> Trial:
+        """``trial`` with the figures that are known best."""
+        return self.again.get(trial.recipe.hash, trial)
+
+    def refused(self) -> set[str]:
+        """What failed when it was measured again for another reason than a limit or a gain: before it was timed."""
+        untimed = {name for name, found in self.found.items() if found.confirmation.latency_ms is None}
+        return {
+            name
+            for name in untimed
+            if not self.found[name].confirmation.ok and not verdict.misses(self.again[name], self.limits)
+        }
+
+    def known(self) -> list[Trial]:
+        """The trials that were not refused."""
+        refused = self.refused()
+        return [self.latest(trial) for trial in self.study.trials if trial.recipe.hash not in refused]
+
+    def unmet(self) -> str:
+        """Why nothing keeps the limits, as far as was looked."""
+        tried = [trial for trial in self.study.trials if trial.state is not State.SKIPPED]
+        if all(trial.recipe.backend.name == "eager" for trial in tried):
+            missed = " ".join(miss.words for miss in verdict.misses(self.latest(self.eager), self.limits))
+            return (
+                f"Nothing but the original was tried. {missed} Where the time was too short for more, the same command goes on "
+                "from here."
+            )
+        words = verdict.unmet(self.known(), self.limits)
+        if self.study.interrupted() or self.study.options.sampler == "tpe" or self.study.ask() is not None:
+            words += " Not everything was tried when the search ended; the same command goes on from here."
+        return words
+
+    def fastest(self, kept: Best) -> Best:
+        """``kept``, or where its form is surely slower than the model as written what is fastest of those that compute the
+        same: the form as written, where another was kept, and the best exact recipe."""
+        ratio = kept.confirmation.speedup
+        slower = kept.artifact is not None and ratio is not None and ratio.high < 1
+        if not slower or ratio is None or self.objective not in ("latency", "throughput") or self.study.interrupted():
+            return kept
+        original, ranked = self.study.original, verdict.ranked(self.known(), self.limits, self.objective)
+        others = [t for t in ranked if t.recipe.exact and t.size_mb is not None and t.recipe.hash != kept.trial.recipe.hash]
+        written = [trial for trial in others if trial.recipe == original]
+        hopeful = [t for t in others if t not in written and t.speedup is not None and t.speedup.value > ratio.value]
+        found = [kept, *(self.measure(trial, must_win=False) for trial in (*written, *hopeful[:1]))]
+        best = max((each for each in found if each.artifact is not None), key=_sure)
+        # whoever was confirmed last has its files in the run folder
+        return best if best is found[-1] else self.measure(best.trial, must_win=False)
 
 
-def _single(ratio: Interval) -> str:
-    """One number, or both bounds where one would mislead."""
-    return f"{ratio.low:.2f}x to {ratio.high:.2f}x" if ratio.vague else f"{ratio.value:.2f}x"
+def _first(trials: Sequence[Trial], *, without: Collection[str] = ()) -> list[Trial]:
+    """Those that are confirmed: three that may lose accuracy can all fail on the test data, and the best lossless one deserves
+    its turn."""
+    found = [trial for trial in trials if trial.recipe.hash not in without]
+    return [*found[:KEEP], *[trial for trial in found[KEEP:] if trial.recipe.exact][:1]]
 
 
-def _multiple(ratio: Interval) -> str:
-    return _single(ratio) if ratio.vague else ratio.times()
-
-
-def _unmet(study: Study, again: Mapping[str, Trial]) -> str:
-    """Why nothing keeps the limits: what was measured ``again`` is known better, or failed for another reason than a limit."""
-    limits = study.options.limits
-    refused = {name for name, trial in again.items() if not verdict.misses(trial, limits)}
-    return verdict.unmet([again.get(t.recipe.hash, t) for t in study.trials if t.recipe.hash not in refused], limits)
-
-
-def _nothing_won(trials: Sequence[Trial], objective: Objective) -> str:
-    others = [t for t in trials if t.state is not State.SKIPPED and t.recipe.backend.name != "eager"]
-    if not others:
-        return "no other runtime was tried; where the time was too short for that, the same command goes on from here"
-    better = "faster" if objective in ("latency", "throughput") else f"better in {objective}"
-    return f"none of {len(trials)} trials was {better} than the tuned original within the limits"
+def _sure(found: Best) -> float:
+    return 0.0 if found.confirmation.speedup is None else found.confirmation.speedup.low
 
 
 def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
-    """Whether the confirmation is worth its time. Memory and size are single figures without an interval, so that a gain has to
-    be larger than what they differ by from one process to the next."""
-    one, other = verdict.value(trial, objective), verdict.value(eager, objective)
-    if objective in ("latency", "throughput") or one is None or other is None:
-        return True
-    return -one <= (1 - LEAST_GAIN) * -other
+    """Whether the confirmation is worth its time: of speed it decides itself, in intervals."""
+    return objective in ("latency", "throughput") or verdict.surely_better(trial, eager, objective)
 
 
 def confirm(
@@ -141,9 +212,10 @@ def confirm(
     the next best should not win because of them.
 
     Raises:
-        StorageError: the disk is full, which is no reason to ship anything else.
+        StorageError: the artifact cannot be written, which is no reason to ship anything else.
     """
     key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
+    key += "" if must_win else " without a gain"  # what is refused for want of one may be what ships all the same
     known = study.storage.noted(key)
     if known is not None and not (known["ok"] and study.ships):
         return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=None)  # no second throw of the dice
@@ -168,7 +240,7 @@ def confirm(
         "weights": study.prepared.weights,
         "threads": study.prepared.threads,
         "must_win": must_win,
-        "original_mb": _original_mb(study, eager) if must_win and study.options.objective == "memory" else None,
+        "costs": _costs(study, trial, eager if must_win and study.options.objective == "memory" else None),
         "ships": trial.size_mb is not None,
         "artifact": str(study.folder.absolute() / ARTIFACT),
         "trial": to_json(trial),
@@ -177,6 +249,8 @@ def confirm(
     outcome = rounds.beside(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash)
     if outcome.result is None and trial is eager and outcome.error == WorkloadError.__name__:
         raise WorkloadError(str(outcome.reason))
+    if outcome.error == StorageError.__name__:
+        raise StorageError(str(outcome.reason))
     if outcome.result is None:
         reason = f"The confirmation failed: {outcome.reason}"
         return Best(trial=trial, confirmation=Confirmation(recipe=trial.recipe, ok=False, reason=reason), artifact=None)
@@ -196,16 +270,12 @@ def _note_tried(study: Study, trial: Trial) -> None:
         study.storage.note(TRIED, [*known, name])
 
 
-def _original_mb(study: Study, eager: Trial) -> float | None:
-    """Peak memory of the tuned original: measured anew as that of the winner will be, or as the search saw it where it has no
-    files."""
-    files = study.files(eager)
-    if not (files / BUILT).exists():
-        return eager.peak_mb
-    job = study.job() | {"kind": "peak", "recipe": eager.recipe.to_json(), "files": str(files)}
-    outcome = study.run_job(job, study.folder / CONFIRM_FOLDER / ORIGINAL, final=True, anew=True, warm=False)
-    found: float | None = outcome.result
-    return eager.peak_mb if found is None else found
+def _costs(study: Study, trial: Trial, rival: Trial | None) -> dict[str, float | None]:
+    """What fresh processes need for ``trial`` and, if it has to need less of it, the memory of its ``rival``."""
+    folder = study.folder / CONFIRM_FOLDER
+    cold_s, peak_mb = costs(study, trial, folder / trial.recipe.hash / PROBE)
+    original_mb = None if rival is None else costs(study, rival, folder / ORIGINAL)[1]
+    return {"cold_s": cold_s, "peak_mb": peak_mb, "original_mb": original_mb}
 
 
 def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Explanation]]:
@@ -242,41 +312,13 @@ def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Ex
 
 
 def _shipped(study: Study, trial: Trial) -> Artifact | None:
-    """The artifact in the run folder, if it is that of ``trial``."""
+    """The artifact in the run folder, if it is that of ``trial`` and as it was written."""
     try:
         artifact = open_artifact(study.folder / ARTIFACT)
+        artifact.check()
     except ArtifactError:
         return None
     return artifact if artifact.manifest.recipe == trial.recipe.to_json() else None
-
-
-def _improved(study: Study, found: Best, lost: list[str]) -> str:
-    confirmation = found.confirmation
-    ratio = confirmation.speedup
-    assert ratio is not None
-    bounds = "95% interval, too wide for one number" if ratio.vague else f"95% interval {ratio.low:.2f} to {ratio.high:.2f}"
-    limits, eager = study.options.limits, study.to_beat
-    missed = verdict.misses(eager, limits) if eager is not None and not verdict.feasible(eager, limits) else []
-    words = (
-        f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
-    )
-    words = f"{words or found.trial.recipe} is {_single(ratio)} as fast as written ({bounds})"
-    if confirmation.against_tuned is not None:
-        tuned = confirmation.against_tuned
-        words += f" and {_single(tuned)} the tuned original" + (
-            "" if tuned.vague else f" ({tuned.low:.2f} to {tuned.high:.2f})"
-        )
-    if confirmation.drop is not None:
-        lost_score = confirmation.drop
-        words += f"; its score drops by {lost_score.show(lost_score.value)}, at most {lost_score.show(lost_score.upper)}"
-    first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
-    if study.options.objective == "size" and first is not None and first.size_mb and found.trial.size_mb:
-        words += f"; it has {found.trial.size_mb:.3g} MB, where the original has {first.size_mb:.3g} MB"
-    if study.options.objective == "memory" and confirmation.peak_mb is not None:
-        words += f"; it needs {confirmation.peak_mb:.3g} MB of memory"
-        if confirmation.original_mb is not None:
-            words += f", where the tuned original needs {confirmation.original_mb:.3g} MB"
-    return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
 
 
 def no_baseline(study: Study) -> str:

@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -69,6 +70,7 @@ def serve(channel: socket.socket) -> pathlib.Path | None:
             if "imported" in request:
                 return _warm(pathlib.Path(request["imported"]), socket.socket(fileno=others[0]))
             os.environ.update(request["environment"])
+            tempfile.tempdir = None  # which the server has asked for, and is another in each fork
             return pathlib.Path(request["folder"])
         os.setpgid(pid, pid)  # before anybody hears of it, so that its group can be killed from the start
         for descriptor in (log, *others):

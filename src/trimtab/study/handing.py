@@ -8,7 +8,9 @@ import pickle
 import sys
 
 import cloudpickle
+from torch import nn
 
+from trimtab.candidate import MODEL_ERRORS
 from trimtab.errors import UsageError
 from trimtab.workload import Workload
 
@@ -23,13 +25,23 @@ def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, str]:
         return {"reference": workload}
     if not isinstance(workload, Workload):
         raise UsageError(f"A study needs a trimtab.Workload or a reference to one, not a {type(workload).__name__}.")
+    if isinstance(workload.model, nn.Module) and any(map(_compiled, workload.model.modules())):
+        raise UsageError(
+            "The model was compiled in place, with its compile(), which does not reach worker processes: as written would be "
+            "slower there than it is. Give model= a function that builds and compiles it, or leave compile() out, as "
+            "torch.compile is tried anyway."
+        )
     path = folder / "workload.pkl"
     try:
         path.write_bytes(cloudpickle.dumps(workload))
-    except (TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+    except (*MODEL_ERRORS, pickle.PickleError) as error:
         reason = " ".join(str(error).split()).rstrip(".!")
         raise UsageError(
             f"The workload cannot be handed to worker processes: {reason}. Put it into a file and give its reference, such as "
             "'model.py:workload', or give model= a function that builds it."
         ) from error
     return {"pickle": str(path.resolve()), "path": os.pathsep.join(map(os.path.abspath, sys.path))}
+
+
+def _compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None

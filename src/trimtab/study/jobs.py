@@ -21,10 +21,10 @@ from trimtab._tree import cloned, flatten, unflatten
 from trimtab._weights import weights
 from trimtab.artifact import Golden, open_artifact, write_artifact
 from trimtab.candidate import resized
-from trimtab.confirm import Confirmation, confirm, in_round, load, started
-from trimtab.contracts import BACKENDS, CHECKS, Executable, technique_from_json
+from trimtab.confirm import Confirmation, confirm, in_round, load
+from trimtab.contracts import BACKENDS, CHECKS, PASSES, Executable, technique_from_json
 from trimtab.environment import Environment, measured_peaks
-from trimtab.errors import TrimtabError
+from trimtab.errors import ArtifactError, StorageError, TrimtabError
 from trimtab.evaluate import (
     BUILT,
     MODEL,
@@ -53,7 +53,7 @@ from trimtab.measure.timer import Runner
 from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
 from trimtab.reference import Reference, refer
-from trimtab.study import sameness, space
+from trimtab.study import apart, sameness, space
 from trimtab.study.imported import imports_noted
 from trimtab.study.sources import code_of
 from trimtab.study.travelling import baseline_speedup
@@ -71,7 +71,12 @@ Job = Mapping[str, Any]
 
 
 def read_workload(source: Mapping[str, str]) -> Workload:
-    """The workload that ``source`` names: a reference to a file or module, or a pickle of our own making."""
+    """The workload that ``source`` names: a reference to a file or module, or a pickle of our own making.
+
+    From here on the user's code, which may look at ``sys.argv`` whenever it is called, finds what a script without arguments
+    does, and not those of this process.
+    """
+    sys.argv[:] = [source.get("reference", "workload")]
     if "pickle" in source:
         # classes that lie in modules beside the user's script are found where the script found them
         sys.path += [place for place in source.get("path", "").split(os.pathsep) if place and place not in sys.path]
@@ -89,6 +94,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         sameness.keep(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
         call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
         evaluation = subject.workload.evaluation
+        doublets = apart.check(subject.splits, evaluation)
         reference = refer(call, subject.splits.selection, evaluation)
         if evaluation is not None and evaluation.test is not None:  # which else nobody would see before the search is over
             refer(call, subject.splits.test, evaluation)
@@ -100,6 +106,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
     findings, failures = _findings(subject)
+    failures += [why for registry in (PASSES, BACKENDS, CHECKS) for why in registry.broken.values()]
     quick = [technique for technique in space.techniques() if not technique.tries]
     blocked = {dumps(t, indent=None): reason for t in quick if (reason := t.blocked(subject.candidate))}
     return {
@@ -111,7 +118,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "score": None if reference.scores is None else reference.scores.value,
         "n": None if reference.scores is None else reference.scores.n,
         "blocked": blocked,
-        "notes": [*subject.notes, *_few_threads(), *(finding.message for finding in findings), *failures],
+        "notes": [*subject.notes, *doublets, *_few_threads(), *(finding.message for finding in findings), *failures],
         "findings": to_json(findings),
         "inputs": subject.candidate.signature.describe(),
         "threads": torch.get_num_threads(),
@@ -194,7 +201,8 @@ def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
     at_hand = isinstance(workload.model, nn.Module)
     begun = time.perf_counter()
     with PeakMemory() as peak, user_code("The model failed on the example inputs"), torch.no_grad():
-        model = workload.build_model().eval()
+        model = workload.build_model()
+        model.eval()  # by itself, because not every train() of a user's model returns the model
         model(*args, **kwargs)
         cold = time.perf_counter() - begun
         for _ in range(_more_calls(cold)):
@@ -251,18 +259,12 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     source = pathlib.Path(job["files"])
     if job["ships"] and not (source / BUILT).exists():  # swept away, or the study's storage is elsewhere
         save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
-    plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "original_mb")}
+    plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "costs")}
     earlier = {name: [from_json(Comparison, each) for each in rounds] for name, rounds in job["earlier"].items()}
     found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, **asked)
     if found.ok and (source / BUILT).exists():
         ship(job, source, subject, executable, found)
     return to_json(found)
-
-
-def peak_job(job: Job, folder: pathlib.Path) -> float:
-    """Peak memory of a recipe's saved files, measured as the confirmation measures that of the winner."""
-    subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
-    return started(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), subject)[3]
 
 
 def explain_job(job: Job, folder: pathlib.Path) -> Any:
@@ -298,7 +300,11 @@ class Shipped(Executable):
 
 
 def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executable, found: Confirmation) -> None:
-    """Write the artifact from the files that were confirmed."""
+    """Write the artifact from the files that were confirmed.
+
+    Raises:
+        StorageError: it cannot be written, which says nothing about the recipe.
+    """
     trial, plan = from_json(Trial, job["trial"]), from_json(Plan, job["plan"])
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
     figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
@@ -306,18 +312,21 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
         torch.set_num_threads(job["threads"])
         travels = baseline_speedup(subject, original, found.comparison, objective=plan.objective, folder=source)
         figures["baseline_speedup"] = to_json(travels)
-    write_artifact(
-        job["artifact"],
-        executable=Shipped(executable, source / MODEL, trial.notes),
-        recipe=found.recipe,
-        workload_name=subject.workload.name,
-        golden=Golden.of(subject.candidate, executable.signature, [fresh(subject).leaves]),
-        evidence=to_json(found) | figures,
-        environment=Environment.from_json(job["environment"]),
-        limits=plan.limits,
-        baseline=original.compile(subject.candidate),
-        baseline_backend=original,
-    )
+    try:
+        write_artifact(
+            job["artifact"],
+            executable=Shipped(executable, source / MODEL, trial.notes),
+            recipe=found.recipe,
+            workload_name=subject.workload.name,
+            golden=Golden.of(subject.candidate, executable.signature, [fresh(subject).leaves]),
+            evidence=to_json(found) | figures,
+            environment=Environment.from_json(job["environment"]),
+            limits=plan.limits,
+            baseline=original.compile(subject.candidate),
+            baseline_backend=original,
+        )
+    except ArtifactError as error:
+        raise StorageError(str(error)) from error
 
 
 def authkey() -> bytes:
@@ -373,6 +382,5 @@ JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
     "against": against_job,
     "round": round_job,
     "confirm": confirm_job,
-    "peak": peak_job,
     "explain": explain_job,
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
+from trimtab.errors import UsageError
 from trimtab.evaluate import Objective
 from trimtab.workload import Limits
 
@@ -27,3 +28,10 @@ class Options:
     seed: int = 0
     fresh: bool = False
     """Whether a study of that name in the storage is forgotten first."""
+
+    def __post_init__(self) -> None:
+        if self.objective not in get_args(Objective):
+            known = ", ".join(get_args(Objective))
+            raise UsageError(f"objective is {self.objective!r}; it can be {known}.")
+        if not isinstance(self.limits, Limits):
+            raise UsageError(f"limits is {self.limits!r}; give trimtab.Limits, such as Limits(max_drop=0.01).")

@@ -6,8 +6,10 @@ import dataclasses
 import pathlib
 from typing import TYPE_CHECKING
 
+from trimtab.evaluate import BUILT
 from trimtab.measurement import Interval
 from trimtab.study.jobs import EXAMPLE
+from trimtab.study.process import Outcome
 from trimtab.study.rivals import Rivals
 from trimtab.trial import State, Trial
 
@@ -29,9 +31,7 @@ def probed(study: Study, trial: Trial, folder: pathlib.Path, rivals: Rivals) -> 
         trial = dataclasses.replace(trial, speedup=one, cold_s=costs.get("cold_s"), peak_mb=costs.get("peak_mb"))
     if trial.state is not State.COMPLETE or trial.size_mb is None:
         return trial
-    inputs = str(pathlib.Path(study.job()["reference"]) / EXAMPLE)
-    job = {"kind": "probe", "recipe": trial.recipe.to_json(), "files": str(folder), "inputs": inputs}
-    outcome = study.run_job(job, folder / "probe", warm=False)
+    outcome = _probe(study, trial, folder, folder / "probe")
     if outcome.cut_off:
         return None
     if outcome.result is None:
@@ -40,3 +40,20 @@ def probed(study: Study, trial: Trial, folder: pathlib.Path, rivals: Rivals) -> 
         return dataclasses.replace(trial, state=State.FAILED, reason=reason, **how)
     cold = trial.cold_s if trial.recipe == study.original else outcome.result["cold_s"]
     return dataclasses.replace(trial, cold_s=cold, peak_mb=outcome.result["peak_mb"])
+
+
+def costs(study: Study, trial: Trial, place: pathlib.Path) -> tuple[float | None, float | None]:
+    """``cold_s`` and ``peak_mb`` of ``trial``, measured anew as :func:`probed` does; or as it did, where the files are gone.
+
+    The worker's own files are in ``place``."""
+    files = study.files(trial)
+    outcome = _probe(study, trial, files, place, final=True) if (files / BUILT).exists() else None
+    if outcome is None or outcome.result is None:
+        return trial.cold_s, trial.peak_mb
+    return trial.cold_s if trial.recipe == study.original else outcome.result["cold_s"], outcome.result["peak_mb"]
+
+
+def _probe(study: Study, trial: Trial, files: pathlib.Path, place: pathlib.Path, *, final: bool = False) -> Outcome:
+    inputs = str(pathlib.Path(study.job()["reference"]) / EXAMPLE)
+    job = {"kind": "probe", "recipe": trial.recipe.to_json(), "files": str(files), "inputs": inputs}
+    return study.run_job(job, place, final=final, warm=False)

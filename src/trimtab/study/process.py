@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import getpass
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -18,6 +22,7 @@ import psutil
 
 from trimtab._disk import says_full
 from trimtab._json import write_json
+from trimtab._user_code import IN_WORKER
 from trimtab.errors import StorageError
 from trimtab.study.workers import LIFELINE, Forked, Workers
 
@@ -65,16 +70,20 @@ class WorkerProcess:
         write_json(folder / JOB, job)
         self.folder = folder
         self.started = time.monotonic()
+        # what runtimes unpack and build there is deleted with it, however the worker ends
+        temporary = tempfile.mkdtemp(prefix="trimtab-")
+        self._tidy = weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+        own = environment() | {"TMPDIR": temporary}
         with (folder / LOG).open("ab") as log:
             self._earlier = log.tell()  # what earlier workers in this folder said
-            forked = None if workers is None else workers.start(folder.absolute(), log.fileno(), environment(), warm=warm)
+            forked = None if workers is None else workers.start(folder.absolute(), log.fileno(), own, warm=warm)
             self._process: Forked | subprocess.Popen[bytes] = forked or subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), WORKER, str(folder.absolute())],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=environment(),
+                env=own,
             )
 
     @property
@@ -106,7 +115,7 @@ class WorkerProcess:
             if seconds is not None and elapsed > seconds:
                 ended = self._ended(
                     f"It still ran after its time limit of {seconds:.0f} s and was killed; see its log for where it hung, or "
-                    "give it longer with --trial-time."
+                    "give it longer with --trial-time (in Python, trial_seconds=...)."
                 )
                 return dataclasses.replace(ended, ended_by="time", limit=seconds)
             if memory_mb is None or elapsed - looked < MEMORY_POLL_S:
@@ -115,7 +124,7 @@ class WorkerProcess:
             if (used := _tree_mb(self.pid)) > memory_mb:
                 ended = self._ended(
                     f"It used {used:.0f} MB, more than its memory limit of {memory_mb:.0f} MB, and was killed; "
-                    "give it more with --worker-memory or make the model or batch smaller."
+                    "give it more with --worker-memory (in Python, worker_memory_mb=...) or make the model or batch smaller."
                 )
                 return dataclasses.replace(ended, ended_by="memory", limit=memory_mb)
         return self._by_itself()
@@ -129,6 +138,7 @@ class WorkerProcess:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        self._tidy()
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines that it wrote to its log."""
@@ -163,9 +173,21 @@ def environment() -> dict[str, str]:
     return {
         **os.environ,
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a pool of compile processes would outlive the worker that started it
+        "TORCHINDUCTOR_CACHE_DIR": _compiled_code(),  # which is shared, and else lies among a worker's own temporary files
         "AOTI_RUNTIME_CHECK_INPUTS": "1",  # without it an AOTInductor package answers questions it was not built for
         "PYTHONUNBUFFERED": "1",
+        IN_WORKER: "1",
     }
+
+
+def _compiled_code() -> str:
+    """Where torch keeps what it compiled: what its ``cache_dir()`` says, which takes seconds to import."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):  # a user without a name, as in some containers
+        user = f"uid_{os.getuid()}"
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return named or os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
 def _tree_mb(pid: int) -> float:

@@ -106,7 +106,9 @@ class Record:
 
     @property
     def winner(self) -> Trial | None:
-        """The trial whose recipe ships."""
+        """The trial whose recipe ships; none does that did not hold when it was measured again."""
+        if self.confirmation is not None and not self.confirmation.ok:
+            return None
         return next((trial for trial in self.trials if trial.recipe.hash == self.best), None)
 
     @property
@@ -143,6 +145,7 @@ def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, id
 
     Raises:
         UsageError: it is another's.
+        StorageError: whose it is cannot be read.
     """
     python = ".".join(environment.python.split(".")[:2])
     owner = {
@@ -155,7 +158,7 @@ def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, id
         "study": to_json(identity),
     }
     path = folder / OWNER
-    known = owner | (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
+    known = owner | (_read(path) if path.exists() else {})
     if known != owner and (difference := _difference(known, owner)):
         what, hint = difference
         raise UsageError(
@@ -163,6 +166,16 @@ def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, id
             f"(fresh=True) to forget the other.{hint}"
         )
     write_json(path, owner)
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise StorageError(
+            f"{path}, which says what the run folder is for, cannot be read: {error}. Use another folder with --out (in "
+            "Python, out=...), or --fresh (fresh=True) to begin anew."
+        ) from error
 
 
 def _difference(known: Mapping[str, Any], owner: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -173,7 +186,7 @@ def _difference(known: Mapping[str, Any], owner: Mapping[str, Any]) -> tuple[str
         return another, SEED_IT * ("name" in same)
     if "environment" not in same:  # which changes the last bits of what a model says, too
         there, here = known["environment"], owner["environment"]
-        return f"on another machine, or with other versions of Python or a runtime ({there}; this is {here})", ""
+        return f"on another machine, or with other versions of Python, trimtab or a runtime ({there}; this is {here})", ""
     if "threads" not in same:
         return f"with torch on {known['threads']} threads, which now has {owner['threads']}", ""
     changed = [name for name in {**known["code"], **owner["code"]} if known["code"].get(name) != owner["code"].get(name)]

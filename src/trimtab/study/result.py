@@ -68,6 +68,9 @@ class Result:
     report: pathlib.Path | None = None
     """The HTML file; ``None`` where it could not be written."""
 
+    def __str__(self) -> str:
+        return f"{self.sentence}\n\n{self.ladder()}"
+
     @property
     def trials(self) -> list[Trial]:
         """Every finished trial."""
@@ -88,7 +91,7 @@ class Result:
             if trial is not None
         ]
         shown = [trial for trial in found.values() if trial is not None]
-        if self.best is not None:
+        if self.best is not None and self.best.confirmation.ok:
             rungs.append(verdict.entry(self.best.trial, limits, rung="best", confirmed=self.best.confirmation))
             shown.append(self.best.trial)
         given = [trial.latency_ms.conditions.get("examples") for trial in shown if trial.latency_ms is not None]

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import os
 import pathlib
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,14 +19,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.contracts import BACKENDS, PASSES
+
 MODEL = "the model's classes"
 """What the code that lies in no file of the user's is called: an installed package's, a graph's, a notebook's."""
 
 
 def code_of(model: nn.Module, files: Mapping[str, str]) -> dict[str, str]:
-    """Sixteen hexadecimal digits of the code in each of ``files``, by name, and of that of the classes of ``model``."""
-    found = {name: _digest(_of_file(pathlib.Path(path))) for name, path in sorted(files.items())}
+    """Sixteen hexadecimal digits of the code in each of ``files`` and of the plug-ins, by name, and of that of the classes of
+    ``model``."""
+    found = {name: _digest(_of_file(pathlib.Path(path))) for name, path in sorted({**_of_plugins(), **files}.items())}
     return found | {MODEL: _digest(_of_model(model))}
+
+
+def _of_plugins() -> dict[str, str]:
+    """Names and files of the modules that are loaded of each package which brings passes or backends."""
+    classes = [*PASSES.plugins.values(), *BACKENDS.plugins.values()]
+    packages = {cls.__module__.partition(".")[0] for cls in classes}
+    modules = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items())]
+    return {name: file for name, file in modules if file and name.partition(".")[0] in packages and os.path.isfile(file)}
 
 
 def _of_file(path: pathlib.Path) -> Iterator[str]:

@@ -49,6 +49,8 @@ class Storage:
     ) -> None:
         self.url = shown(url)
         """As it may be shown: without its password."""
+        self.notes: list[str] = []
+        """What there is to say about the trials that :meth:`trials` gave."""
         with self.guard("opened"), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             verbosity = optuna.logging.get_verbosity()
@@ -104,10 +106,17 @@ class Storage:
 
     def trials(self) -> list[Trial]:
         """All finished trials, in the order of their numbers. One that was running when its study was killed is none, nor is
-        one whose recipe was tried again later."""
+        one whose recipe was tried again later, nor one of a technique that is gone."""
         with self.guard("read"):
             kept = [item for item in self.study.get_trials(deepcopy=False) if _is_finished(item)]
-        found = [from_json(Trial, json.loads(item.user_attrs[TRIAL])) for item in kept]
+        found, unread = list[Trial](), list[str]()
+        for item in kept:
+            try:
+                found.append(from_json(Trial, json.loads(item.user_attrs[TRIAL])))
+            except ValueError as error:  # a UsageError is one
+                unread.append(str(error).rstrip("."))
+        count = "One trial is" if len(unread) == 1 else f"{len(unread)} trials are"
+        self.notes = [f"{count} left out, because this installation cannot read what was tried: {unread[0]}."] if unread else []
         last = {trial.recipe.hash: trial for trial in found}
         return [trial for trial in found if last[trial.recipe.hash] is trial]
 

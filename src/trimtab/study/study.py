@@ -78,12 +78,13 @@ class Study:
         folder.mkdir(parents=True, exist_ok=True)
         self.memory_mb = options.worker_mb or 0.8 * free_mb()
         self._source = handed(workload, folder)
+        for left in (folder / SCRATCH).glob(".*"):  # by workers that were killed, or ended at once
+            shutil.rmtree(left, ignore_errors=True)
         self.environment = Environment.capture()
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
         self.startup_s = time.monotonic() - self._began
-        doubtful = verdict.doubt(options.limits, self.prepared.score, self.prepared.share)
-        self.notes += [doubtful] if doubtful else []
+        self.notes += filter(None, [verdict.doubt(options.limits, self.prepared.score, self.prepared.share)])
         for remark in (*(finding.message for finding in self.prepared.findings), *self.notes):
             self.progress.remark(remark)
         claim(folder, self.prepared, self.environment, self._identity())
@@ -95,6 +96,7 @@ class Study:
             fresh=options.fresh,
         )
         self._trials = [trial for trial in self.storage.trials() if not self._deserves_another(trial)]
+        self.notes += self.storage.notes
         self._left_out: list[Trial] = []
         """Recipes that the time left was too short for; they are not finished, and the next run asks for them again."""
         self.sampler = self.make_sampler()

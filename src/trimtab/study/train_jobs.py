@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trimtab._json import dumps, from_json, to_json, write_json
+from trimtab.contracts import PASSES
 from trimtab.evaluate import Plan, stage
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.remote import RemoteRunner, serve
@@ -44,7 +45,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "score": written.final,
         "n": len(written.losses),
         "blocked": {dumps(t, indent=None): reason for t in steps if (reason := t.blocked(subject.candidate))},
-        "notes": [*subject.notes, *_meaning(subject, written)],
+        "notes": [*subject.notes, *_meaning(subject, written), *PASSES.broken.values()],
         "inputs": f"{subject.examples:g} examples per update",
         "threads": subject.settings.threads or torch.get_num_threads(),
         "splits": {},

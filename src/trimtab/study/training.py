@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from trimtab._json import from_json
@@ -13,7 +15,8 @@ from trimtab.recipe import Recipe
 from trimtab.study import verdict
 from trimtab.study.climb import Climb, trained_as_written
 from trimtab.study.finish import confirm, no_baseline
-from trimtab.study.record import Record
+from trimtab.study.process import Outcome
+from trimtab.study.record import Prepared, Record
 from trimtab.study.result import Best
 from trimtab.study.rivals import Rivals
 from trimtab.study.sampler import Sampler
@@ -27,9 +30,9 @@ SETTINGS_FOLDER = "settings"
 class TrainingStudy(Study):
     """A study whose trials train: the objective is the throughput of updates, the guard is what their losses become."""
 
-    def __init__(self, *arguments: Any, updates: int = 24, **options: Any) -> None:
-        self.updates = updates
-        """How many the losses are compared over."""
+    def __init__(self, *arguments: Any, updates: int = 24, prepare_by: float | None = None, **options: Any) -> None:
+        self.updates, self.prepare_by = updates, prepare_by
+        """Over how many the losses are compared, and when, of ``time.monotonic``, the dry run has to be over."""
         super().__init__(*arguments, **options)
 
     @property
@@ -77,6 +80,23 @@ class TrainingStudy(Study):
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"number of updates": self.updates}
 
+    def run_job(self, job: Mapping[str, Any], folder: pathlib.Path, **how: Any) -> Outcome:
+        """As for any study; the dry run has a deadline."""
+        if job["kind"] == "prepare":
+            how["deadline"] = self.prepare_by
+        return super().run_job(job, folder, **how)
+
+    def _prepare(self) -> Prepared:
+        try:
+            return super()._prepare()
+        except KeyboardInterrupt:
+            if self.interrupted():
+                raise
+            raise UsageError(
+                f"The budget was over before the dry run was, which makes {self.updates} updates as written three times. Give "
+                "a longer budget, or compare the losses of fewer, with updates=8."
+            ) from None
+
     def settings(self, recipe: Recipe) -> Settings:
         """What ``recipe`` makes of the settings as written; a worker that has the model finds out.
 
@@ -104,7 +124,7 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
         raise UsageError("No trial was finished, not even of the training as written. Run it again with a longer budget.")
     if original.comparison is None:
         raise WorkloadError(no_baseline(study))
-    ahead = verdict.ahead(study.trials, limits, study.options.objective, original)
+    ahead = verdict.ahead(study.trials, limits, study.options.objective, original, tuned=False)
     study.progress.stage("confirming the winner in fresh processes, from other parameters")
     lost: list[str] = []
     with Rivals(study.job(), study.folder / RIVALS) as rivals:
@@ -130,10 +150,12 @@ def _improved(found: Best, lost: list[str]) -> str:
     words = (
         f"{found.trial.recipe} trains {ratio.value:.2f}x as fast as written (95% interval {ratio.low:.2f} to {ratio.high:.2f})"
     )
+    over = "" if confirmation.parity is None else f", over the first {confirmation.parity.n} updates"
     if found.trial.recipe.exact:
-        words += "; its losses are those as written, within rounding"
+        words += f"; its losses are those as written, within rounding{over}"
     elif confirmation.drop is not None:
         words += (
             f"; its loss ends up {confirmation.drop.value:+.2g} beside that as written, {confirmation.drop.upper:+.2g} at most"
+            f"{over}"
         )
     return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")

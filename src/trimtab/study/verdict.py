@@ -10,7 +10,7 @@ from trimtab.confirm import Confirmation
 from trimtab.contracts import Backend
 from trimtab.errors import UsageError
 from trimtab.evaluate import Objective
-from trimtab.measurement import Drop, Interval, Measurement
+from trimtab.measurement import LEAST_GAIN, Drop, Interval, Measurement
 from trimtab.recipe import Recipe
 from trimtab.trial import State, Trial
 from trimtab.workload import Limits
@@ -20,7 +20,7 @@ Rung = Literal["as_written", "tuned", "lossless", "best"]
 HOPEFUL = 1.05
 """How much faster than the tuned original a recipe has to seem that is not surely so, to be looked at again."""
 LARGE_DROP = 0.2
-"""Who means to lose a fifth of the score is rare; who forgets the percent sign is not."""
+"""Who means to lose a fifth of the score, or to be off by a fifth, is rare; who forgets the percent sign is not."""
 NAMED = 5
 """Recipes that a note names one by one."""
 MORE = 1.1
@@ -42,13 +42,16 @@ class Miss:
 
 
 def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
-    """A sentence about an accuracy limit that is so large for this score that another unit was probably meant.
+    """What to say of a limit on the accuracy that is so large for this ``score`` that another unit was probably meant, or that
+    nothing can be held against, because there are no labels and so no score.
 
     Raises:
         UsageError: the limit lets everything pass.
     """
+    if score is None:
+        return " ".join(words for words in (_unseen(limits), _generous(limits)) if words) or None
     given = limits.max_drop
-    if not isinstance(given, (int, float)) or not share or score is None or given < LARGE_DROP:
+    if not isinstance(given, (int, float)) or not share or given < LARGE_DROP:
         return None
     if given >= 1:
         raise UsageError(
@@ -61,9 +64,30 @@ def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
     )
 
 
+def _unseen(limits: Limits) -> str | None:
+    if limits.max_drop is None:
+        return None
+    if limits.max_drop == 0:
+        return "There are no labels, so max_drop 0 cannot be looked at: it allows exact recipes only."
+    return (
+        f"There are no labels, so max_drop {limits.max_drop} cannot be looked at: the outputs of recipes that may lose "
+        f"accuracy are held to max_error {limits.max_error:.3g} instead."
+    )
+
+
+def _generous(limits: Limits) -> str | None:
+    given = limits.max_error
+    if given < LARGE_DROP:
+        return None
+    return (
+        f"max_error allows the outputs to be off by {given:.0%} of what they vary by. If {given:g}% was meant, write "
+        f"--max-error {given:g}% or max_error={given / 100:g}."
+    )
+
+
 def misses(trial: Trial, limits: Limits) -> list[Miss]:
     """The limits that a measured trial misses."""
-    found = [miss for miss in (_accuracy(trial),) if miss is not None]
+    found = [miss for miss in (_accuracy(trial, limits),) if miss is not None]
     for name, unit, limit, value in (
         ("latency", "ms", limits.latency_ms, trial.latency_ms.median if trial.latency_ms else None),
         ("memory", "MB", limits.memory_mb, trial.peak_mb),
@@ -80,8 +104,10 @@ def misses(trial: Trial, limits: Limits) -> list[Miss]:
     return found
 
 
-def _accuracy(trial: Trial) -> Miss | None:
+def _accuracy(trial: Trial, limits: Limits) -> Miss | None:
     drop = trial.drop
+    if drop is None and limits.max_drop == 0 and trial.state is State.COMPLETE and not trial.recipe.exact:
+        return Miss("accuracy", float("inf"), "It may lose accuracy, and without labels nobody sees that it keeps max_drop 0.")
     if drop is None or drop.limit is None or drop.decided or (drop.decided is None and trial.recipe.exact):
         return None  # an exact recipe was held to floating-point noise already, which proves more than a score can
     excess = drop.upper / drop.limit if drop.limit else float("inf")
@@ -138,19 +164,34 @@ def value(trial: Trial, objective: Objective) -> float | None:
 def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> list[Trial]:
     """The trials that keep the limits, best first.
 
-    A recipe that may lose accuracy has to pay for it: it stands before the best exact one only if it is surely faster.
+    A recipe that may lose accuracy has to pay for it: it stands before the best exact one only if it is surely better.
     """
     kept = [trial for trial in trials if feasible(trial, limits) and value(trial, objective) is not None]
     kept.sort(key=lambda trial: -(value(trial, objective) or 0.0))
     exact = next((trial for trial in kept if trial.recipe.exact), None)
-    if exact is None or exact.speedup is None or objective not in ("latency", "throughput"):
+    if exact is None:
         return kept
-    paying = [t for t in kept if not t.recipe.exact and t.speedup is not None and t.speedup.low > exact.speedup.value]
+    paying = [trial for trial in kept if not trial.recipe.exact and surely_better(trial, exact, objective)]
     return [*paying, exact, *(trial for trial in kept if trial not in paying and trial is not exact)]
 
 
-def ahead(trials: Iterable[Trial], limits: Limits, objective: Objective, eager: Trial | None) -> list[Trial]:
-    """The trials that keep the limits and seem to beat ``eager``, the tuned original, best first.
+def surely_better(trial: Trial, other: Trial, objective: Objective) -> bool:
+    """Whether ``trial`` is better than ``other`` by more than chance explains. Memory and size are single figures without an
+    interval, so that a gain has to be larger than what they differ by from one process to the next. What was not measured
+    proves nothing."""
+    one, than = value(trial, objective), value(other, objective)
+    if one is None or than is None:
+        return False
+    if objective in ("latency", "throughput"):
+        return other.speedup is not None and one > other.speedup.value
+    return -one <= (1 - LEAST_GAIN) * -than
+
+
+def ahead(
+    trials: Iterable[Trial], limits: Limits, objective: Objective, eager: Trial | None, *, tuned: bool = True
+) -> list[Trial]:
+    """The trials that keep the limits and seem to beat ``eager``, best first: the tuned original, which is the best of its
+    kind already, or if not ``tuned`` the one as written.
 
     Where none surely does, it is the one that does by the most, if the machine was just too busy to tell: the confirmation
     measures for longer, and a gain is not to be given away for want of a second look.
@@ -160,7 +201,7 @@ def ahead(trials: Iterable[Trial], limits: Limits, objective: Objective, eager: 
     if found or eager is None or eager.speedup is None or objective not in ("latency", "throughput"):
         return found
     bar = HOPEFUL * eager.speedup.value
-    others = [trial for trial in order if trial.recipe.backend.name != "eager" or not trial.recipe.exact]
+    others = [t for t in order if t != eager and not (tuned and t.recipe.backend.name == "eager" and t.recipe.exact)]
     behind = [trial for trial in others if trial.speedup is not None and trial.speedup.value > bar]
     return sorted(behind, key=lambda trial: -(trial.speedup.value if trial.speedup else 0.0))[:1]
 
@@ -173,14 +214,12 @@ def surely_ahead(trial: Trial, eager: Trial, objective: Objective) -> bool:
 
 def best_eager(trials: Iterable[Trial], limits: Limits | None = None, objective: Objective = "latency") -> Trial | None:
     """The original, tuned: the fastest exact eager trial of those that keep ``limits`` and whose ``objective`` is known, or of
-    all where no trial does."""
+    all where no trial does. Where memory or size counts, only those are looked at that none surely undercuts."""
     found = [t for t in trials if t.recipe.backend.name == "eager" and t.recipe.exact and t.state is State.COMPLETE]
-
-    def order(trial: Trial) -> tuple[bool, bool, float]:
-        known = value(trial, objective) is not None
-        return feasible(trial, limits or Limits()), known, trial.speedup.low if trial.speedup else 0.0
-
-    return max(found, key=order, default=None)
+    found = [trial for trial in found if feasible(trial, limits or Limits())] or found
+    found = [trial for trial in found if value(trial, objective) is not None] or found
+    least = [trial for trial in found if not any(surely_better(other, trial, objective) for other in found)]
+    return max(least, key=lambda trial: trial.speedup.low if trial.speedup else 0.0, default=None)
 
 
 def unmet(trials: Sequence[Trial], limits: Limits) -> str:

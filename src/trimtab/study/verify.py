@@ -8,7 +8,7 @@ import pathlib
 
 from trimtab import artifact
 from trimtab.artifact import Verification
-from trimtab.errors import ArtifactError, CompileError, MeasurementError, MissingPackageError, UsageError
+from trimtab.errors import ArtifactError, CompileError, MeasurementError, MissingPackageError, StorageError, UsageError
 from trimtab.evaluate import Objective
 from trimtab.study.compare import in_turns
 
@@ -35,6 +35,6 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = T
     }
     try:
         here, _ = in_turns(jobs, objective=objective, seconds=seconds, width=0.02)
-    except (ArtifactError, CompileError, MeasurementError, MissingPackageError, UsageError) as error:
+    except (ArtifactError, CompileError, MeasurementError, MissingPackageError, StorageError, UsageError) as error:
         return dataclasses.replace(found, speed_reason=f"It could not be compared here: {error}")
     return dataclasses.replace(found, speed=here, speed_reason=None)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -83,7 +84,7 @@ class Workers:
         self._server = self._plain = self._warm = None
 
     def _launch(self, environment: dict[str, str]) -> None:
-        self._environment = environment
+        self._environment = environment | {"TMPDIR": tempfile.gettempdir()}  # not that of the first worker, with which it goes
         self._plain, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = subprocess.Popen(
@@ -92,7 +93,7 @@ class Workers:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # if it dies, an interpreter of the worker's own dies of the same, and logs it
                 start_new_session=True,
-                env=environment,
+                env=self._environment,
                 pass_fds=[theirs.fileno()],
             )
 

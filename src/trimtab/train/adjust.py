@@ -2,7 +2,8 @@
 
 Updates are judged in windows, the stretches between two :class:`~trimtab.train.events.Progressed` (``log_every`` updates). A
 change counts only when it shows in :data:`WINDOWS` of them in a row, and a remedy is kept only if each window with it was
-faster than each before it.
+faster than each before it. Where updates are still slower with it than they usually were, what had slowed them down may have
+passed by itself: the remedy is then taken back once more, and each window without it must be slower again.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ GROWN = 1.3
 """What takes so many times as long as it did has changed."""
 MATTERS = 0.1
 """What makes an update longer by a smaller share than this is left alone."""
+SLACK = 0.01
+"""What is slower than it was by no more than this is as fast."""
 STARVED = 0.25
 """A share of the time that waiting for data may take before something is tried, even where it always did."""
 MOST_WORKERS = 16
@@ -145,9 +148,17 @@ class Adjuster:
         """Keep or undo the remedy under trial, once it was seen in enough windows."""
         if not trial.takes(window, trainer.position):
             return
-        after, before = _typical(trial.after), _typical(trial.before)
-        kept = max(one.step for one in trial.after) < min(one.step for one in trial.before)
-        if not kept:
+        assert self.usual is not None
+        without = trial.back or trial.before
+        after, before = _typical(trial.after), _typical(without)
+        kept = max(one.step for one in trial.after) < min(one.step for one in without)
+        if kept and not trial.back and after.step > (1 + SLACK) * self.usual.step:
+            trial.remedy.undo()
+            trial.again()
+            return
+        if kept and trial.back:
+            trial.remedy.apply()
+        elif not kept and not trial.back:
             trial.remedy.undo()
         trainer.emit(
             Adjusted(
@@ -163,10 +174,10 @@ class Adjuster:
         times = f"{before.step:.3g} -> {after.step:.3g} ms per update"
         trainer.note(f"{trial.remedy.what}: {times}, {'kept' if kept else 'undone'} at update {trainer.position.update}.")
         self._trial = None
-        if kept or not self._queue:
+        usual, self._recent = self.usual, collections.deque(without, WINDOWS)
+        if kept or not self._queue or (trial.back and self._symptom(usual, before, False) is None):
             self._settle(after if kept else before)
         else:
-            self._recent = collections.deque(trial.before, WINDOWS)
             self._look(trainer)
 
     def _settle(self, now: Window) -> None:
@@ -180,6 +191,8 @@ class _Trial:
     remedy: Remedy
     before: Sequence[Window]
     after: list[Window] = dataclasses.field(default_factory=list)
+    back: list[Window] = dataclasses.field(default_factory=list)
+    """Without the remedy again, where that is looked at."""
     seen: bool = False
 
     def takes(self, window: Window, position: Position) -> bool:
@@ -187,8 +200,13 @@ class _Trial:
         if not self.seen:
             self.seen = self.remedy.works(position)
             return False
-        self.after.append(window)
-        return len(self.after) == WINDOWS
+        now = self.back if len(self.after) == WINDOWS else self.after
+        now.append(window)
+        return len(now) == WINDOWS
+
+    def again(self) -> None:
+        """The remedy was taken back: the windows that come are without it."""
+        self.seen = False
 
 
 class Workers:

@@ -22,7 +22,7 @@ from trimtab.errors import TrimtabError
 from trimtab.measure.pairs import Progress, compare
 from trimtab.measurement import Interval
 from trimtab.train.compiling import WORTH_S, CompiledStep, first_line
-from trimtab.train.double import Double, candidate, seconds_of, why_not_alone
+from trimtab.train.double import Double, candidate, rounded, seconds_of, why_not_alone
 from trimtab.train.kernels import why_not
 from trimtab.train.memory_errors import out_of_memory
 from trimtab.train.objective import Batch, tensors
@@ -48,7 +48,8 @@ SECONDS, EARLY_SHARE, SHARE = 5.0, 0.1, 0.03
 FEWEST_ROUNDS = 16
 """How often each side makes its updates at least: twice four times, and before that until they are steady."""
 EXACT, LOSSY = 1e-3, 0.05
-"""How far losses may be from those of the run as it is, relative to them."""
+"""How far losses may be from those of the run as it is, relative to them; and, where rounded, targets from themselves, relative
+to what they vary by."""
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 """What torch raises where a technique does not fit a model, an optimizer or a processor; trimtab's own errors come beside."""
 
@@ -197,17 +198,22 @@ class _Decisions:
             self.best, self.trainer.settings = verdict.better, verdict.better.settings
         elif verdict.better is not None:
             verdict = _Verdict("off: it does not pay in every process.")
+        if self.trainer.settings.activation_mb is not None or self.trainer.settings.segments is not None:
+            gc.collect()  # what is recomputed refers to itself
         return f"{field}={value!r}", verdict.text
 
     def _settle(self, double: Double) -> None:
         """Find out how long an update of ``double`` takes; where that is long, the batches of a single one must do."""
-        accumulate = self.trainer.settings.accumulate
+        accumulate, batches = self.trainer.settings.accumulate, self.batches
+        self.batches = double.feed.batches = batches[:accumulate]
+        _, self.step_s = seconds_of(double)
+        self.round_s, groups = self.step_s, -(-len(batches) // accumulate)
+        alike = len({tuple(tensor.shape for tensor in tensors(batch)) for batch in batches}) == 1
+        if alike or groups * self.step_s > SECONDS / 40 or FEWEST_ROUNDS * self.step_s > self._seconds():
+            return
+        self.batches = double.feed.batches = batches
         _, self.round_s = seconds_of(double)
-        self.step_s = self.round_s / -(-len(self.batches) // accumulate)
-        alike = len({tuple(tensor.shape for tensor in tensors(batch)) for batch in self.batches}) == 1
-        if alike or self.round_s > SECONDS / 40:
-            self.batches = double.feed.batches = self.batches[:accumulate]
-            self.round_s = self.step_s
+        self.step_s = self.round_s / groups
 
     def _seconds(self) -> float:
         """What all comparisons together may take."""
@@ -243,6 +249,8 @@ class _Decisions:
             got = other.round()
         if not all(each.finite for each in got):
             return "its gradient is not finite."
+        if not exact and (coarse := rounded(other.model, other.step.objective, other.settings, self.batches[0], LOSSY)):
+            return coarse[0].lower() + coarse[1:]
         bound = EXACT if exact else LOSSY
         losses = [[float(each.loss) for each in side] for side in (want, got)]
         if _apart(*losses) <= bound:

@@ -48,6 +48,8 @@ _SECOND_LOOK = 3
 _SHARE = 0.8
 """Of the free memory of the host that a search may use."""
 _ROUNDS = 15
+_EARLY, _LEAST = 0.1, 8
+"""A search takes a tenth of the run at most, and is not begun where that is less than so many samples or updates."""
 _SAMPLE_S = 0.03
 """Updates are repeated for as long: where others want the same cores, what is shorter is at the mercy of their turns."""
 
@@ -126,7 +128,7 @@ def find_batch(
     trainer.modes.train()
     try:
         with running(trainer.settings):
-            search = _Search(trainer, step, limit_mb, seconds)
+            search = _Search(trainer, step, limit_mb, seconds, None)
             entries = search.run((size, [move(split(pool, size)[0])]) for size in sizes)
     finally:
         for module, training in was.items():
@@ -135,25 +137,29 @@ def find_batch(
     return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
 
 
-def micro_batch(trainer: Trainer, step: Step, group: Sequence[Batch], *, seconds: float = 5.0) -> int:
+def micro_batch(
+    trainer: Trainer, step: Step, group: Sequence[Batch], *, updates: int | None = None, seconds: float = 5.0
+) -> int:
     """Into how large micro-batches the batches of an update are best taken apart; the update itself stays the same.
 
-    Where whole batches are as fast as the best, it is those; with BatchNorm, whose statistics are those of a micro-batch, it
-    is the largest that fits. Several processes agree on it. The decision is the trainer's from now on, and noted.
+    Where whole batches are as fast as the best, it is those; with BatchNorm, whose statistics are those of a micro-batch, or
+    where so few ``updates`` are to come that no search would be paid back, it is the largest that fits. Several processes
+    agree on it. The decision is the trainer's from now on, and noted.
 
     Raises:
         WorkloadError: batches cannot be taken apart, or not even one example fits.
     """
     whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
     sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
-    search = _Search(trainer, step, None, seconds)
+    search = _Search(trainer, step, None, seconds, updates)
     normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trainer.model.modules())
     candidates = ((size, parts(group, size)) for size in sizes)
     tried = tuple(entry.tried(0.0) for entry in search.run(candidates, first_only=normalised))
     size = _fastest(tried, smallest=False)
     trainer.settings = dataclasses.replace(trainer.settings, batch=size)
     trainer.decided["batch"] = size
-    kept = " They are not made smaller for speed, because of BatchNorm." if normalised else ""
+    kept = " Smaller ones are not tried, because the run is short." if search.short else ""
+    kept = " They are not made smaller for speed, because of BatchNorm." if normalised else kept
     trainer.note(
         f"batch={size}: examples per micro-batch, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept
     )
@@ -200,7 +206,8 @@ class _Entry:
 class _Search:
     """Tries sizes: once each until it gets no faster, then the fastest of them in turns."""
 
-    def __init__(self, trainer: Trainer, step: Step, limit_mb: float | None, seconds: float) -> None:
+    def __init__(self, trainer: Trainer, step: Step, limit_mb: float | None, seconds: float, updates: int | None) -> None:
+        self.updates, self.short = updates, False
         self.trainer, self.world = trainer, step.world
         model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
         settings = dataclasses.replace(trainer.settings, nonfinite="skip")
@@ -219,7 +226,7 @@ class _Search:
             UsageError: none fits.
         """
         begun = time.perf_counter()
-        with rehearsal(self.trainer.model, self.trainer.optimizer):
+        with rehearsal(self.trainer.model, self.trainer.optimizer), self.world.rehearsed():
             stand_still(self.trainer.optimizer)
             entries = self._sweep(candidates, first_only)
             able = [entry for entry in entries if not entry.reason]
@@ -248,7 +255,7 @@ class _Search:
                 if growing:  # what is larger will not fit either
                     break
                 continue
-            if first_only:
+            if first_only or self.short:
                 break
             behind = 0 if entry.rate > best * (1 + TIE) else behind + 1
             best = max(best, entry.rate)
@@ -286,7 +293,10 @@ class _Search:
         return self._agreed(reason)
 
     def _first_times(self, entry: _Entry) -> str:
-        entry.seconds += [self._time(entry) for _ in range(3)][1:]
+        first = self._time(entry)
+        run_s = math.inf if self.updates is None else self.updates * first
+        self.seconds, self.short = min(self.seconds, _EARLY * run_s), _EARLY * run_s < _LEAST * max(first, _SAMPLE_S)
+        entry.seconds += [first] if self.short else [self._time(entry) for _ in range(2)]
         return ""
 
     def _agreed(self, reason: str) -> str:
@@ -299,7 +309,7 @@ class _Search:
         budget = trainer.settings.activation_mb
         if budget is not None:
             try:
-                entry.plan = plan_for(self.step, trainer, batch, budget)
+                entry.plan = plan_for(self.step, trainer.model, batch, budget, trainer.device)
             except UsageError as error:
                 return str(error).partition(". ")[0]
             entry.peak = entry.plan.peak
@@ -337,8 +347,8 @@ class _Search:
             torch.cuda.synchronize(self.trainer.device)
 
 
-def plan_for(step: Step, trainer: Trainer, batch: Batch, budget_mb: float) -> Verified:
-    """What to recompute so that the activations of ``batch`` keep within ``budget_mb``.
+def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, device: torch.device) -> Verified:
+    """What to recompute of ``model`` so that the activations of ``batch`` keep within ``budget_mb``.
 
     Raises:
         UsageError: nothing does; the message names the smallest budget that can be kept.
@@ -350,7 +360,7 @@ def plan_for(step: Step, trainer: Trainer, batch: Batch, budget_mb: float) -> Ve
             return step.world.looked(lambda: step.objective(plain, batch))[0]
 
     with looked_at(step):
-        return choose(trainer.model, loss, budget_mb * 1e6, trainer.device, world=step.world)
+        return choose(model, loss, budget_mb * 1e6, device, world=step.world)
 
 
 def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trimtab._json import dumps
 from trimtab.errors import StorageError, UsageError
@@ -176,6 +177,11 @@ class Encoder:
         """
         if isinstance(value, torch.Tensor):
             value = value.detach()
+            if is_traceable_wrapper_subclass(value) and not hasattr(value, "full_tensor"):  # what is spread out comes whole
+                raise UsageError(
+                    f"A {type(value).__module__}.{type(value).__qualname__}, a tensor made of others, cannot be kept in a "
+                    "checkpoint. Use plain tensors, as an optimizer with states of 32 bits does, or leave out checkpoint=..."
+                )
             return {"tensor": self._keep(value)} if value.layout == torch.strided else self._sparse(value)
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
             return {"float": str(float(value))}

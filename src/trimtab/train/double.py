@@ -14,10 +14,14 @@ from trimtab.candidate import Candidate, Settings
 from trimtab.errors import CompileError
 from trimtab.measure.timer import LocalRunner, synchronizer
 from trimtab.train import prepare
+from trimtab.train.batch_size import plan_for
 from trimtab.train.clock import HostClock
 from trimtab.train.feed import Feed, mover
 from trimtab.train.kernels import use_kernels
+from trimtab.train.losses import too_coarse
 from trimtab.train.objective import Batch, Objective, tensors
+from trimtab.train.peek import kept_random
+from trimtab.train.recompute import Recomputed, longest_chain
 from trimtab.train.rehearsal import stand_still
 from trimtab.train.runtime import running
 from trimtab.train.world import World
@@ -52,7 +56,22 @@ class Double:
             if settings.optimizer is not None and settings.optimizer != "auto":
                 use_kernels(optimizer, settings.optimizer)
         micro = settings.batch if isinstance(settings.batch, int) else None
-        self.feed = Feed(batches, settings.accumulate, HostClock(), move, micro=micro, joined=settings.exact_batchnorm)
+        exact, joined = settings.exact_batchnorm, settings.exact_batchnorm or settings.joined
+        self.feed = Feed(batches, settings.accumulate, HostClock(), move, micro=micro, joined=joined, exact=exact)
+        self._keep_budget(trainer.device)
+
+    def _keep_budget(self, device: torch.device) -> None:
+        """Recompute what the run will, as far as the batches here tell."""
+        settings, budget = self.settings, self.settings.activation_mb
+        if settings.segments is not None:
+            Recomputed([longest_chain(self.model)], self.model.buffers(), segments=settings.segments)
+        if budget is None:
+            return
+        with running(settings), kept_random():
+            self.feed.begin(0)
+            batches = [batch for group in self.feed.groups() for batch in group]
+            largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors(batch)))
+            plan_for(self.step, self.model, largest, budget, device).apply()
 
     @property
     def runner(self) -> LocalRunner:
@@ -102,6 +121,20 @@ def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
     trainer.modes.train(model)
     made = Candidate.of(_Loss(model, objective, moved), tuple(tensors(moved)))
     return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads", "autocast")})
+
+
+def rounded(model: nn.Module, objective: Objective, settings: Settings, batch: Batch, limit: float) -> str | None:
+    """Why outputs in the precision of ``settings`` cannot come close to the targets in ``batch``; see :func:`too_coarse`.
+
+    It is asked on a copy of the model, whose buffers may change.
+    """
+    if settings.autocast in (None, "auto") or objective.calls_model:  # then nobody but the loss sees the outputs
+        return None
+    device, dtype = torch.device(settings.device), getattr(torch, str(settings.autocast))
+    moved = mover(device)(batch)
+    with torch.no_grad(), kept_random(), running(settings), torch.autocast(device.type, dtype=dtype):
+        outputs = objective.answered(model, moved)[2]
+    return too_coarse(outputs, moved[1], dtype, limit)
 
 
 def why_not_alone(trainer: Trainer) -> str | None:

@@ -1,4 +1,4 @@
-"""Who draws random numbers in a run: the generators that a loader has for itself, and datasets that draw from everybody's."""
+"""Who draws random numbers in a run: the generators that a loader or a model has, and datasets that draw from everybody's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trimtab.errors import WorkloadError
@@ -26,6 +27,16 @@ def generators_of(loader: Any) -> dict[str, Any]:
     holders["batch_sampler.sampler"] = getattr(groups, "sampler", None)
     if not (getattr(loader, "num_workers", 0) or getattr(loader, "workers", 0)):
         holders |= {f"dataset{depth}": dataset for depth, dataset in enumerate(datasets_of(loader))}
+    return _held_by(holders)
+
+
+def generators_within(what: str, module: Any) -> dict[str, Any]:
+    """Those of ``module``, if it is one, and of the modules in it; ``what`` says what it is."""
+    modules = module.named_modules() if isinstance(module, nn.Module) else ()
+    return _held_by({f"{what}.{name}": inner for name, inner in modules})
+
+
+def _held_by(holders: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for place, holder in holders.items():
         for name, value in getattr(holder, "__dict__", {}).items():

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trimtab.train.draws import datasets_of, draws_in_workers, generators_of, set_states, states_of
+import torch
+
+from trimtab.errors import WorkloadError
+from trimtab.train.draws import datasets_of, draws_in_workers, generators_of, generators_within, set_states, states_of
 from trimtab.train.feed import Feed, has_workers, keeps_workers, set_workers
+from trimtab.train.loader import Loader
+from trimtab.train.objective import Batch
+from trimtab.train.peek import first_batches
 from trimtab.train.runtime import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -38,25 +46,35 @@ def begin(trainer: Trainer, feed: Feed) -> None:
     if resumed is not None:
         begun, now = _own(trainer, resumed["epoch_random"]), _own(trainer, resumed["random"])
     elif batch and not goes_on:  # an earlier run ended there
-        begun, now = trainer.epoch_random, random_of(loader)
+        begun, now = trainer.epoch_random, random_of(trainer, loader)
     if now:
-        _begin_as(loader, begun if batch else now)
+        _begin_as(trainer, loader, begun if batch else now)
     if _renewed(trainer, feed):
         feed.renew()
     if not (batch and goes_on):
-        trainer.epoch_random = random_of(loader)
+        trainer.epoch_random = random_of(trainer, loader)
+    _tell_who_began(trainer, loader)
     feed.begin(trainer.position.epoch, 0 if goes_on else batch)
     if batch and not goes_on and all(trainer.world.gathered(feed.short)) and not isinstance(loader, Iterator):
         trainer.note(other_length(batch, "fewer batches"))
         trainer.position.batch = batch = 0
-        _set_random_of(loader, now)
-        trainer.epoch_random = random_of(loader)
+        _tell_who_began(trainer, loader)
+        _set_random_of(trainer, loader, now)
+        trainer.epoch_random = random_of(trainer, loader)
         feed.begin(trainer.position.epoch)
     feed.taken, feed.drew = batch, bool(batch) and trainer.position.drew
     if feed.drew and not goes_on:
         trainer.note(_DREW)
     if now and batch:
-        _set_random_of(loader, now)
+        _set_random_of(trainer, loader, now)
+
+
+def _tell_who_began(trainer: Trainer, loader: Any) -> None:
+    """Have a loader whose batches depend on the number of processes make those with which the epoch was begun."""
+    if not trainer.position.batch:
+        trainer.position.begun_by = None
+    if isinstance(loader, Loader):
+        loader.begun_by = trainer.position.begun_by
 
 
 def other_length(batch: int, now: str) -> str:
@@ -68,19 +86,24 @@ def other_length(batch: int, now: str) -> str:
 def close(trainer: Trainer, feed: Feed) -> Iterator[None]:
     """A block for what comes at the end of an epoch; where it is cut off, it draws the same again in the run that goes on."""
     if trainer.resuming is not None:  # that run
-        _begin_as(feed.batches, _own(trainer, trainer.resuming["random"]))
+        _begin_as(trainer, feed.batches, _own(trainer, trainer.resuming["random"]))
         trainer.resuming = None
-    before = random_of(feed.batches)
+    before = random_of(trainer, feed.batches)
     try:
         yield
     finally:
         if trainer.position.due:
-            _set_random_of(feed.batches, before)
+            _set_random_of(trainer, feed.batches, before)
 
 
-def random_of(batches: Iterable[Any]) -> dict[str, Any]:
-    """Every generator that the rest of the run may draw from, those that the loader ``batches`` has for itself too."""
-    return {**random_state(), "loader": states_of(generators_of(batches)), "workers": has_workers(batches)}
+def random_of(trainer: Trainer, batches: Iterable[Any]) -> dict[str, Any]:
+    """Every generator that the rest of the run may draw from, those that the loader ``batches``, model and loss have too."""
+    return {**random_state(), "loader": states_of(_generators(trainer, batches)), "workers": has_workers(batches)}
+
+
+def _generators(trainer: Trainer, batches: Iterable[Any]) -> dict[str, Any]:
+    model, loss = generators_within("model", trainer.model), generators_within("loss", trainer.objective.loss)
+    return {**generators_of(batches), **model, **loss}
 
 
 def _renewed(trainer: Trainer, feed: Feed) -> bool:
@@ -99,19 +122,62 @@ def _why_renewed(trainer: Trainer, loader: Any) -> str | None:
     return _WORKERS if trainer.checkpoints is not None and draws_in_workers(loader) else None
 
 
-def _set_random_of(batches: Iterable[Any], state: Mapping[str, Any]) -> None:
+def _set_random_of(trainer: Trainer, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
     """Put back what :func:`random_of` gave."""
     set_random_state(state)
-    set_states(generators_of(batches), state["loader"])
+    set_states(_generators(trainer, batches), state["loader"])
 
 
-def _begin_as(batches: Iterable[Any], state: Mapping[str, Any]) -> None:
+def _begin_as(trainer: Trainer, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
     """Have the epoch that begins draw what the one drew that began with ``state``."""
     set_workers(batches, running=state["workers"])  # first, because to start them draws too
-    _set_random_of(batches, state)
+    _set_random_of(trainer, batches, state)
 
 
 def _own(trainer: Trainer, states: list[dict[str, Any]]) -> dict[str, Any]:
     """This process's state of what every process has one of; another number of processes makes do with those there are."""
     world = trainer.world
-    return states[world.index if len(states) == world.processes else world.rank % len(states)]
+    if len(states) == world.processes:
+        return states[world.index]
+    own = states[world.rank % len(states)]
+    return own if world.rank < len(states) else _other(own, world.rank)
+
+
+def _other(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """``state``, with torch's generators where no process was before: another one has taken up theirs."""
+    seed = hashlib.sha256(state["torch"].numpy().tobytes() + rank.to_bytes(8, "big")).digest()
+    own = int.from_bytes(seed[:7], "big")
+    gpus = [torch.Generator(f"cuda:{place}") for place in range(len(state["cuda"]) and torch.cuda.device_count())]
+    host, *others = (generator.manual_seed(own).get_state() for generator in (torch.Generator(), *gpus))
+    return {**state, "torch": host, "cuda": others}
+
+
+def rounds(trainer: Trainer, feed: Feed) -> Iterator[list[Batch]]:
+    """What is left of the epoch, for as long as any process has something left of it."""
+    groups = _until_cut(trainer, feed)
+    return trainer.world.rounds(groups, feed.length(), functools.partial(_again, feed))
+
+
+def _until_cut(trainer: Trainer, feed: Feed) -> Iterator[list[Batch]]:
+    """What is left of the epoch, or of it before a signal has ended the loader's workers too.
+
+    Ctrl-C in a terminal goes to a whole group of processes, and so does what torchrun sends to end its own.
+    """
+    taken = feed.taken
+    try:
+        for group in feed.groups():
+            taken = feed.taken
+            yield group
+    except WorkloadError:
+        if not trainer.ending:  # what its end looks like depends on what the worker was doing
+            raise
+        feed.cut, feed.taken = True, taken
+        trainer.world.stopping(True)  # so that the others hear of it in this very update
+
+
+def _again(feed: Feed) -> list[Batch] | None:
+    """A group of the data, for a process that has used up its share; what has only once been there is gone."""
+    if isinstance(feed.batches, Iterator):
+        return None
+    batches, _ = first_batches(feed.batches, 1)
+    return feed.apart([feed.move(batch) for batch in batches]) or None

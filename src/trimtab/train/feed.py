@@ -21,8 +21,6 @@ from trimtab.train.rows import inside, length, rows_of
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
-WORKER_ENDED = "DataLoader worker (pid"
-"""How torch begins every sentence about a process of a loader that is gone."""
 
 
 @runtime_checkable
@@ -45,7 +43,8 @@ class Feed:
         clock: told of waiting and copying.
         move: puts a batch on the device.
         micro: examples per micro-batch; larger batches are taken apart.
-        joined: whether the batches of a group become one, for exact BatchNorm.
+        joined: whether the batches of a group become one.
+        exact: whether it is an error that they cannot; for exact BatchNorm. Else they stay apart.
         transfer: how batches get to the device; with ``move``, when their turn comes, if not given.
     """
 
@@ -58,16 +57,19 @@ class Feed:
         *,
         micro: int | None = None,
         joined: bool = False,
+        exact: bool = False,
         transfer: Transfer | None = None,
     ) -> None:
         self.batches, self.accumulate, self.clock, self.move = batches, accumulate, clock, move
-        self.micro, self.joined = micro, joined
+        self.micro, self.joined, self.exact = micro, joined, exact
         self.fallback: tuple[int | None] | None = None
         """What :attr:`micro` was before an attempt that a batch may still put an end to."""
         self.taken = 0
         """Batches of the running epoch that were given out, or skipped."""
         self.short = False
         """Whether the loader had fewer batches than were to be skipped."""
+        self.cut = False
+        """Whether a signal has ended the loader's workers in the running epoch."""
         self.drew = False
         """Whether reading has drawn from torch's random numbers in the middle of the epoch, between those that the model draws:
         gone through again without the model, the loader then gives something else."""
@@ -81,7 +83,7 @@ class Feed:
         self.clock.enter("data")
         batches = self.batches
         _set_epoch(batches, epoch)
-        self.taken = skip
+        self.taken, self.cut = skip, False
         if isinstance(batches, Seekable):
             batches.seek(epoch, skip)
             skip = 0
@@ -135,16 +137,21 @@ class Feed:
             group.append(self._transfer.arrive(coming))
         self.clock.enter("other")
         if self.joined and len(group) > 1:
-            group = [join(group)]
+            try:
+                group = [join(group)]
+            except WorkloadError:
+                if self.exact:
+                    raise
         try:
-            return self._apart(group)
+            return self.apart(group)
         except WorkloadError:
             if self.fallback is None:
                 raise
             (self.micro,), self.fallback = self.fallback, None  # what was only attempted must not end the run
-            return self._apart(group)
+            return self.apart(group)
 
-    def _apart(self, group: list[Batch]) -> list[Batch]:
+    def apart(self, group: list[Batch]) -> list[Batch]:
+        """The batches of ``group`` in the micro-batches of this run."""
         return group if self.micro is None else [part for batch in group for part in split(batch, self.micro)]
 
     def attempt(self, micro: int) -> None:

@@ -51,9 +51,11 @@ def begin_other(trainer: Trainer, last: tuple[Any, Any] | None, given: Any) -> b
     position = trainer.position
     if last is None or trainer.resuming is not None:
         return False
+    if trainer.early_stopping is not None and position.stale >= trainer.early_stopping.patience:
+        position.stale = 0  # it had ended the run before; who asks for more epochs all the same gets them
     before, dataset = last[0], getattr(given, "dataset", None)
     anew = dataset is not None and dataset is getattr(before, "dataset", None)
-    if before is given or (anew and updates_of(before, 1, 1) == updates_of(given, 1, 1)):
+    if before is given or (anew and _batches_of(before) == _batches_of(given)):
         return False
     if position.batch:
         batch = position.batch
@@ -81,13 +83,35 @@ def check_epoch(trainer: Trainer, train: Iterable[Any]) -> None:
 
 def batches_in_all(train: Iterable[Any], world: World) -> int | None:
     """Batches per epoch of all processes; ``None`` where a loader cannot say."""
-    found = world.gathered(updates_of(train, 1, 1))  # of those that have the same data, where layers are split, too
+    found = world.gathered(_batches_of(train))  # of those that have the same data, where layers are split, too
     return None if None in found else sum(filter(None, found)) * world.size // len(found)
 
 
-def updates_of(train: Iterable[Any], accumulate: int, epochs: int) -> int | None:
-    """How many updates so many epochs are; ``None`` where the loader cannot say."""
+def updates_in_all(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int | None) -> int | None:
+    """How many updates there will be when the run has ended, with those made before it, from other data or other batches too.
+
+    ``None`` where a loader cannot say how long it is. All processes must ask.
+    """
+    if epochs is None:
+        return steps
+    position, each = trainer.position, trainer.settings.accumulate
+    counts = trainer.world.gathered(_batches_of(train))
+    if None in counts:
+        return None
+    most = max(filter(None, counts), default=0)
+    left, whole = max(most - position.batch, 0), epochs - position.epoch - 1
+    return position.update + max(-(-left // each) + whole * -(-most // each), 0)
+
+
+def over(trainer: Trainer, epochs: int | None, steps: int | None) -> bool:
+    """Whether a run of such a length has made everything that belongs to it."""
+    position = trainer.position
+    made = position.epoch >= epochs if epochs is not None else position.update >= (steps or 0)
+    return made and not position.due
+
+
+def _batches_of(train: Iterable[Any]) -> int | None:
     try:
-        return -(-len(train) // accumulate) * epochs  # type: ignore[arg-type]
+        return len(train)  # type: ignore[arg-type]
     except TypeError:
         return None

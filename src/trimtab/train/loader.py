@@ -96,6 +96,9 @@ class Loader:
         self.lengths = self._lengths(lengths, collate)
         if self.batch is None and tokens is None:
             self.batch = BATCH
+        self.begun_by: int | None = None
+        """How many processes have begun the epoch that is sought next, where that was another number: which examples make up
+        which batch then stays what it was."""
         self._orders: dict[int, Order] = {}
         self._next = (0, 0)
         self._turn = 0
@@ -105,8 +108,9 @@ class Loader:
         self._order(self._place()[1])
 
     def __len__(self) -> int:
-        """Batches per epoch on this rank; the same in every epoch and on every rank."""
-        return len(self._order(self._place()[1]))
+        """Batches per epoch on this rank; the same in every epoch and on every rank, but for one that others have begun."""
+        rank, size = self._place()
+        return len(range(rank, self._order(self.begun_by or size).batches, size))
 
     def seek(self, epoch: int, batch: int) -> None:
         """Make the next iteration begin at that batch of that epoch; those that follow take the next epochs."""
@@ -117,7 +121,7 @@ class Loader:
         """The batches of the next epoch, or from where :meth:`seek` said."""
         (epoch, start), (rank, size) = self._next, self._place()
         self._next, self._turn = (epoch + 1, 0), self._turn + 1
-        jobs = _Jobs(self._order(size).epoch(epoch, rank), start, (self.seed, epoch, rank))
+        jobs = _Jobs(self._order(self.begun_by or size).epoch(epoch, rank, size), start, (self.seed, epoch, rank))
         if self.workers:
             return self._elsewhere(jobs, self._turn)
         self._pool = None

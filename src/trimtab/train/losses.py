@@ -7,6 +7,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from trimtab.measure.quantiles import t_quantile
 from trimtab.measurement import Drop, Parity
@@ -81,6 +84,32 @@ def parity(written: Written, losses: Sequence[float], *, exact: bool) -> Parity:
         max_abs=max((gap for gap, _ in known), default=None),
         max_relative=max((ratio for _, ratio in known), default=None),
         relative_to="size",
+    )
+
+
+def too_coarse(outputs: Any, targets: Any, dtype: torch.dtype, limit: float) -> str | None:
+    """Why ``outputs``, computed in ``dtype``, cannot come close to ``targets``, in a sentence; ``None`` where nothing says so.
+
+    What is learnt in the end is as large as the targets and differs as they do. Where these are large beside what they vary by,
+    as temperatures in kelvins are, the losses of the first updates are those of their mean, in which no rounding shows.
+
+    Args:
+        limit: largest root mean square error of targets in ``dtype``, relative to what they vary by over the examples.
+    """
+    both = (outputs, targets)
+    if not all(isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() for each in both):
+        return None
+    if outputs.shape != targets.shape or not torch.equal(outputs.to(dtype).to(outputs.dtype), outputs):  # which is finer
+        return None
+    exact = targets.double()
+    varies = float((exact - exact.mean(0)).square().mean().sqrt())
+    error = float((targets.to(dtype).double() - exact).square().mean().sqrt())
+    if not varies or error <= limit * varies:
+        return None
+    return (
+        f"Its outputs are in steps of {str(dtype).removeprefix('torch.')}, in which the targets are off by "
+        f"{error / varies:.2g} of what they vary by over the examples, and {limit:g} is allowed. Train on targets without "
+        "their mean."
     )
 
 

@@ -106,7 +106,7 @@ class Room:
             self.trainer.settings, self.trainer.decided["batch"] = dataclasses.replace(settings, batch=None), None
             self.trainer.note(f"batch=None: batches are not taken apart, because that would change what is learnt. {self._why}")
             return group
-        ready.feed.micro = micro_batch(self.trainer, ready.step, group)
+        ready.feed.micro = micro_batch(self.trainer, ready.step, group, updates=ready.updates)
         return parts(group, ready.feed.micro)
 
     def _in_parts(self, group: Sequence[Batch]) -> bool:
@@ -152,7 +152,7 @@ class Room:
         trainer, self._planned = self.trainer, _elements(largest)
         step.clock.enter("other")
         budget = trainer.settings.activation_mb or 0.0
-        found = plan_for(step, trainer, largest, budget)
+        found = plan_for(step, trainer.model, largest, budget, trainer.device)
         self._recomputed = found.apply()
         named = ", ".join(found.names[:3]) + (f" and {len(found.names) - 3} more" if len(found.names) > 3 else "")
         done = f"{named} {'is' if len(found.names) == 1 else 'are'} recomputed" if found.names else "nothing is recomputed"

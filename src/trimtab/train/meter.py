@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.train.clock import PHASES, Clock
+from trimtab.train.distributed.alike import tell
 from trimtab.train.events import Progressed
 from trimtab.train.objective import Batch, examples
 from trimtab.train.pace import Pace, laggard
@@ -81,7 +82,7 @@ class Meter:
         )
         self._all_examples += made
         self._unread, self._examples, self._since = [], 0, now
-        self.trainer.emit(event)
+        tell(self.trainer, event)
         slow = laggard(paces)
         rank, text = slow or (None, "")
         if rank is not None and rank == self._slow and rank not in self._named:  # twice in a row: no passing noise

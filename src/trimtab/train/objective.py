@@ -100,6 +100,11 @@ class Objective:
         """Whether it is one of torch's own losses, so that what it is a mean over is known."""
         return not self.calls_model and _kind(self.loss) in (*_CLASSES, *_ELEMENTWISE)
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The loss where it may have parameters or a state; those of torch have options only."""
+        return self.loss if isinstance(self.loss, nn.Module) and not self.known else None
+
     def __call__(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight]:
         """The loss of ``batch``, a scalar that carries gradients, and what it is a mean over: 1 where that is not ``weighed``.
 
@@ -315,11 +320,11 @@ def _denominator(loss: Callable[..., Any], targets: Any) -> Weight | None:
         return None
     if targets.is_floating_point():  # probabilities: the mean is over all positions
         return float(targets.numel() / targets.shape[1 if targets.dim() > 1 else 0])
-    options = _options(loss)
-    classes, kept = options.get("weight"), targets != _ignored(loss)
+    labels: torch.Tensor = targets.long()  # a byte of 156 would be taken for a label of -100
+    classes, kept = _options(loss).get("weight"), labels != _ignored(loss)
     if classes is None:
         return kept.sum()
-    weights: torch.Tensor = classes[torch.where(kept, targets, 0)]
+    weights: torch.Tensor = classes[torch.where(kept, labels, 0)]
     return weights.mul(kept).sum()
 
 
@@ -332,13 +337,15 @@ def _ignored(loss: Callable[..., Any]) -> int:
 def _ignores(batch: Batch) -> bool:
     """Whether there are labels that are commonly left out of a mean: among the targets, or anywhere if these are not known."""
     found = tensors(batch[1] if is_pair(batch) else batch)
-    return any(not (t.is_floating_point() or t.is_complex()) and bool((t == IGNORED).any()) for t in found)
+    whole = [t for t in found if t.dtype.is_signed and not (t.is_floating_point() or t.is_complex())]
+    return any(bool((t == IGNORED).any()) for t in whole)
 
 
 def _wrong_label(loss: Callable[..., Any], outputs: Any, targets: Any, error: IndexError) -> str:
     """Which label has no output, if it is that; else what was raised."""
     if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor) and not targets.is_floating_point():
         classes = outputs.shape[1 if outputs.dim() > 1 else 0]
+        targets = targets.long()
         wrong = targets[((targets >= classes) | (targets < 0)) & (targets != _ignored(loss))]
         if len(wrong):
             return (

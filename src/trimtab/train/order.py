@@ -48,18 +48,23 @@ class Order:
         """Batches per rank."""
         return len(self.bounds)
 
-    def epoch(self, epoch: int, rank: int) -> Epoch:
-        """The batches of one epoch for one rank."""
+    def epoch(self, epoch: int, rank: int, ranks: int | None = None) -> Epoch:
+        """The batches of one epoch for one rank, of ``ranks`` if those that this is the order of have begun it for others."""
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-        bounds = self.bounds[:, rank]
-        if self.classes is None and not self.shuffle:
-            return Epoch(None, bounds, self.count)
-        order = generator.permutation(self.count) if self.shuffle else np.arange(self.count)
-        if self.classes is not None:
+        bounds, order = self.bounds, None
+        if self.classes is not None or self.shuffle:
+            order = generator.permutation(self.count) if self.shuffle else np.arange(self.count)
+        if self.classes is not None and order is not None:
             order = order[: self.used]
             order = order[np.argsort(self.classes[order], kind="stable")]
             bounds = bounds[generator.permutation(len(bounds))] if self.shuffle else bounds
-        return Epoch(order, bounds, len(order))
+        dealt = bounds.reshape(-1, 2)[rank :: ranks or bounds.shape[1]]
+        return Epoch(order, dealt, self.count if order is None else len(order))
+
+    @property
+    def batches(self) -> int:
+        """Of all ranks together."""
+        return int(self.bounds.shape[0] * self.bounds.shape[1])
 
     @property
     def used(self) -> int:

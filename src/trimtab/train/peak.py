@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trimtab._float32 import rounded_to_tf32
 from trimtab.environment import Environment, Peaks, known_peaks
-from trimtab.errors import TrimtabError
-from trimtab.measure.flops import FlopCount, count_flops
+from trimtab.errors import TrimtabError, UsageError, WorkloadError
+from trimtab.measure.flops import count_flops
 from trimtab.train import recompute
-from trimtab.train.batch_size import parts
 from trimtab.train.double import copied, why_not_alone
+from trimtab.train.feed import split
 from trimtab.train.objective import Batch, examples
 from trimtab.train.peek import kept_random
 from trimtab.workload import user_code
@@ -20,13 +21,18 @@ from trimtab.workload import user_code
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
 
+FEW, SMALL = 2, 16
+"""Examples that operations are counted by, as BatchNorm has no use for one alone; and the least that a batch has to have times
+as many, where memory is kept free by recomputing."""
+
 
 def flops_share(trainer: Trainer, group: Sequence[Batch], examples_per_s: float) -> float | None:
     """The share of this machine's floating-point peak that ``examples_per_s`` amount to; ``None`` where it is unknown.
 
-    The operations of a forward and backward pass are counted on a copy of the model, by the batches of ``group``, the last
-    update's, and taken to be as many per example in the others. What checkpointing computes twice counts once, as is usual
-    (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). A note says where operators could not be counted.
+    The operations of a forward and backward pass are counted on a copy of the model, by :data:`FEW` examples of each batch in
+    ``group``, the last update's, and taken to be as many per example in the others: memory may be short. What checkpointing
+    computes twice counts once, as is usual (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). A note says
+    where operators could not be counted.
     The peak is the one that :func:`~trimtab.environment.measured_peaks` found earlier; nothing is measured now.
     """
     if why_not_alone(trainer):
@@ -37,39 +43,57 @@ def flops_share(trainer: Trainer, group: Sequence[Batch], examples_per_s: float)
     if peak is None or not count:
         return None
     try:
-        counted = _counted(trainer, group)
-    except (TrimtabError, RuntimeError, TypeError) as error:  # the run itself is over, and was well
-        trainer.note(f"The share of the peak is not known, because the operations could not be counted: {error}")
+        with user_code("Counting the operations failed"):  # whatever it is: the run itself is over, and was well
+            total, uncounted = _counted(trainer, group)
+    except TrimtabError as error:
+        trainer.note(f"The share of the peak is not known. {error}")
         return None
-    if counted.uncounted:
-        trainer.note(f"The share of the peak is a lower bound: {', '.join(counted.uncounted)} could not be counted.")
-    return counted.total / count * examples_per_s / (peak * 1e9) if counted.total else None
+    if uncounted:
+        trainer.note(f"The share of the peak is a lower bound: {', '.join(sorted(uncounted))} could not be counted.")
+    return total / count * examples_per_s / (peak * 1e9) if total else None
 
 
 def _peak(trainer: Trainer, peaks: Peaks) -> float | None:
     """GFLOP/s that were measured at the precision, on the device and with the threads of the run."""
     kind = trainer.settings.autocast or "float32"
-    if kind == "auto" or trainer.settings.tf32 is True:
+    device, tf32 = trainer.device, trainer.settings.tf32
+    if kind == "auto" or tf32 is True or (device.type == "cuda" and kind == "float32" and tf32 is None and rounded_to_tf32()):
         return None
-    device = trainer.device
     if device.type == "cpu":
         return peaks.find(kind, "cpu", trainer.settings.threads or torch.get_num_threads())
     return peaks.find(kind, f"{device.type}:{device.index or 0}")
 
 
-def _counted(trainer: Trainer, group: Sequence[Batch]) -> FlopCount:
+def _counted(trainer: Trainer, group: Sequence[Batch]) -> tuple[float, set[str]]:
+    """Operations of an update from ``group``, and the operators that are not among them.
+
+    Raises:
+        UsageError: that would take memory which the settings keep free.
+    """
+    settings, most = trainer.settings, min(FEW, trainer.room.fitting.limit or FEW)
+    batches = [(batch, _some(batch, most)) for batch in group]
+    kept = settings.activation_mb is not None or settings.segments is not None
+    if kept and any(SMALL * examples(few) > examples(batch) for batch, few in batches):
+        raise UsageError("To count operations nothing is recomputed, for which the settings leave no memory.")
     model, objective = copied(trainer.model, trainer.objective)
     trainer.modes.train(model)
     for module in model.modules():  # what is recomputed now is a function of the original's
         if getattr(vars(module).get("forward"), "__module__", None) == recompute.__name__:
             del vars(module)["forward"]
 
-    limit = trainer.room.fitting.limit
-    batches = group if limit is None else parts(group, limit)  # in as much memory as there was
+    device, dtype = torch.device(settings.device).type, getattr(torch, settings.autocast or "float32")
+    total, uncounted = 0.0, set[str]()
+    with kept_random(), torch.autocast(device, dtype=dtype, enabled=settings.autocast is not None):
+        for batch, few in batches:
+            found = count_flops(lambda few=few: objective(model, few)[0].backward(), gradients=True)
+            total += found.total * examples(batch) / examples(few)
+            uncounted.update(found.uncounted)
+    return total, uncounted
 
-    def update() -> None:
-        for batch in batches:
-            objective(model, batch)[0].backward()
 
-    with kept_random(), user_code("The model or its loss raised"):
-        return count_flops(update, gradients=True)
+def _some(batch: Batch, most: int) -> Batch:
+    """At most so many examples of ``batch``; all of them where it cannot be taken apart."""
+    try:
+        return split(batch, most)[0]
+    except WorkloadError:
+        return batch

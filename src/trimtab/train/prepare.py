@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.passes.channels_last import lay_out
-from trimtab.train import epoch, lengths, rates
+from trimtab.train import epoch, lengths, own_loss, rates
 from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.checkpoint import refuse_strange
@@ -51,7 +48,7 @@ class Ready:
     """How many there will be in all, where that is known."""
 
 
-def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int | None) -> Ready:
+def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     """Put the model in the form that the settings ask for, and build the feed, the step and the schedule.
 
     Raises:
@@ -61,14 +58,13 @@ def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int
     clock, move = clock_for(trainer.device), laid_out(model, settings, trainer.device)
     micro = settings.batch if isinstance(settings.batch, int) else None
     transfer = transfer_for(trainer.device, move)
-    feed = Feed(train, settings.accumulate, clock, move, micro=micro, joined=settings.exact_batchnorm, transfer=transfer)
+    exact, joined = settings.exact_batchnorm, settings.exact_batchnorm or settings.joined
+    feed = Feed(train, settings.accumulate, clock, move, micro=micro, joined=joined, exact=exact, transfer=transfer)
     trainer.world.timed(clock)
-    called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None)
+    called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None and not trainer.position.update)
     step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock, trainer.log_every)
-    updates = steps if steps is not None else lengths.updates_of(train, settings.accumulate, epochs or 0)
-    updates = None if updates is None else max(trainer.world.gathered(updates))
-    scheduler = trainer.scheduler = _scheduler(trainer, updates)
-    made = Ready(feed, step, scheduler, clock, move, updates)
+    scheduler = trainer.scheduler = _scheduler(trainer, trainer.planned)
+    made = Ready(feed, step, scheduler, clock, move, trainer.planned)
     if trainer.resuming is not None:
         _load_rest(made, trainer.resuming, trainer.world)
         if not trainer.world.take_unsent(trainer.resuming.get("unsent")):
@@ -76,9 +72,8 @@ def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int
     elif trainer.step_state is not None:
         made.step.load_state_dict(trainer.step_state)
     rates.fit_batches(trainer, scheduler)
-    if trainer.checkpoints is not None:  # what cannot be saved ends the run now, and not after an epoch
-        given = {"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
-        refuse_strange(given | {"scheduler": schedules.state_of(scheduler)})
+    refuse_unkept(trainer)
+    trainer.note_once(own_loss.told(trainer))
     if settings.optimizer is not None and settings.optimizer != "auto":
         use_kernels(trainer.optimizer, settings.optimizer)
     if isinstance(made.step, CompiledStep):
@@ -86,6 +81,17 @@ def ready(trainer: Trainer, train: Iterable[Any], epochs: int | None, steps: int
     if settings.adjust:
         trainer.watchers.append(adjuster(trainer, made))
     return made
+
+
+def refuse_unkept(trainer: Trainer) -> None:
+    """Refuse what no checkpoint could hold now, and not after an epoch.
+
+    Raises:
+        UsageError: there is such a thing.
+    """
+    if trainer.checkpoints is not None:
+        given = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+        refuse_strange(given | {"scheduler": schedules.state_of(trainer.scheduler), "loss": own_loss.state_of(trainer)})
 
 
 def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move:
@@ -103,8 +109,12 @@ def step_for(settings: Settings) -> type[Step]:
     return CompiledStep if settings.compile is True or settings.adjust else Step
 
 
-def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimizer]) -> Optimizer:
-    """The optimizer, made if it is a function, and checked against the model; what state it has goes where the model is.
+def optimizer_for(
+    model: nn.Module, optimizer: Optimizer | Callable[..., Optimizer], loss: nn.Module | None = None, *, processes: int = 1
+) -> Optimizer:
+    """The optimizer, made if it is a function, and checked against the model and a ``loss`` that may have parameters too.
+
+    What state it has goes where the model is.
 
     Raises:
         UsageError: the model has nothing to train, or the optimizer is over other parameters.
@@ -120,14 +130,14 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimiz
             raise UsageError(
                 f"optimizer is a {type(optimizer).__name__}; give one of torch.optim, or a function that makes it."
             )
-        optimizer = optimizer(trainable)
+        optimizer = optimizer([*trainable, *own_loss.trained(loss, model)])
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
                 f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Let it return one."
             )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("LBFGS calls the model several times per update, which this loop does not do. Use another optimizer.")
-    own = {id(p) for p in model.parameters()}
+    own = {id(p) for p in (*model.parameters(), *(() if loss is None else loss.parameters()))}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise UsageError(
@@ -135,6 +145,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[..., Optimiz
             f"{tuple(foreign[0].shape)}). Make it from model.parameters() of this very model, after its last conversion, or "
             "give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)."
         )
+    own_loss.refuse_apart(optimizer, model, processes)
     bring_state(optimizer)
     return optimizer
 
@@ -211,9 +222,11 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "ema": None if trainer.ema is None else world.whole(trainer.ema.shadow),
         "ema_updates": None if trainer.ema is None else trainer.ema.updates,
         "best": world.whole(trainer.best_parameters),
+        "loss": world.whole(own_loss.state_of(trainer)),
         "position": dataclasses.asdict(trainer.position),
+        "taken": world.gathered(trainer.position.batch),  # which of unequal shares are not as many
         "batches": lengths.batches_in_all(ready.feed.batches, world),
-        "random": world.gathered(epoch.random_of(ready.feed.batches)),
+        "random": world.gathered(epoch.random_of(trainer, ready.feed.batches)),
         "epoch_random": world.gathered(trainer.epoch_random),
         "unsent": world.unsent(),
         "processes": world.size,
@@ -260,6 +273,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
         raise UsageError(f"The checkpoint in {folder} was made with{'' if state['ema'] else 'out'} ema=...; give the same.")
     world = trainer.world
     trainer.model.load_state_dict({name: world.part(value, now[name]) for name, value in state["model"].items()})
+    own_loss.restore(trainer, state.get("loss", {}))
     world.seed = state["seed"]
     if trainer.ema is not None:
         trainer.ema.updates = state["ema_updates"]
@@ -270,6 +284,8 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     best = state["best"]
     trainer.best_parameters = None if best is None else {name: world.part(value, now[name]) for name, value in best.items()}
     vars(trainer.position).update(state["position"])
+    if len(taken := state.get("taken", ())) == world.processes:
+        trainer.position.batch = taken[world.index]
     _share_anew(trainer, state["processes"])
     _redecide(trainer, state.get("decided", {}))
 
@@ -280,7 +296,7 @@ def _share_anew(trainer: Trainer, before: int) -> None:
     if before == now or not position.batch:
         return
     done = position.batch * before
-    position.batch = done // now
+    position.batch, position.begun_by = done // now, position.begun_by or before
     text = f"Processes: {before} before, {now} now. The epoch goes on after batch {position.batch} of each."
     if done % now:
         text += f" {done % now} of the {done} batches that it had used come again, because they do not share out evenly."
@@ -310,34 +326,6 @@ def _redecide(trainer: Trainer, decided: Mapping[str, Any]) -> None:
     if again:
         shown = ", ".join(f"{name}={value!r}" for name, value in again.items())
         trainer.note(f"{shown}: as decided when the run began.")
-
-
-@contextlib.contextmanager
-def interruptible(trainer: Trainer) -> Iterator[None]:
-    """A block in which Ctrl-C and SIGTERM end the run after its update, or in a validation; a second one ends it at once."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
-        yield
-        return
-
-    def end(number: int, frame: object) -> None:
-        for known, handler in before.items():
-            signal.signal(known, handler)
-        if child is not None and callable(telling := signal.getsignal(child)):
-            before[child] = telling  # torch's, which raises wherever we are if the signal has ended the loader's workers too
-            signal.signal(child, lambda *_: None)
-        trainer.interrupted = True
-        trainer.stop(f"It was interrupted by {signal.Signals(number).name}.")
-
-    child: signal.Signals | None = getattr(signal, "SIGCHLD", None)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in before.items() if handler is not None}  # not set from Python: leave it
-    for number in before:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:

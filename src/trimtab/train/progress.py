@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -24,22 +25,20 @@ LINE_S = 1.0
 
 
 @contextlib.contextmanager
-def shown(trainer: Trainer, wanted: bool | None, updates: int | None, console: Console | None = None) -> Iterator[None]:
+def shown(trainer: Trainer, wanted: bool | None, console: Console | None = None) -> Iterator[None]:
     """A block whose run is shown on ``console``, standard error by default.
 
     In a terminal that is a live line; elsewhere it is lines of text, and those only where they are ``wanted``. Of several
     processes only the one that leads shows anything.
-
-    Args:
-        updates: how many there will be in all, where that is known.
     """
     console = console or Console(stderr=True, highlight=False)
     live: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if wanted is not False and trainer.world.leads and (wanted or console.is_terminal):
-        view = View(trainer, updates, console)
+        view = View(trainer, console)
         trainer.watchers.append(view)
         if console.is_terminal:
-            live = Live(console=console, get_renderable=view.line, refresh_per_second=REFRESHES)
+            printed = sys.stdout.isatty()  # what callbacks print into a file belongs there, not above the line
+            live = Live(console=console, get_renderable=view.line, refresh_per_second=REFRESHES, redirect_stdout=printed)
     try:
         with live:
             yield
@@ -50,8 +49,8 @@ def shown(trainer: Trainer, wanted: bool | None, updates: int | None, console: C
 class View:
     """A callback that prints what happens, and knows the line that says how far the run is."""
 
-    def __init__(self, trainer: Trainer, updates: int | None, console: Console) -> None:
-        self.trainer, self.updates, self.console = trainer, updates, console
+    def __init__(self, trainer: Trainer, console: Console) -> None:
+        self.trainer, self.console = trainer, console
         self._last: Progressed | None = None
         self._first, self._since = trainer.position.update, time.monotonic()
         self._said = 0.0
@@ -70,8 +69,8 @@ class View:
 
     def line(self) -> Text:
         """How far the run is."""
-        position, last = self.trainer.position, self._last
-        of = "" if self.updates is None else f" of {self.updates:,}"
+        position, last, updates = self.trainer.position, self._last, self.trainer.planned
+        of = "" if updates is None else f" of {updates:,}"
         parts = [f"epoch {position.epoch + 1}", f"update {position.update:,}{of}"]
         if last is not None:
             parts += [f"loss {last.loss:.4g}", f"{last.examples_per_s:,.0f} examples/s"]
@@ -82,11 +81,11 @@ class View:
 
     def _left(self) -> float | None:
         """Seconds to the end at the pace so far."""
-        position, now = self.trainer.position, time.monotonic()
+        position, now, updates = self.trainer.position, time.monotonic(), self.trainer.planned
         made = position.update - self._first
-        if self.updates is None or made < 1:
+        if updates is None or made < 1:
             return None
-        return max(self.updates - position.update, 0) * (now - self._since) / made
+        return max(updates - position.update, 0) * (now - self._since) / made
 
 
 def words(event: Event) -> str | None:

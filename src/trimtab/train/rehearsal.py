@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trimtab.train.draws import generators_within, set_states, states_of
 from trimtab.train.runtime import random_state, set_random_state
 
 
@@ -47,9 +48,11 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[
     The block gets what keeps the tensors.
     """
     tensors = list(model.buffers())
-    if optimizer is not None:
-        tensors += list(model.parameters())
-    kept, random = Kept(tensors), random_state()
+    if optimizer is not None:  # which may have parameters of the loss, too
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        tensors += dict.fromkeys([*model.parameters(), *trained])
+    kept, random, generators = Kept(tensors), random_state(), generators_within("model", model)
+    drawn = states_of(generators)
     state = None if optimizer is None else _optimizer_state(optimizer)
     options = [] if optimizer is None else _options(optimizer)
     try:
@@ -63,6 +66,7 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[
             optimizer.state.update(state)
             _put_back_options(optimizer, options)
         set_random_state(random)
+        set_states(generators, drawn)
 
 
 def stand_still(optimizer: Optimizer) -> None:

@@ -33,7 +33,8 @@ def running(settings: Settings) -> Iterator[None]:
         if settings.keep_memory:
             _machine.keep_freed_memory()
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark is True or benchmark
-        with products_of_float32(tf32=True) if settings.tf32 is True else contextlib.nullcontext(), kernels:
+        tf32 = settings.tf32  # while it is open, as torch has it
+        with contextlib.nullcontext() if tf32 in (None, "auto") else products_of_float32(tf32=tf32 is True), kernels:
             yield
     finally:
         torch.set_num_threads(threads)

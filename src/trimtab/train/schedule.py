@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from trimtab.errors import UsageError
 from trimtab.train.stopping import EarlyStopping
@@ -18,6 +27,8 @@ from trimtab.workload import user_code
 Schedule = Callable[[Optimizer, int], LRScheduler]
 """``schedule(optimizer, updates)`` -> a scheduler that the Trainer steps once per update of ``updates`` in all."""
 
+ENDLESS = 10**7
+"""Updates of a run that is timed for as long as somebody asks. No schedule has to last for it: at its end the rate stays."""
 _LENGTHS = (
     *("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones"),
     *("step_size", "milestones", "total_size", "step_ratio"),
@@ -95,7 +106,11 @@ def refuse_foreign(scheduler: LRScheduler, optimizer: Optimizer) -> None:
 
 
 def advance(scheduler: LRScheduler) -> str | None:
-    """One update was made. Where the schedule has come to its end the rate stays as it is, and this is a sentence about it."""
+    """One update was made. Where the schedule has come to its end the rate stays as it is, and this is a sentence about it.
+
+    Raises:
+        UsageError: the optimizer has parameters by now for which it has no rate.
+    """
     if isinstance(scheduler, ReduceLROnPlateau):  # which goes by the validation
         return None
     if _ended(scheduler):
@@ -103,6 +118,7 @@ def advance(scheduler: LRScheduler) -> str | None:
             f"The schedule ended after {scheduler.last_epoch} updates, and the run makes more, as where the loader gives more "
             "batches than its len() says: the learning rate stays as it is."
         )
+    _take_in(scheduler)
     scheduler.step()
     return None
 
@@ -128,6 +144,7 @@ def load(scheduler: LRScheduler | None, state: Mapping[str, Any] | None) -> None
     _refuse_other(scheduler, state)
     if scheduler is not None and state is not None:
         scheduler.load_state_dict(_loadable(scheduler, state))
+        _take_in(scheduler)
         _reshape(scheduler, state)
 
 
@@ -137,6 +154,8 @@ def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStop
     Raises:
         UsageError: it would fail, or do nothing.
     """
+    if to_come == ENDLESS:
+        to_come = None
     if isinstance(scheduler, OneCycleLR) and to_come is not None and scheduler.last_epoch + to_come > scheduler.total_steps:
         raise UsageError(
             f"The OneCycleLR has {scheduler.total_steps} steps, of which {scheduler.last_epoch} are made, and the run has "
@@ -146,10 +165,10 @@ def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStop
         return
     if watched is None:
         raise UsageError("ReduceLROnPlateau goes by the validation, and there is none. Give fit(train, validate, ...).")
-    if scheduler.mode != watched.mode:
+    if scheduler.mode != (mode := watched.mode or "min"):
         raise UsageError(
             f"ReduceLROnPlateau has mode={scheduler.mode!r}, but goes by the validation's {watched.metric}, which is watched "
-            f"with mode={watched.mode!r}. Give both one mode: EarlyStopping(metric=..., mode={scheduler.mode!r}) names the "
+            f"with mode={mode!r}. Give both one mode: EarlyStopping(metric=..., mode={scheduler.mode!r}) names the "
             "figure; with a large patience it ends nothing."
         )
 
@@ -162,6 +181,29 @@ def _ended(scheduler: LRScheduler) -> bool:
     if isinstance(scheduler, ChainedScheduler):
         return any(map(_ended, _inside(scheduler)))
     return isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps
+
+
+def _take_in(scheduler: LRScheduler) -> None:
+    """Steer what came to the optimizer after ``scheduler`` was made, as in a run that thaws its model layer by layer.
+
+    Raises:
+        UsageError: nothing says what the rate of that would be.
+    """
+    for inner in _inside(scheduler):
+        _take_in(inner)
+    groups, rates = scheduler.optimizer.param_groups, getattr(scheduler, "base_lrs", None)
+    shapes: list[Any] = getattr(scheduler, "lr_lambdas", [])
+    if rates is None or len(rates) >= len(groups):
+        return
+    kept_in_group = isinstance(scheduler, OneCycleLR) and "max_lr" not in groups[-1]
+    if kept_in_group or isinstance(scheduler, CyclicLR) or (len(shapes) < len(groups) and len(set(map(id, shapes))) > 1):
+        raise UsageError(
+            f"The optimizer has {len(groups)} groups of parameters by now, and the {type(scheduler).__name__} was made for "
+            f"{len(rates)}, so that it has no rate for the others. Give schedule=cosine(), which takes them in, or all groups "
+            "from the start, with requires_grad=False on what is to be thawed."
+        )
+    rates += [group.setdefault("initial_lr", copy.deepcopy(group["lr"])) for group in groups[len(rates) :]]
+    shapes += shapes[-1:] * (len(groups) - len(shapes))
 
 
 def _inside(scheduler: LRScheduler) -> list[LRScheduler]:

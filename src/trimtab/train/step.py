@@ -141,19 +141,29 @@ class Step:
         alone = len(batches) == 1 and world.size == 1  # then what the loss is a mean over makes no difference
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
+        count = world.most(len(batches)) if world.shared else len(batches)
         with world.together(self.model):
             before = Kept(buffer for module, name in self._statistics if (buffer := module._buffers[name]) is not None)
-            for index, batch in enumerate(batches):
-                with world.exchanging(self.model, now=index == len(batches) - 1):  # gradients cross once per update
+            counted = len(batches) if world.counts else 0
+            for index in range(count):
+                if index == counted:  # from here on it only keeps step with others
+                    idle = self._kept_buffers()
+                with world.exchanging(self.model, now=index == count - 1):  # gradients cross once per update
+                    batch = batches[min(index, len(batches) - 1)]
                     clock.enter("forward")
                     with self.precision():
                         loss, weight = world.asked(functools.partial(self.objective, self.model, batch, weighed=not alone))
-                    if not world.counts:
-                        loss, weight = loss * 0, weight * 0
+                    if index >= counted:
+                        loss, weight = loss.nan_to_num() * 0, weight * 0
                     losses.append(loss.detach())
                     weights.append(weight)
                     clock.enter("backward")
-                    self.scaler.scale(self._weighted(loss, weight, len(batches))).backward()  # type: ignore[no-untyped-call]
+                    self.scaler.scale(self._weighted(loss, weight, count)).backward()  # type: ignore[no-untyped-call]
+            if counted < count:
+                idle.put_back()
+        if not world.used:
+            self.discard()
+            return Update(torch.stack(losses).sum(), torch.zeros(()), None, applied=False)
         with final(_NO_ROOM):  # others may have made the update by now, and parameters or the optimizer's state may be changed
             update = self._finish(losses, weights)
             if not update.applied:
@@ -181,6 +191,10 @@ class Step:
         if check is None:
             check = loss if self.settings.nonfinite == "ignore" else world.total(grads)
         return self._apply(Update(loss, check, norm, True))
+
+    def _kept_buffers(self) -> Kept:
+        """The model's buffers as they are now; the statistics of SyncBatchNorm are those of all, and stay alike."""
+        return Kept(() if self.settings.exact_batchnorm else self.model.buffers())
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """The precision that the forward pass runs in."""

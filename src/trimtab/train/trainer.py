@@ -13,13 +13,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
-from trimtab.errors import StorageError, UsageError, WorkloadError
+from trimtab.errors import StorageError, UsageError
 from trimtab.train import auto, epoch, lengths, prepare, progress, validation
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.distributed import alike
 from trimtab.train.distributed.processes import join
 from trimtab.train.events import Callback, Ended, Event, Remarked, Saved, Validated
-from trimtab.train.feed import WORKER_ENDED, check_loader
+from trimtab.train.feed import check_loader
+from trimtab.train.interrupt import interruptible
 from trimtab.train.memory import Room
 from trimtab.train.meter import Meter
 from trimtab.train.modes import Modes
@@ -42,6 +44,8 @@ class Position:
     epoch: int = 0
     batch: int = 0
     """Batches of the epoch that were used."""
+    begun_by: int | None = None
+    """How many processes have begun the epoch, where others go on with it."""
     update: int = 0
     stale: int = 0
     """Validations in a row without an improvement."""
@@ -59,7 +63,7 @@ class Trainer:
     Args:
         model: trained in place.
         loss: see :class:`~trimtab.train.objective.Objective`; ``None`` for models that compute their own.
-        optimizer: one over the model's parameters, or a function of the parameters that makes it.
+        optimizer: one over the parameters of the model, and of the loss if it has some; or a function of them that makes it.
         settings: precision, accumulation, memory and the like; what is ``"auto"`` is decided by measurement when
             :meth:`fit` begins.
         schedule: ``schedule(optimizer, updates)`` -> one of torch's schedulers, such as
@@ -107,7 +111,7 @@ class Trainer:
         allocate(settings)
         self.world.place(self.model, settings)
         self.objective = Objective(prepare.loss_on(loss, self.device))
-        self.optimizer = prepare.optimizer_for(model, optimizer)
+        self.optimizer = prepare.optimizer_for(model, optimizer, self.objective.module, processes=self.world.processes)
         self.early_stopping, self.schedule = early_stopping, schedule
         self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
@@ -117,6 +121,8 @@ class Trainer:
         """Our own callbacks while a run lasts; every process calls its own."""
         self.ema = None if ema is None else Ema(model, ema)
         self.position = Position()
+        self.planned: int | None = None
+        """How many updates there will be when the run has ended, where that is known."""
         self.notes: list[str] = []
         self.decided: dict[str, Any] = {}
         """What became of the settings that were ``"auto"``."""
@@ -138,6 +144,8 @@ class Trainer:
         self.room = Room(self)
         self.shown = Shown(model, self.ema)
         self._stop: str | None = None
+        self._kept = False
+        """Whether what an update of this run has made was looked at: a checkpoint may not be able to hold it."""
         self.interrupted = False
         """Whether a signal ends the run, which cuts off a validation too."""
 
@@ -184,20 +192,22 @@ class Trainer:
         check_loader(train, "train")
         if validate is not None:
             check_loader(validate, "validate")
+        alike.refuse_differences(self, validated=validate is not None, epochs=epochs, steps=steps)
         prepare.check_folder(self)
-        self._stop, self.interrupted, self.room = None, False, Room(self)
-        self.modes.look()
-        with prepare.interruptible(self):
+        self._stop, self._kept, self.interrupted, self.room = None, False, False, Room(self)
+        with interruptible(self):
             last, given, train = self._last, train, self.world.share(train, "train")
             self.goes_on = isinstance(given, Iterator) and last is not None and last[0] is given and self.resuming is None
             train = last[1] if last is not None and self.goes_on else train
             validate = None if validate is None else self.world.share(validate, "validate")
             validate = validation.checked(self, validate)
-            updates = steps or lengths.updates_of(train, self.settings.accumulate, epochs or 0)
-            with progress.shown(self, self.progress, updates):
+            with progress.shown(self, self.progress):
+                self.note_once(self.modes.look())
+                self.modes.train()
                 self.shown.take_back(update=self.position.update, same=not lengths.begin_other(self, last, given))
                 lengths.check_epoch(self, train)
-                train = auto.decide(self, train, updates)
+                self.planned = lengths.updates_in_all(self, train, epochs, steps)
+                train = auto.decide(self, train, self.planned)
                 self._last = (given, train)
                 with running(self.settings), self.room:
                     return (yield from self._run(train, validate, epochs, steps))
@@ -242,28 +252,30 @@ class Trainer:
         self.notes.append(text)
         self.emit(Remarked(update=self.position.update, epoch=self.position.epoch, text=text))
 
-    def _note_once(self, text: str | None) -> None:
+    def note_once(self, text: str | None) -> None:
+        """The same, if there is a sentence and it was not told before."""
         if text is not None and text not in self.notes:
             self.note(text)
 
     def emit(self, event: Event) -> None:
         """Tell the callbacks; of several processes only those of the first one."""
-        for callback in (*self.watchers, *(self.callbacks if self.world.leads else ())):
-            callback(self, event)
+        for watcher in self.watchers:
+            watcher(self, event)
+        alike.call_back(self, event)
 
     def _run(
         self, train: Iterable[Batch], held_out: Iterable[Batch] | None, epochs: int | None, steps: int | None
     ) -> Generator[Update, None, Summary]:
         """The loop itself: epochs of updates, a validation after each."""
         position = self.position
-        ready = prepare.ready(self, train, epochs, steps)
+        ready = prepare.ready(self, train)
         step, meter = ready.step, Meter(self, ready.clock, ready.updates)
         to_come = None if ready.updates is None else ready.updates - position.update
         schedules.check(ready.scheduler, to_come, None if held_out is None else self.early_stopping or EarlyStopping())
         step.discard()  # whatever was computed before this run
         first, began = position.epoch, position.update
         self._stop_if_stale()  # which the run that is gone on with had ended by
-        while not self.world.any(self.ending) and not _over(position, epochs, steps):
+        while not self.world.any(self.ending) and not lengths.over(self, epochs, steps):
             if not position.due:
                 self.modes.train()
                 epoch.begin(self, ready.feed)
@@ -280,28 +292,24 @@ class Trainer:
     def _epoch(self, ready: prepare.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
         """What is left of the epoch; returns whether it is whole."""
         feed, position = ready.feed, self.position
-        try:
-            for group in self.world.rounds(feed.groups(), feed.length()):
-                update = self._update(ready, group)
-                position.batch, position.update, position.drew = feed.taken, position.update + 1, feed.drew
-                position.skipped += not update.applied
-                meter.count(update, group if self.world.counts else [])
-                if not (update.applied or update.overflowed) and self.settings.nonfinite == "stop":
-                    self.stop("The loss was not finite.")
-                if self.checkpoint_every is not None and position.update % self.checkpoint_every == 0:
-                    self._save(ready)
-                yield update
-                if self.world.stopping(self.ending):
-                    return False
-                if position.update == steps:
-                    left = feed.length()
-                    return not self.world.any(left is None or left > 0)
-        except WorkloadError as error:
-            # A signal to the whole group of processes, as a terminal's Ctrl-C is, ends the loader's workers too.
-            if self.world.processes > 1 or not self.ending or WORKER_ENDED not in str(error):
-                raise
-            return False
-        return True
+        for group in epoch.rounds(self, feed):
+            update = self._update(ready, group)
+            if not self.world.used:
+                break
+            position.batch, position.update, position.drew = feed.taken, position.update + 1, feed.drew
+            position.skipped += not update.applied
+            meter.count(update, group if self.world.counts else [])
+            if not (update.applied or update.overflowed) and self.settings.nonfinite == "stop":
+                self.stop("The loss was not finite.")
+            if self.checkpoint_every is not None and position.update % self.checkpoint_every == 0:
+                self._save(ready)
+            yield update
+            if self.world.stopping(self.ending):
+                return False
+            if position.update == steps:
+                left = feed.length()
+                return not self.world.any(left is None or left > 0)
+        return not self.world.any(feed.cut)
 
     def _close_epoch(self, ready: prepare.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
         """What comes at the end of an epoch: it is told of, validated and saved; what fails there does not cost the epoch."""
@@ -310,7 +318,7 @@ class Trainer:
                 meter.report()
                 self._validate(held_out, ready)
         except Exception as error:
-            if self.world.processes == 1 or isinstance(error, (UsageError, WorkloadError)):  # which all processes raise
+            if self.world.heard(error):
                 self._save(ready)
             raise
         if self.checkpoint_every is None and not self.position.due:
@@ -321,10 +329,13 @@ class Trainer:
         with _STEP:
             update = self.room.update(ready, group)
         if ready.scheduler is not None and update.applied:
-            self._note_once(schedules.advance(ready.scheduler))
-        self._note_once(self.objective.doubt(group, alone=self.world.size == 1))
+            self.note_once(schedules.advance(ready.scheduler))
+        self.note_once(self.objective.doubt(group, alone=self.world.size == 1))
         if self.ema is not None and update.applied:
             self.ema.update(self.model)
+        if update.applied and not self._kept:
+            self._kept = True
+            prepare.refuse_unkept(self)
         return update
 
     def _validate(self, held_out: Iterable[Batch] | None, ready: prepare.Ready) -> None:
@@ -347,9 +358,10 @@ class Trainer:
                     self.best_parameters = copied_state(self.model)
             else:
                 position.stale += 1
-        if isinstance(ready.scheduler, ReduceLROnPlateau):
-            ready.scheduler.step(self.results[stopping.metric])
-        self.emit(Validated(update=position.update, epoch=position.epoch, metrics=self.results, best=better))
+            if isinstance(ready.scheduler, ReduceLROnPlateau):
+                ready.scheduler.step(self.results[stopping.metric])
+            # The callbacks see the parameters that these are the figures of.
+            alike.tell(self, Validated(update=position.update, epoch=position.epoch, metrics=self.results, best=better))
         self._stop_if_stale()
 
     def _stop_if_stale(self) -> None:
@@ -366,7 +378,7 @@ class Trainer:
         prepare.settle(self)
         state, checkpoints = prepare.state_of(self, ready), self.checkpoints
         path = self.world.led(lambda: checkpoints.save(self.position.update, state))
-        self.emit(Saved(update=self.position.update, epoch=self.position.epoch, path=str(path)))
+        alike.tell(self, Saved(update=self.position.update, epoch=self.position.epoch, path=str(path)))
 
     def _finish(self, ready: prepare.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
         """The last checkpoint, then the parameters that the user is to have, then the summary."""
@@ -381,12 +393,7 @@ class Trainer:
         self.model.eval()
         count, what = (steps, "update") if steps is not None else (epochs, "epoch")
         done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."
-        over = _over(self.position, epochs, steps)
+        over = lengths.over(self, epochs, steps)
         summary = meter.summary(self._stop or (done if over else "Another process was asked to stop."))
-        self.emit(Ended(update=self.position.update, epoch=self.position.epoch, summary=summary))
+        alike.tell(self, Ended(update=self.position.update, epoch=self.position.epoch, summary=summary))
         return summary
-
-
-def _over(position: Position, epochs: int | None, steps: int | None) -> bool:
-    made = position.epoch >= epochs if epochs is not None else position.update >= (steps or 0)
-    return made and not position.due

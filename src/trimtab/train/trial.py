@@ -36,6 +36,8 @@ def _line(
         return State.MISMATCH, str(error)
     if not figures["parity"].ok:
         return State.MISMATCH, figures["parity"].reason
+    if not recipe.exact and (coarse := subject.rounded(settings, plan.limits.max_error)):
+        return State.MISMATCH, coarse
     if figures["drop"].decided is False:
         return State.STOPPED, f"Rule 'loss': {too_high(figures['drop'], written)}"
     with stage("first updates"), PeakMemory() as peak:

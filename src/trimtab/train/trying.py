@@ -19,15 +19,19 @@ from torch import nn
 
 from trimtab.candidate import Candidate, Settings
 from trimtab.errors import CompileError, UsageError, WorkloadError
-from trimtab.measure.timer import pace, synchronizer
+from trimtab.measure.timer import BLOCK_S, pace, synchronizer
 from trimtab.recipe import Recipe
+from trimtab.train.adjust import workers_of
 from trimtab.train.auto import OFF
-from trimtab.train.double import candidate
+from trimtab.train.clock import Clock, HostClock
+from trimtab.train.double import candidate, rounded
 from trimtab.train.events import Event, Progressed
 from trimtab.train.feed import Seekable
 from trimtab.train.losses import Written
 from trimtab.train.objective import Batch, examples, tensors
+from trimtab.train.schedule import ENDLESS
 from trimtab.train.trainer import Trainer
+from trimtab.train.world import World
 from trimtab.workload import Training, Workload, user_code
 
 SHAKEN = (11, 12)
@@ -38,8 +42,10 @@ REPEATS = 0.01
 """Relative difference between the first losses of two runs from the same seed that no rounding explains."""
 EPOCHS_APART = 1000
 """Between the batches of one seed and those of the next, for a loader whose order is that of the epoch."""
-ENDLESS = 10**9
-"""Updates of a run that is timed for as long as somebody asks."""
+WAITED = 0.1
+"""Share of an update that waiting for data takes where its batches were not there yet."""
+PATIENT = 4
+"""How many times as many batches as are read ahead no update has waited for, where the loader is taken to be fast enough."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +106,12 @@ class TrainingSubject:
             trainer.fit(self.batches, steps=self.updates)
         return found
 
+    def rounded(self, settings: Settings, limit: float) -> str | None:
+        """Why outputs in the precision of ``settings`` cannot come close to the targets of the first batch, in a sentence."""
+        trainer = self.trainer(settings, self.workload.seed)
+        with user_code("The training failed"):
+            return rounded(trainer.model, trainer.objective, settings, self.batches[0], limit)
+
     def written(self, *, seed: int) -> Written:
         """The losses as written, and how far rounding alone would move them.
 
@@ -149,20 +161,38 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
     )
 
 
+class _Timed(World):
+    """One process, that remembers the clock of its run."""
+
+    clock: Clock = HostClock()
+
+    def timed(self, clock: Clock) -> None:
+        """Take note of it."""
+        self.clock = clock
+
+
 class Updates:
     """A runner whose call is one update, with all that belongs to it: waiting for data, the schedule, the meter.
 
     A block gives the mean of its updates for each of them: where a loader with workers is the bottleneck batches come in
-    bursts, and the median of single updates would tell of a speed that no epoch has.
+    bursts, and the median of single updates would tell of a speed that no epoch has. A block then has whole bursts, and begins
+    when nothing is left of what the workers have read ahead while the other side had its turn: in an epoch nobody waits for
+    them.
     """
 
     def __init__(self, subject: TrainingSubject, settings: Settings, *, seed: int) -> None:
         self.pid = os.getpid()
         self._wait: Callable[[], None] = synchronizer(settings.device) or _nothing
-        trainer = subject.trainer(settings, seed)
+        self._world = _Timed()
+        trainer = subject.trainer(settings, seed, world=self._world)
         seeded(seed)
         begun = time.perf_counter()
-        self._updates = trainer.updates(loader(subject.training), steps=ENDLESS)
+        batches = loader(subject.training)
+        self._workers = -(-(workers_of(batches) or 0) // settings.accumulate)
+        """Updates that a burst of batches is enough for: one batch from each worker."""
+        self._ahead = self._workers * _prefetched(batches)
+        """Updates for which batches may be ready when a block begins; 0 where that is nothing unusual."""
+        self._updates = trainer.updates(batches, steps=ENDLESS)
         next(self._updates)
         self._wait()
         self.first_s = time.perf_counter() - begun
@@ -172,11 +202,29 @@ class Updates:
     def block(self, calls: int) -> list[int]:
         """Nanoseconds per update, over ``calls`` of them."""
         with _uncollected():
+            if self._ahead:
+                self._drain()
+            made = -(-calls // self._workers) * self._workers if self._ahead else calls
             begun = time.perf_counter_ns()
-            for _ in range(calls):
+            for _ in range(made):
                 next(self._updates)
             self._wait()
-            return [(time.perf_counter_ns() - begun) // calls] * calls
+            return [(time.perf_counter_ns() - begun) // made] * calls
+
+    def _drain(self) -> None:
+        """Make updates until one has to wait for data. Where none has to, the loader is no bottleneck, and is not asked again.
+
+        What takes no time is not believed at once: for tiny updates it is a wait to be handed a batch that is there.
+        """
+        clock, begun = self._world.clock, time.perf_counter()
+        for made in range(1, PATIENT * self._ahead + 1):
+            clock.take()
+            next(self._updates)
+            spent = clock.take()
+            waited = spent["data"] > WAITED * sum(spent.values())
+            if waited and (made >= self._ahead or time.perf_counter() - begun > BLOCK_S):
+                return
+        self._ahead = 0
 
     def pace(self) -> int:
         """How fast the core is now."""
@@ -199,6 +247,11 @@ def loader(training: Training) -> Iterable[Batch]:
     """The loader; made anew if there is a function for it."""
     made: Iterable[Batch] = training.data() if callable(training.data) else training.data
     return made
+
+
+def _prefetched(batches: Iterable[Batch]) -> int:
+    """Batches that each worker of a loader reads ahead."""
+    return getattr(batches, "prefetch_factor", None) or getattr(batches, "prefetch", None) or 2
 
 
 def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch]:
@@ -232,7 +285,7 @@ def _trainer(workload: Workload, training: Training, settings: Settings, seed: i
     seeded(seed)
     return Trainer(
         built(workload),
-        loss=training.loss,
+        loss=copy.deepcopy(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # it may learn, too
         optimizer=training.optimizer,
         schedule=training.schedule,
         settings=settings,

@@ -32,12 +32,11 @@ class Way:
 
     workers: int
     prefetch: int = 2
-    pin: bool = False
 
     def __str__(self) -> str:
         """In words."""
         many = f"{self.workers} worker{'s' * (self.workers != 1)}"
-        return many + (f", prefetch {self.prefetch}" if self.workers else "") + (", pinned" if self.pin else "")
+        return many + (f", prefetch {self.prefetch}" if self.workers else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,10 +64,11 @@ def tune_loader(
     most_workers: int | None = None,
     **options: Any,
 ) -> LoaderTuning:
-    """Find the number of workers, the prefetch factor and pinning with which ``step`` gets its batches fastest, here and now.
+    """Find the number of workers and the prefetch factor with which ``step`` gets its batches fastest, here and now.
 
     The ways take turns, forth and back, so that a slow spell of the machine hits all of them. Batches that were read while a
-    way did not have its turn are not counted. The order and the random numbers of the loader are not touched.
+    way did not have its turn are not counted. The order and the random numbers of the loader are not touched, nor is pinning,
+    whose gain is in the copy to a GPU.
 
     Args:
         data: a :class:`Loader`, which is set to the best way; or a dataset, for which one is made with ``options``.
@@ -96,7 +96,7 @@ def tune_loader(
     times = {trial.way: median_interval(trial.samples) for trial in trials if trial.samples}
     fastest = min(interval.value for interval in times.values())
     best = min(way for way, interval in times.items() if interval.value <= fastest * CLOSE)
-    loader.retune(workers=best.workers, prefetch=best.prefetch, pin=best.pin)
+    loader.retune(workers=best.workers, prefetch=best.prefetch)
     told = [_told(way, interval, best, times) for way, interval in times.items()]
     return LoaderTuning(loader=loader, best=best, times=times, reasons=(*told, *reasons))
 
@@ -107,7 +107,7 @@ class _Trial:
     def __init__(self, loader: Loader, way: Way, use: Callable[[Batch], object]) -> None:
         self.way, self.use = way, use
         self.loader = copy.copy(loader)
-        self.loader.retune(workers=way.workers, prefetch=way.prefetch, pin=way.pin)
+        self.loader.retune(workers=way.workers, prefetch=way.prefetch)
         self.samples: list[float] = []
         """Milliseconds per batch."""
         self.waited = 0.0
@@ -155,8 +155,7 @@ def _ways(most_workers: int | None) -> list[Way]:
     if most < 0:
         raise UsageError(f"most_workers is {most}; it must be at least 0.")
     counts = sorted({count for count in (1, 2, 4, 8, 16, 32, most) if 0 < count <= most})
-    pins = (False, True) if torch.cuda.is_available() else (False,)
-    return [Way(0, 2, pin) for pin in pins] + [Way(count, ahead, pin) for count in counts for ahead in (2, 4) for pin in pins]
+    return [Way(0)] + [Way(count, ahead) for count in counts for ahead in (2, 4)]
 
 
 def _told(way: Way, interval: Interval, best: Way, times: dict[Way, Interval]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.feed import WORKER_ENDED, Seekable, has_workers, keeps_workers, set_workers
+from trimtab.train.feed import Seekable, has_workers, keeps_workers, set_workers
 from trimtab.train.objective import Batch, Objective, Weight, call, examples, is_pair
 from trimtab.train.peek import first_batches, kept_random
 from trimtab.workload import user_code
@@ -107,6 +107,7 @@ def validate(
                 losses.append(loss.detach())
                 weights.append(weight)
     finally:
+        model.train(modes[0][1])  # some modules do more then than set a flag, such as take apart what eval() has merged
         for module, mode in modes:
             module.training = mode
         world.rest()
@@ -133,8 +134,8 @@ def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:
         try:
             with _READING:
                 batch = next(running, _END)
-        except WorkloadError as error:
-            if cut() and WORKER_ENDED in str(error):  # a signal to the whole group of processes ends the loader's workers too
+        except WorkloadError:
+            if cut():  # a signal to the whole group of processes ends the loader's workers too
                 return
             raise
         if batch is _END:

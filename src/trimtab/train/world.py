@@ -33,6 +33,8 @@ class World:
     """Whether gradients are divided by the number of processes on their way, as FSDP does."""
     counts: bool = True
     """Whether what this process computes counts; not while it only keeps step with others that have more data."""
+    used: bool = True
+    """Whether what any process has computed for the last update counts: not where a signal has ended the loaders of all."""
     shared: bool = False
     """Whether each process holds only a part of the model, so that all of them must call it at the same time."""
     repeats: bool = True
@@ -62,8 +64,11 @@ class World:
         """This process's part of the batches."""
         return batches
 
-    def rounds(self, groups: Iterator[T], length: int | None) -> Iterator[T]:
-        """``groups``, of which there are ``length`` if that is known, as many as the process that has most."""
+    def rounds(self, groups: Iterator[T], length: int | None, again: Callable[[], T | None] | None = None) -> Iterator[T]:
+        """``groups``, of which there are ``length`` if that is known, as many as the process that has most.
+
+        ``again`` gives one that was used before, to a process that has none left to keep step with.
+        """
         return groups
 
     def together(self, model: nn.Module | None = None) -> contextlib.AbstractContextManager[object]:
@@ -71,6 +76,14 @@ class World:
 
         With ``model`` it is the forward and backward passes of an update.
         """
+        return contextlib.nullcontext()
+
+    def heard(self, error: BaseException) -> bool:
+        """Whether all processes have failed with ``error``, or have been told of it, so that they can still act together."""
+        return True
+
+    def rehearsed(self) -> contextlib.AbstractContextManager[object]:
+        """A block of updates that are only tried, after which the exchange of gradients is as it was."""
         return contextlib.nullcontext()
 
     def exchanging(self, model: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[object]:
@@ -132,6 +145,10 @@ class World:
     def any(self, truth: bool) -> bool:
         """Whether it is true in any process."""
         return truth
+
+    def most(self, count: int) -> int:
+        """The largest that any process gives."""
+        return count
 
     def stopping(self, wish: bool) -> bool:
         """Whether the run ends after this update, in all processes; one's wish is heard by the others with the next update."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,10 +56,13 @@ class Group(World):
         self.rank, self.size = dist.get_rank(data), dist.get_world_size(data)
         self.index, self.processes = dist.get_rank(), dist.get_world_size()
         self.repeats = not (self.shared or settings.exact_batchnorm)  # there they wait for each other within layers
-        self.everyone = dist.new_group(backend="gloo")
+        self.everyone = dist.new_group(backend="gloo", timeout=_patience())
         self.counts = True
         self._wish = self._stopping = False
         self._told: BaseException | None = None
+        """What failed here last, and is not to be told again."""
+        self._unheard: BaseException | None = None
+        """What failed here last that the others could not be told of."""
 
     @property
     def leads(self) -> bool:
@@ -104,21 +108,26 @@ class Group(World):
             self.seed = self.gathered(int(torch.empty((), dtype=torch.int64).random_().item()))[0]
         return share(batches, what, self.rank, self.size, self.seed, rows=self.size != self.processes)
 
-    def rounds(self, groups: Iterator[T], length: int | None) -> Iterator[T]:
+    def rounds(self, groups: Iterator[T], length: int | None, again: Callable[[], T | None] | None = None) -> Iterator[T]:
         """``groups``, and while others have more, the last one again: it then counts for nothing (:attr:`counts`).
 
         So no process waits for one whose data has ended, and all data of an uneven split is used, each example for what it is
         worth. Where all know that they have the same number of groups, they speak only as the epoch begins and ends.
+
+        Args:
+            again: a group for a process that has none left to begin with, as one whose share was used up before a resumption.
         """
         lengths = self.gathered(length)
-        if length is not None and all(other == length for other in lengths):
-            yield from self._counted(groups, length)
-            return
         spare: T | None = None
         try:
+            if length is not None and all(other == length for other in lengths):
+                yield from self._counted(groups, length, again)
+                return
             while True:
                 try:
                     group = next(groups, None)
+                    if group is None and spare is None and again is not None:
+                        spare = again()
                 except BaseException as error:
                     self._failed(error, update=False)
                     raise
@@ -146,11 +155,18 @@ class Group(World):
             self._failed(error, update=model is not None)
             raise
         try:
-            self._stopping = bool(self._most(int(self._wish))[0])
+            stopping, used = map(bool, self._most(int(self._wish), int(self.counts)))
+            self._stopping, self.used = stopping, used or model is None
         except (PeerError, PeerMemoryError):
             if model is not None:
                 self.renew()
             raise
+
+    def heard(self, error: BaseException) -> bool:
+        """Whether all processes have failed with ``error``, or have been told of it."""
+        if lost(error) or _is(error, self._unheard):
+            return False
+        return _is(error, self._told) or isinstance(error, (UsageError, WorkloadError, PeerMemoryError))
 
     def release(self) -> None:
         """Take part in whatever exchange of gradients the others wait for in an update that failed here."""
@@ -181,6 +197,10 @@ class Group(World):
     def any(self, truth: bool) -> bool:
         """Whether it is true in any process."""
         return bool(self._most(int(truth))[0])
+
+    def most(self, count: int) -> int:
+        """The largest that any process gives."""
+        return self._most(count)[0]
 
     def stopping(self, wish: bool) -> bool:
         """Whether any process wished to end before this update; a wish of now is heard with the next."""
@@ -215,22 +235,25 @@ class Group(World):
                 dist.all_reduce(mean, group=self.data)
                 buffer.copy_(mean)
             else:
-                dist.broadcast(buffer, group=self.data, group_src=0)
+                hand_out(buffer, self.data)
 
     def barrier(self) -> None:
         """Wait until every process is here."""
         dist.barrier(group=self.everyone)
 
-    def _counted(self, groups: Iterator[T], length: int) -> Iterator[T]:
+    def _counted(self, groups: Iterator[T], length: int, again: Callable[[], T | None] | None) -> Iterator[T]:
         """``groups``, of which every process says that it has ``length``; what comes beyond that is left out.
 
         Raises:
-            WorkloadError: there are fewer.
+            WorkloadError: there are fewer, and this process has not wished to end.
         """
+        last: T | None = None
         for given in range(length + 1):
             among = 0 < given < length  # then the others, who have theirs, are in an update
             try:
                 group = next(groups, None)
+                if group is None and given < length and self._wish:  # which all hear with this update
+                    group, self.counts = again() if last is None and again is not None else last, False
                 if group is None and given < length:
                     raise WorkloadError(
                         f"The loader gave the batches of {given} updates in this epoch, but its len() said {length}. Mend its "
@@ -243,6 +266,7 @@ class Group(World):
                 self._most(0)
             if group is None or given == length:
                 return
+            last = group
             yield group
 
     def _most(self, first: int, second: int = 0) -> tuple[int, int]:
@@ -267,10 +291,11 @@ class Group(World):
         Raises:
             WorkloadError: it ran out of memory, and the others cannot make the update again because they cannot be told.
         """
-        if lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or error is self._told:
+        if lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or _is(error, self._told):
             return
         self._told = error  # it may pass here again on its way out, and nobody would hear it then
         if update and not self._released():
+            self._unheard = error
             if out_of_memory(error):
                 raise no_second_try(error) from error
             return
@@ -292,6 +317,33 @@ class Group(World):
         found = torch.tensor(values)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
         return [int(value) for value in found]
+
+
+def hand_out(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Give all processes of ``group`` what the first of them has in ``value``, also where that has gaps in memory, as a slice.
+
+    Gloo takes numbers as they lie in memory (https://github.com/pytorch/pytorch/issues/192920), and NCCL only those in a row.
+    """
+    for dim, stride in enumerate(value.stride()):
+        if not stride and value.shape[dim] > 1:  # expanded: one number seen in many places
+            value = value.narrow(dim, 0, 1)
+    whole = value.contiguous()
+    dist.broadcast(whole, group=group, group_src=0)
+    if not value.is_contiguous():
+        value.copy_(whole)
+
+
+def _patience() -> dt.timedelta | None:
+    """How long the processes wait for each other, as the script may have said where it made the default group."""
+    group: Any = dist.group.WORLD
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # which not all versions of torch show
+    found: dt.timedelta | None = getattr(options, "_timeout", None)
+    return found
+
+
+def _is(error: BaseException, other: BaseException | None) -> bool:
+    """Whether ``error`` is ``other``, or tells of it in other words."""
+    return other is not None and (error is other or error.__cause__ is other)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -44,12 +44,13 @@ def join(settings: Settings, mesh: DeviceMesh | None = None) -> World:
         mesh: with axes ``data`` and ``model`` where layers are split (:func:`~trimtab.train.distributed.tensor_parallel.mesh`).
 
     Raises:
-        UsageError: the settings do not go together with several processes.
+        UsageError: the settings do not go together with several processes, or the launcher did not say which process this is,
+            or where they meet.
     """
     if not dist.is_available():
         return World()
     if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             return World()
         start(settings.device)
     if dist.get_world_size() == 1:
@@ -62,13 +63,15 @@ def start(device: str = "cpu") -> None:
     """Meet the other processes; they part when the interpreter ends.
 
     Raises:
-        UsageError: the launcher did not say where they meet, or the device is not there.
+        UsageError: the launcher did not say which process this is, or where they meet, or the device is not there.
     """
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UsageError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} are not set. Start the script with "
-            "torchrun, or set them to the address of the process of rank 0."
+            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE', 'not set')}, and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. Start the script with torchrun, or set RANK to the number of "
+            "the process (under srun that is SLURM_PROCID), and MASTER_ADDR and MASTER_PORT to the address of that of rank 0. "
+            "To train in one process alone, unset WORLD_SIZE."
         )
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +18,7 @@ from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.clock import Clock
 from trimtab.train.distributed.exchange import Exchange, Narrow, in_a_row, shaped
-from trimtab.train.distributed.group import Group
+from trimtab.train.distributed.group import Group, hand_out
 from trimtab.train.distributed.powersgd import PowerSgd
 from trimtab.train.distributed.topk import TopK
 from trimtab.train.memory_errors import final
@@ -62,6 +63,9 @@ class Replicas(Group):
         self.exchange = COMMUNICATION[settings.communication]()
         self.engine: DistributedDataParallel | None = None
         self._called: nn.Module = nn.Identity()
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
+        """Which of them :attr:`engine` knows to be trained."""
         self._delays, self._optimizer = False, ""
         self._inside = False
         """Whether an update is under way."""
@@ -72,10 +76,10 @@ class Replicas(Group):
         """The model as DDP has it; all begin with the parameters of the first, and draw random numbers of their own."""
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
-                dist.broadcast(value, 0)
+                hand_out(value)
         if fresh:
             torch.manual_seed(torch.initial_seed() + self.rank)
-        self.engine, self._idle, self._called = None, None, model
+        self.engine, self._idle, self._called, self._parameters = None, None, model, list(model.parameters())
         return _Replica(self, model)
 
     def timed(self, clock: Clock) -> None:
@@ -143,11 +147,20 @@ class Replicas(Group):
 
     def renew(self) -> None:
         """Take DDP away, whose hooks stand in the middle of an update; it is made anew after the next."""
-        if self.engine is not None:
-            del self.engine.reducer, self.engine.logger  # both hold torch's reducer, which removes its hooks when it goes
-            self.engine = None
+        self._disengage()
         self._inside = False
         self.exchange.reset()
+
+    @contextlib.contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """A block whose updates leave nothing behind that is sent later; the next one is a first one again, without DDP."""
+        parameters = dict(self._called.named_parameters())
+        state = self.exchange.state_dict(parameters)
+        try:
+            yield
+        finally:
+            self._disengage()
+            self.exchange.load_state_dict([state] * self.size, parameters)
 
     def unsent(self) -> list[dict[str, Any]] | None:
         """What compression holds back in each process, for the one that leads."""
@@ -206,14 +219,23 @@ class Replicas(Group):
     def _rebuild(self, due: bool) -> None:
         """Have DDP order its buckets as gradients come, once, where that is ``due``: the processes talk about it.
 
-        It is done before anything of an update can fail.
+        It is done before anything of an update can fail. Where other parameters are trained than before, as where layers thaw,
+        DDP, which looks for them only as it is made, is made anew.
         """
         if due and self.engine is not None:
-            self.engine.reducer._rebuild_buckets()
+            if self._trained == [p.requires_grad for p in self._parameters]:
+                self.engine.reducer._rebuild_buckets()
+            else:
+                self._disengage()
+
+    def _disengage(self) -> None:
+        if self.engine is not None:
+            del self.engine.reducer, self.engine.logger  # both hold torch's reducer, which removes its hooks when it goes
+            self.engine = None
 
     def _packed(self, parameters: list[nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The gradients, zeros where there are none, and all of them in a row."""
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        """The gradients, zeros where there are none, or none that count, and all of them in a row."""
+        grads = [p.grad if p.grad is not None and self.counts else torch.zeros_like(p) for p in parameters]
         sparse = [name for name, p in self._called.named_parameters() if p.grad is not None and p.grad.is_sparse]
         if sparse:
             raise UsageError(
@@ -234,8 +256,15 @@ class Replicas(Group):
             find_unused_parameters=bool(self._idle),
             bucket_cap_mb=self.settings.bucket_mb,
         )
-        engine.register_comm_hook(None, lambda _, bucket: self.exchange.bucket(bucket))
+        engine.register_comm_hook(None, lambda _, bucket: self._crossing(bucket))
+        self._trained = [p.requires_grad for p in self._parameters]
         return engine
+
+    def _crossing(self, bucket: Any) -> Future[torch.Tensor]:
+        """Exchange the gradients of a bucket; what only keeps step has none, not even where they are no numbers."""
+        if not self.counts:
+            bucket.buffer().zero_()
+        return self.exchange.bucket(bucket)
 
 
 class _Thin(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from torch import nn
 from trimtab.candidate import Settings
 from trimtab.contracts import require
 from trimtab.errors import UsageError
-from trimtab.train.distributed.group import Group
+from trimtab.train.distributed.group import Group, hand_out
 from trimtab.train.kernels import use_kernels
 from trimtab.train.objective import Weight
 from trimtab.train.world import World
@@ -74,7 +74,7 @@ class Shards(Group):
     def _begin_alike(self, values: Sequence[torch.Tensor]) -> None:
         """Give all processes what the first has; of what was split between some, those with the same part what theirs has."""
         for value in values:
-            dist.broadcast(_local(value), group=self.data if hasattr(value, "to_local") else None, group_src=0)
+            hand_out(_local(value), self.data if hasattr(value, "to_local") else None)
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
         """The model as it is; the processes draw random numbers of their own."""
@@ -94,8 +94,12 @@ class Shards(Group):
         return found
 
     def looked(self, ask: Callable[[], T]) -> T:
-        """The same."""
-        return self.asked(ask)
+        """The same. Where it fails, the others wait within a layer, where nobody can tell them."""
+        try:
+            return self.asked(ask)
+        except BaseException as error:
+            self._told = self._unheard = error
+            raise
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         """Take kernels that work on one parameter after the other where not all are spread over the same processes."""

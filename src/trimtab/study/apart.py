@@ -1,0 +1,71 @@
+"""Whether the parts of the data are apart: what the winner is confirmed on must be new to the search."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from trimtab._batches import Batch, tensors_of
+from trimtab.errors import UsageError
+from trimtab.splits import Splits
+from trimtab.workload import Evaluation
+
+MOST = 0.5
+"""Share of the test examples from which on the two are one set: single doublets are in many real ones."""
+
+
+def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
+    """Look for the test examples among those that choose, in sentences.
+
+    Parts that were divided from one set are apart already; given separately, they may be the same by mistake, as where a
+    function that is asked for two of them gives all it has both times.
+
+    Raises:
+        UsageError: most of the test data is what the search looks at.
+    """
+    if evaluation is None:
+        return []
+    selection, test, calibration = ([*_digests(part)] for part in (splits.selection, splits.test, splits.calibration))
+    notes = []
+    if evaluation.test is not None:
+        both = _among(test, selection)
+        if both >= MOST * len(test):
+            raise UsageError(
+                f"Evaluation(test=...) holds what data=... holds: {both} of its {len(test)} inputs are the same, so that the "
+                "winner would be confirmed on what it was chosen by. Give others, or leave test out, and data is divided."
+            )
+        if both:
+            notes.append(f"{both} of the {len(test)} inputs of the test data are in the data that the search looks at too.")
+    for name, part in (("data that the search looks at", selection), ("test data", test)):
+        both = _among(part, calibration)
+        if both >= MOST * len(part):
+            notes.append(
+                f"{both} of the {len(part)} inputs of the {name} are in the calibration data too, which flatters what is "
+                "quantized. Give others, or leave calibration out, and some of data is set aside for it."
+            )
+    return notes
+
+
+def _among(part: list[bytes], other: Iterable[bytes]) -> int:
+    known = set(other)
+    return sum(digest in known for digest in part)
+
+
+def _digests(batches: Iterable[Batch]) -> Iterator[bytes]:
+    """One for each example, or for each batch that must stay whole."""
+    for batch in batches:
+        leaves = [leaf.detach().cpu() for leaf in tensors_of(batch.inputs)]
+        if batch.rows and all(leaf.dim() and leaf.shape[0] == batch.rows for leaf in leaves):
+            yield from (_digest(leaf[row] for leaf in leaves) for row in range(batch.rows))
+        else:
+            yield _digest(leaves)
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()

@@ -1,0 +1,98 @@
+"""The sentences that end a study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.evaluate import Objective
+from trimtab.measurement import Interval
+from trimtab.study import verdict
+from trimtab.study.result import Best
+from trimtab.study.sampler import as_written
+from trimtab.study.study import Study
+from trimtab.trial import State, Trial
+
+
+def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> str:
+    """What won, by how much and at what cost. ``lost`` says why those before it did not; ``eager`` is the tuned original."""
+    confirmation = found.confirmation
+    ratio = confirmation.speedup
+    assert ratio is not None
+    bounds = "95% interval, too wide for one number" if ratio.vague else f"95% interval {ratio.low:.2f} to {ratio.high:.2f}"
+    limits = study.options.limits
+    missed = [] if verdict.feasible(eager, limits) else verdict.misses(eager, limits)
+    words = (
+        f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
+    )
+    words = f"{words or found.trial.recipe} is {_single(ratio)} as fast as written ({bounds})"
+    if confirmation.against_tuned is not None:
+        tuned = confirmation.against_tuned
+        words += f" and {_single(tuned)} the tuned original" + (
+            "" if tuned.vague else f" ({tuned.low:.2f} to {tuned.high:.2f})"
+        )
+    words += _cost(study, found)
+    return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+
+
+def _cost(study: Study, found: Best) -> str:
+    """What was lost for it, and what it needs where that was to be made less."""
+    confirmation, limits, words = found.confirmation, study.options.limits, ""
+    error = None if confirmation.parity is None else confirmation.parity.centred_error
+    if confirmation.drop is not None:
+        lost_score = confirmation.drop
+        words += f"; its score drops by {lost_score.show(lost_score.value)}, at most {lost_score.show(lost_score.upper)}"
+    elif error is not None and not found.trial.recipe.exact:
+        held = f" (limit {limits.max_error:.3g}; without labels max_drop {limits.max_drop} cannot be looked at)"
+        shown = f"{error:.2%}" if error >= 1e-4 else f"{error:.1g}"
+        words += f"; its outputs are off by {shown} of what they vary by" + held * (limits.max_drop is not None)
+    first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
+    if study.options.objective == "size" and first is not None and first.size_mb and found.trial.size_mb:
+        words += f"; it has {found.trial.size_mb:.3g} MB, where the original has {first.size_mb:.3g} MB"
+    if study.options.objective == "memory" and confirmation.peak_mb is not None:
+        words += f"; it needs {confirmation.peak_mb:.3g} MB of memory"
+        if confirmation.original_mb is not None:
+            words += f", where the tuned original needs {confirmation.original_mb:.3g} MB"
+    return words
+
+
+def kept(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[str]) -> str:
+    """Why nothing won, and what ships: the ``original`` as it was confirmed, or ``best``, which computes the same."""
+    ratio, own = best.confirmation.speedup, best.trial.recipe.backend.name == "eager"
+    why = " ".join(lost).rstrip(".") or _nothing_won(study.trials, eager, study.options.objective)
+    words = f"{'The original ships' if own else 'Nothing beats the original'}: {why}."
+    if best.artifact is None or ratio is None:
+        return words
+    if best is not original and original.confirmation.speedup is not None:
+        words += (
+            f" The form of {original.trial.recipe} that stands alone runs at {_multiple(original.confirmation.speedup)} of the "
+            f"model as written, so {best.trial.recipe}, which computes the same, ships in its place, at {_multiple(ratio)}."
+        )
+    elif ratio.high < 1:
+        words += f" In the form that stands alone it runs at {_multiple(ratio)} of the model as written."
+    elif ratio.low > 1 and own and not best.trial.recipe.passes:
+        words += (
+            f" In the form that stands alone it ran at {_multiple(ratio)} of the model "
+            "as written, and computes the same: so far do two processes of one program differ here. No tuning is behind it."
+        )
+    if ratio.high < 1:
+        words += " Where its class is at hand, go on using the model itself."
+    return words
+
+
+def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) -> str:
+    others = [t for t in trials if t.state is not State.SKIPPED and t.recipe.backend.name != "eager"]
+    if not others:
+        return "no other runtime was tried; where the time was too short for that, the same command goes on from here"
+    if verdict.value(eager, objective) is None:
+        return f"its {objective} was not measured, so nothing is known to need less"
+    better = "faster" if objective in ("latency", "throughput") else f"better in {objective}"
+    return f"none of {len(trials)} trials was {better} than the tuned original within the limits"
+
+
+def _single(ratio: Interval) -> str:
+    """One number, or both bounds where one would mislead."""
+    return f"{ratio.low:.2f}x to {ratio.high:.2f}x" if ratio.vague else f"{ratio.value:.2f}x"
+
+
+def _multiple(ratio: Interval) -> str:
+    return _single(ratio) if ratio.vague else ratio.times()
