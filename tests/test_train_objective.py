@@ -117,7 +117,7 @@ def test_what_a_loss_raises_when_the_run_is_over_spoils_nothing() -> None:
     assert summary.updates == 4
     assert summary.flops_share is None
     (note,) = [note for note in summary.notes if note.startswith("The share of the peak is not known")]
-    assert "The model or its loss raised: LookupError: the cache is empty (" in note
+    assert "Counting the operations failed: LookupError: the cache is empty (" in note
 
 
 def test_a_loss_that_misses_a_key_is_named_though_settings_decide_themselves() -> None:

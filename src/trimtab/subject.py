@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from trimtab._sizes import Specs, as_far_as_it_goes, specs_of
 from trimtab._ties import is_discrete
 from trimtab._tree import cloned, flatten, unflatten
 from trimtab._weights import tolerance
-from trimtab.candidate import Candidate, call_model
+from trimtab.candidate import Candidate, call_model, mark_dynamic
 from trimtab.capture import Call
 from trimtab.dims import BATCHES, Dims, describe_dims, find_dims
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.signature import input_names, parameter_names, require_plain
+from trimtab.signature import Dim, input_names, parameter_names, require_plain, specs
 from trimtab.splits import MOST_CALIBRATION, Batch, Splits, split
 from trimtab.workload import BY_HAND, Workload, as_call, user_code
 
@@ -61,7 +61,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     notes += _in_training(model)
     model.eval()
     args, kwargs = as_call(workload.inputs)
-    _check_example(model, args, kwargs)
+    _check_example(model, args, kwargs, workload.stated_dims or {})
     rows = _rows(args, kwargs)
     judge = Judge(model, tolerance(model, ROUNDING), _stated_otherwise(workload))
     splits = split(workload, rows if _is_plain(workload) and _batch_is_fixed(workload) else None, judge)
@@ -148,8 +148,10 @@ def _batch_is_fixed(workload: Workload) -> bool:
     return workload.dynamic is not None and not first and _stated_otherwise(workload) is None
 
 
-def _check_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse example inputs that could only fail later, with a worse explanation."""
+def _check_example(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stated: Mapping[str, Mapping[int, Dim]]
+) -> None:
+    """Refuse example inputs, and what is ``stated`` of their axes, that could only fail later, with a worse explanation."""
     leaves, structure = flatten((args, kwargs), "the example inputs")
     if not leaves:
         given = repr(kwargs or args)
@@ -157,7 +159,9 @@ def _check_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             f"The workload's inputs hold no tensor: they are {given if len(given) < 80 else given[:76] + ' ...'}. Give what "
             "the model is called with, such as inputs=images[:1]."
         )
-    require_plain(leaves, input_names(parameter_names(model.forward, len(args)), structure), "input")
+    known = input_names(parameter_names(model.forward, len(args)), structure)
+    require_plain(leaves, known, "input")
+    mark_dynamic(specs(leaves, known), stated)
     for leaf in leaves:
         if leaf.device.type not in ("cpu", "meta"):
             raise UsageError(

@@ -20,7 +20,7 @@ Operators = Literal["auto", "all", "linear"]
 
 EXACTLY = "session.x64quantprecision"
 """The session's option not to let sums of products saturate on an x86 CPU without VNNI, for weights of eight bits. It is slower
-there, and nothing elsewhere."""
+there, and on other CPUs the session of a model with branches cannot be made."""
 
 LINEAR = ("MatMul", "Gemm")
 HEAVY = (*LINEAR, "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")

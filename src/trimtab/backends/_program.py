@@ -33,6 +33,7 @@ from trimtab.errors import CompileError, IntegrityError, UsageError, WorkloadErr
 from trimtab.signature import Dim, Signature
 
 PROGRAM = "program.pt2"
+RAISES = "it raises"
 
 EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subprocess.SubprocessError)
 """What exporters and compilers raise when a model is not to their liking. Users' models run inside them, hence the breadth."""
@@ -167,10 +168,8 @@ def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Sign
     others = {dim.name: other_size(candidate, dim.name, step) for step, dim in enumerate(signature.dims, start=1)}
     if reason := disagreement(candidate, call, at_sizes(candidate, others)):
         raise CompileError(f"The result does something else than the model at the sizes {others}: {reason}.")
-    for tries in far_tries(candidate, signature, others):
-        answered = ((sizes, leaves, found) for sizes, leaves in tries if (found := answer(candidate, leaves)) is not None)
-        if (first := next(answered, None)) is not None and (reason := _disagreement(candidate, call, *first[1:])):
-            raise CompileError(f"The result does something else than the model at the sizes {first[0]}: {reason}.")
+    kept = [_bounded(candidate, call, dim, others) for dim in signature.dims]
+    signature = dataclasses.replace(signature, dims=tuple(kept))
     if not smallest:
         return signature
     now = signature.sizes(candidate.leaves)
@@ -182,6 +181,27 @@ def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Sign
             raise CompileError(f"The result does something else than the model where {dim.name!r} is 1: {reason}.")
         dims.append(dataclasses.replace(dim, min=2) if reason else dim)
     return dataclasses.replace(signature, dims=tuple(dims))
+
+
+def _bounded(candidate: Candidate, call: Call, dim: Dim, near: Mapping[str, int]) -> Dim:
+    """``dim``, with an upper bound where ``call`` refuses larger sizes, as packages of torch's compiler do beyond what they were
+    specialised for; wrong answers there are no matter of bounds.
+
+    Raises:
+        CompileError: they are wrong.
+    """
+    tries = _far_tries(candidate, candidate.signature, dim, near)
+    answered = ((sizes, leaves, found) for sizes, leaves in tries if (found := answer(candidate, leaves)) is not None)
+    first = next(answered, None)
+    if first is None or not (reason := _disagreement(candidate, call, *first[1:])):
+        return dim
+    if not reason.startswith(RAISES):
+        raise CompileError(f"The result does something else than the model at the sizes {first[0]}: {reason}.")
+    low, high = near[dim.name], first[0][dim.name]
+    while (middle := (low + high) // 2 // dim.step * dim.step) > low:
+        refused = disagreement(candidate, call, _shuffled(candidate, {**near, dim.name: middle}, dim.name))
+        low, high = (low, middle) if refused else (middle, high)
+    return dataclasses.replace(dim, max=low)
 
 
 def other_size(candidate: Candidate, name: str, step: int = 1) -> int:
@@ -261,7 +281,7 @@ def _disagreement(
         with torch.no_grad(), quiet():
             outputs = call(list(given))
     except EXPORT_ERRORS as error:
-        return f"it raises {type(error).__name__}: {first_line(error)}"
+        return f"{RAISES} {type(error).__name__}: {first_line(error)}"
     if len(outputs) != len(reference):
         return f"it gives {len(outputs)} tensors instead of {len(reference)}"
     reduced = candidate.settings.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))

@@ -185,7 +185,7 @@ class OnnxRuntime(Backend):
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
         """Open a session on the file, once it is known that it points nowhere else."""
         facts = refuse_unsafe(folder)
-        exactly = self.precision != "f32" and facts.get("trimtab.weight_bits") != "7"
+        exactly = self.precision != "f32" and facts.get("trimtab.weight_bits") != "7" and not int8.has_vnni()
         try:
             return OnnxExecutable(self._session(folder, settings, exactly=exactly), signature, settings, folder)
         except CompileError as error:
@@ -193,17 +193,13 @@ class OnnxRuntime(Backend):
 
     def script(self) -> str:
         """Runs the ONNX file with ONNX Runtime alone."""
-        entries = {"session.intra_op.allow_spinning": str(int(self.spinning))}
-        if self.precision != "f32" and int8.has_vnni():  # it was built where this is written
-            entries[int8.EXACTLY] = "1"
         return f"""
 def load(folder, threads):
     import onnxruntime
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads or 0
-    for name, value in {entries}.items():
-        options.add_session_config_entry(name, value)
+    options.add_session_config_entry("session.intra_op.allow_spinning", "{int(self.spinning)}")
     session = onnxruntime.InferenceSession(f"{{folder}}/model.onnx", options, providers=["CPUExecutionProvider"])
     names = session.get_modelmeta().custom_metadata_map["trimtab.inputs"].split(",")
     known = {{item.name for item in session.get_inputs()}}
