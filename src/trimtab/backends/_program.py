@@ -184,8 +184,8 @@ def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Sign
 
 
 def _bounded(candidate: Candidate, call: Call, dim: Dim, near: Mapping[str, int]) -> Dim:
-    """``dim``, with an upper bound where ``call`` refuses larger sizes, as packages of torch's compiler do beyond what they were
-    specialised for; wrong answers there are no matter of bounds.
+    """``dim``, with an upper bound where ``call`` refuses larger sizes, as packages of torch's compiler do beyond what they are
+    made for; wrong answers there are no matter of bounds.
 
     Raises:
         CompileError: they are wrong.
