@@ -13,7 +13,7 @@ import typer.main
 from gen_markdown import default_of, field_docs, indented, markdown, table
 
 import trimtab
-from trimtab import errors
+from trimtab import errors, train
 from trimtab.cli.main import app
 from trimtab.contracts import BACKENDS, CHECKS, PASSES
 
@@ -69,13 +69,14 @@ def kind(hint: Any) -> str:
 
 
 def api_page() -> str:
-    """Every public name, in the order of ``trimtab.__all__``."""
+    """Every public name, in the order of ``trimtab.__all__``, and those of ``trimtab.train``."""
     out = [
         "# Python API",
-        "Everything here is imported as `from trimtab import NAME`, and `import trimtab` alone loads none of it.",
+        "Imported as `from trimtab import NAME`, and `import trimtab` alone loads none of it. What only trainings need is at "
+        "the end, and imported as `from trimtab.train import NAME`.",
     ]
-    for name in trimtab.__all__:
-        value = getattr(trimtab, name)
+    for module, name in [(trimtab, name) for name in trimtab.__all__] + [(train, name) for name in train.__all__]:
+        value = getattr(module, name)
         out.append(f"## {name}")
         if name in ("PASSES", "BACKENDS", "CHECKS"):
             out.append(registry(name))

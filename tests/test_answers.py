@@ -19,7 +19,7 @@ from trimtab.candidate import Candidate
 from trimtab.confirm import Confirmation
 from trimtab.contracts import BACKENDS
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.measurement import Interval, Measurement, Parity
+from trimtab.measurement import Drop, Interval, Measurement, Parity
 from trimtab.passes.batch import Batch
 from trimtab.passes.channels_last import ChannelsLast
 from trimtab.recipe import Recipe
@@ -61,6 +61,7 @@ class Confirmed:
         self.asked: list[Recipe] = []
         self.ask = lambda: None
         self.original, self.notes, self.folder, self.ships = as_written(), [], pathlib.Path("nowhere"), True
+        self.refused: list[Confirmation] = []
         self.progress = types.SimpleNamespace(stage=lambda words: None)
         self.interrupted = lambda: False
         self.job = dict
@@ -102,6 +103,7 @@ def test_the_nearest_is_known_by_its_latest_figures(monkeypatch) -> None:
     assert words.startswith("Nothing meets latency 4 ms. The nearest is openvino: its latency of 4.05 ms is above")
     study = Confirmed(trials, Limits(latency_ms=4.0), {OPENVINO: "On the test data: NaN."}, monkeypatch)
     assert "The nearest is onnxruntime: its latency of 6.2 ms" in finishing.finish(study)[1]
+    assert [(each.recipe, each.reason) for each in study.refused] == [(OPENVINO, "On the test data: NaN.")]
 
 
 def test_an_original_that_misses_its_limit_when_measured_again_ships_nothing(monkeypatch) -> None:
@@ -228,6 +230,25 @@ def test_without_labels_the_verdict_has_the_error_of_the_outputs_and_what_could_
     ]
 
 
+def test_the_verdict_says_what_errors_are_relative_to_and_what_no_score_looked_at(monkeypatch) -> None:
+    lossy = Recipe(backend=BACKENDS["openvino"](precision="int8_static"))
+    aside = "the score does not look at 'output.1', which is off by 41.00% of what it varies by over the examples"
+    first, ends = trial(as_written(), 10.0), []
+    for parity in (
+        Parity(ok=True, reason=None, n=64, centred_error=0.0123, relative_to="size"),
+        Parity(ok=True, reason=None, n=64, centred_error=0.41, aside=aside),
+    ):
+        drop = None if parity.aside is None else Drop(value=0.0, low=0.0, upper=0.01, n=300, share=True)
+        won = Confirmation(recipe=lossy, ok=True, speedup=sure(2.0), parity=parity, drop=drop)
+        found = Best(trial=trial(lossy, 5.0), confirmation=won, artifact=None)
+        said = sentences.improved(Confirmed([first], Limits(), {}, monkeypatch), found, [], first)
+        ends.append(said.partition(" (95% interval 1.96 to 2.04)")[2])
+    assert ends == [
+        "; its outputs are off by 1.23% of their size.",
+        f"; its score drops by 0.000%, at most 1.000%; {aside}.",
+    ]
+
+
 def test_what_cannot_ship_is_never_what_would_do() -> None:
     held = trial(INDUCTOR, 3.0, size_mb=None, reason="It cannot ship: it has no form that stands alone.")
     words = verdict.unmet([trial(EAGER, 9.0), held], Limits(latency_ms=4.0))
@@ -238,20 +259,29 @@ def test_what_cannot_ship_is_never_what_would_do() -> None:
     )
 
 
-def test_test_data_that_cannot_be_scored_ends_the_study_at_its_begin(tmp_path) -> None:
+@pytest.mark.parametrize("data", ["data=(x, y), test=(x + 1, y + 7)", "data=(x, held(x, y))"], ids=["given", "set aside"])
+def test_test_data_that_cannot_be_scored_ends_the_study_at_its_begin(tmp_path, data: str) -> None:
     body = """
-    def made():
-        x, y = data()
-        evaluation = trimtab.Evaluation(data=(x, y), test=(x + 1, y + 7), score=picky)
+    from trimtab.splits import split
+
+    def judged(**given):
+        evaluation = trimtab.Evaluation(score=picky, **given)
         return trimtab.Workload(name="faulty", model=Model, inputs=torch.randn(2, 8), evaluation=evaluation)
+
+    def held(x, y):  # with one that is no class where nobody but the winner is scored
+        y[split(judged(data=(x, torch.arange(len(x))))).test[0].target[0]] = 9
+        return y
 
     def picky(output, target):
         if target.max() > 1:
             raise ValueError("a target that is no class")
         return output.argmax(1) == target
+
+    def made():
+        x, y = data()
     """
     with pytest.raises(WorkloadError, match="a target that is no class"):
-        run(tmp_path, body)
+        run(tmp_path, f"{textwrap.dedent(body).rstrip()}\n    return judged({data})\n")
     assert not list((tmp_path / "run").glob("trials/*"))
 
 

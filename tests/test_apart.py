@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -66,3 +69,32 @@ def test_batches_that_stay_whole_are_compared_whole() -> None:
     evaluation = Evaluation(data=calls, test=calls, score=right)
     with pytest.raises(UsageError, match="holds what data=... holds: 4 of its 4 inputs"):
         apart.check(parts(evaluation, torch.zeros(8, 4)), evaluation)
+
+
+def texts(word: str) -> list[tuple[object, torch.Tensor]]:
+    return [({"text": f"{word} {i}", "speed": 1.5}, torch.zeros(1)) for i in range(24)]
+
+
+@pytest.mark.parametrize("item", [dict, lambda given: given["text"], lambda given: [pathlib.Path(given["text"]), 8000]])
+def test_items_without_tensors_are_told_apart_by_what_they_hold(item: Callable[[object], object]) -> None:
+    def judged(word: str) -> Evaluation:
+        given, test = ([(item(inputs), target) for inputs, target in texts(each)] for each in ("one", word))
+        return Evaluation(data=given, test=test, score=right, run=lambda call, item: call(torch.zeros(1, 4)))
+
+    assert apart.check(parts(judged("other")), judged("other")) == []
+    with pytest.raises(UsageError, match="holds what data=... holds: 19 of its 24 inputs are the same"):
+        apart.check(parts(judged("one")), judged("one"))
+    things = Evaluation(
+        data=[(object(), 0) for _ in range(12)], test=[(object(), 0) for _ in range(12)], score=right, run=lambda call, item: 0
+    )
+    assert apart.check(parts(things), things) == [], "nobody knows what they are"
+
+
+def test_rows_are_told_apart_by_the_constants_beside_them_too() -> None:
+    inputs, targets = rows(60, 0)
+    batches = {word: [({"x": inputs, "language": word}, targets)] for word in ("en", "de")}
+    both = Evaluation(data=batches["en"], test=batches["de"], score=right)
+    assert apart.check(parts(both), both) == []
+    same = Evaluation(data=batches["en"], test=batches["en"], score=right)
+    with pytest.raises(UsageError, match="48 of its 60 inputs are the same"):
+        apart.check(parts(same), same)

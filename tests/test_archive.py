@@ -344,6 +344,36 @@ def test_a_crafted_program_is_refused_in_words(
         load_program(crafted)
 
 
+def of_a_later_torch(data: Any, surprise: Any) -> None:
+    """The program as a torch of the same major version may write it one day."""
+    data["schema_version"]["minor"] += 100
+    data["surprise"] = surprise
+    data["graph_module"]["surprise"] = graph(data)["nodes"][0]["surprise"] = surprise
+    graph(data)["tensor_values"]["x"]["surprise"] = surprise
+
+
+def test_fields_that_a_later_torch_added_are_read_past(pristine: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    later = rewrite(
+        pristine, tmp_path / "a.pt2", edit(MODEL, lambda data: of_a_later_torch(data, {"evil": "__import__('os')"}))
+    )
+    later = rewrite(later, tmp_path / "b.pt2", edit(WEIGHTS, lambda d: d["config"]["linear.bias"].update(surprise=[1])))
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(load_program(later).module()(x), load_program(pristine).module()(x))
+    for version, words in (({"minor": 1}, "the field 'surprise', which this torch"), ({"major": 99}, "does not know")):
+        other = rewrite(later, tmp_path / "c.pt2", edit(MODEL, lambda data, v=version: data["schema_version"].update(v)))
+        with pytest.raises(IntegrityError, match=words):
+            load_program(other)
+
+
+def test_a_kind_of_value_that_a_later_torch_added_is_refused(pristine: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def change(data: Any) -> None:
+        of_a_later_torch(data, 1)
+        graph(data)["nodes"][0]["inputs"][0]["arg"] = {"as_surprise": 1}
+
+    with pytest.raises(IntegrityError, match="should be a kind of Argument, but is 'as_surprise'"):
+        load_program(rewrite(pristine, tmp_path / "program.pt2", edit(MODEL, change)))
+
+
 @pytest.mark.parametrize(
     "text",
     [

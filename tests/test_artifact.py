@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import io
 import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -428,6 +430,31 @@ def test_another_machine_is_told_in_sentences(folder: pathlib.Path) -> None:
     assert json.loads(dumps(found))["promised"]["value"] == 2.0
 
 
+@pytest.mark.parametrize(("backend", "runtime"), [("onnxruntime", "onnxruntime"), ("eager", "torch")])
+def test_files_that_another_version_of_the_runtime_cannot_read_are_no_damage(
+    backend: str, runtime: str, tmp_path: pathlib.Path
+) -> None:
+    """As those of a later version are, which this one cannot know."""
+    if missing_package(BACKENDS[backend].requires):
+        pytest.skip(f"{backend} cannot run here")
+    folder = write(tmp_path / "artifact", BACKENDS[backend](), baseline=False).path
+    model = max((folder / "model").iterdir(), key=lambda path: path.stat().st_size)
+    model.write_bytes(model.read_bytes()[:50] + b"later" + model.read_bytes()[55:])
+    reseal(folder)
+    for call in (load, verify):
+        with pytest.raises(IntegrityError, match="Copy the artifact again"):
+            call(folder)
+    reseal(folder, set_path("environment", "versions", runtime, value="99"))
+    here = importlib.metadata.version(runtime)
+    words = (
+        rf"as they were written, cannot be read here: .* {runtime} is {here} here; the artifact was proven with 99\. Install"
+    )
+    for call in (load, verify):
+        with pytest.raises(ArtifactError, match=re.sub(r"\+", r"\\+", words)) as caught:
+            call(folder)
+        assert not isinstance(caught.value, IntegrityError)
+
+
 def test_why_no_speed_is_replayed_is_said(pristine: Artifact, tmp_path: pathlib.Path) -> None:
     assert trimtab.verify(pristine.path, speed=False).speed_reason == "It was not asked for."
     bare = write(tmp_path / "bare", baseline=False)
@@ -539,3 +566,14 @@ def test_run_py_keeps_freed_memory_where_the_recipe_does(pristine: Artifact, tmp
     done = subprocess.run([sys.executable, "run.py"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "largest error" in done.stdout
+
+
+def test_an_original_that_cannot_be_written_is_left_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Eager, folder: pathlib.Path) -> list[str]:
+        raise AssertionError("no pen")
+
+    monkeypatch.setattr("trimtab.backends.eager.EagerExecutable.save", fails)
+    artifact = write(tmp_path / "artifact", BACKENDS["torchscript"]())
+    assert artifact.manifest.baseline is None
+    assert "Writing it failed: AssertionError: no pen" in str(artifact.manifest.baseline_reason)
+    assert verify(artifact.path).ok

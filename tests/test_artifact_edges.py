@@ -24,7 +24,8 @@ import trimtab
 from test_artifact import reseal, set_path, write
 from trimtab import _artifact_text
 from trimtab._json import write_text
-from trimtab._manifest import findings, fresh_folder
+from trimtab._manifest import findings
+from trimtab._placing import fresh_folder
 from trimtab.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
 from trimtab.backends._openvino import no_telemetry
 from trimtab.backends._program import quiet
@@ -439,14 +440,23 @@ def test_machine_code_for_another_processor_is_not_run(
     assert verify(folder).ok, "what is no machine code goes with any processor"
 
 
-def test_a_model_that_was_loaded_before_a_fork_is_refused_after_it(tmp_path: pathlib.Path) -> None:
-    """Unless it has one thread. What is refused would hang where the parent has called it."""
-    folder, threads, x = write(tmp_path / "artifact", baseline=False).path, torch.get_num_threads(), torch.randn(1, 1, 8, 8)
+@pytest.mark.parametrize(
+    ("backend", "torchs"), [(Eager(), 2), (OnnxRuntime(), 1), (OpenVino(), 1)], ids=["eager", "onnxruntime", "openvino"]
+)
+def test_a_model_that_was_loaded_before_a_fork_is_refused_after_it(
+    tmp_path: pathlib.Path, backend: Backend, torchs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it has one thread. What is refused would hang where the parent has called it; torch's number, one in a worker of a
+    DataLoader, says nothing of a runtime that has threads of its own."""
+    folder, threads = write(tmp_path / "artifact", backend, baseline=False).path, torch.get_num_threads()
+    x = torch.randn(1, 1, 8, 8)
+    monkeypatch.setattr("trimtab.contracts.affinity", lambda: 2)
     try:
-        torch.set_num_threads(2)
+        torch.set_num_threads(torchs)
         many = load(folder)
         alone = load(folder, threads=1)
-        torch.set_num_threads(2)
+        alone(x)
+        torch.set_num_threads(torchs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # newer versions of Python warn of a fork beside threads
             child = os.fork()

@@ -337,3 +337,11 @@ def test_a_call_mixes_positional_and_keyword_arguments() -> None:
     subject = prepare(Workload(model=Denoiser, inputs=Call((x, t), {"context": c})))
     assert len(subject.splits.selection) > 1, "stand-ins keep the form of the call"
     assert [spec.name for spec in subject.candidate.signature.inputs] == ["sample", "step", "context"]
+
+
+def test_a_module_of_frozen_torchscript_has_no_mode() -> None:
+    inner = torch.jit.freeze(torch.jit.script(nn.Linear(8, 8).eval()))
+    module = nn.Sequential(nn.Linear(8, 8), inner)
+    for part in (module, module[0]):
+        part.training = False
+    assert record(module, lambda: module(torch.ones(3, 8))).seen == 1

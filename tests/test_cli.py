@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -88,6 +89,36 @@ def test_a_gpu_that_is_too_old_is_told(monkeypatch, capability: tuple[int, int],
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     found = PASSES["tf32"]().why_not_here()
     assert found is None if reason is None else reason in str(found)
+
+
+def test_what_a_model_file_says_commands_no_terminal(command, tmp_path) -> None:
+    onnx = pytest.importorskip("onnx")
+    node = onnx.helper.make_node("Magic\x1b]0;owned\x07\x1b[2J", ["x"], ["y"])
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 4]) for name in "xy"]
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", values[:1], values[1:]))
+    path = tmp_path / "magic.onnx"
+    path.write_bytes(model.SerializeToString())
+    code, out, err = command("optimize", str(path), "--out", str(tmp_path / "run"))
+    assert code == 2
+    assert "Magic" in err
+    assert not {"\x1b", "\x07"} & set(out + err)
+
+
+def test_the_names_of_a_machine_are_no_markup(command, monkeypatch) -> None:
+    found = dataclasses.replace(trimtab.Environment.capture(), compiler="g++ [revision 1] [/x]", cpu="[bold]CPU :100:")
+    monkeypatch.setattr(trimtab.Environment, "capture", lambda: found)
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = command("env")
+    assert code == 0
+    assert "g++ [revision 1] [/x]" in out
+    assert "[bold]CPU :100: (" in out
+
+
+def test_plug_ins_that_cannot_be_loaded_are_told_beside_json(command, monkeypatch) -> None:
+    monkeypatch.setitem(vars(PASSES), "broken", {"old": "The pass 'old' cannot be loaded."})
+    for form in ([], ["--json"]):
+        code, _, err = command("list", "passes", *form)
+        assert (code, err) == (0, "note: The pass 'old' cannot be loaded.\n")
 
 
 def pressed(*_: object, **__: object) -> None:

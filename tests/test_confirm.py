@@ -186,6 +186,38 @@ def test_what_is_handed_over_rests_on_several_pairs_of_processes(tmp_path) -> No
     assert found.comparison.processes in (2, 5), "five where the first differ"
 
 
+def confirming(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], **work: object) -> tuple[Any, Trial, Any]:
+    """A study that confirms ``recipe`` by ``work`` that is no process, the trial of it, and rivals that stand by."""
+    study = types.SimpleNamespace(
+        options=Options(),
+        storage=types.SimpleNamespace(noted=noted.get, note=noted.__setitem__),
+        original=recipe,
+        startup_s=1.0,
+        prepared=types.SimpleNamespace(weights={}, threads=1),
+        ships=False,
+        folder=folder,
+        environment=None,
+        files=lambda trial: folder,
+        job=dict,
+        plan=lambda **figures: Plan(),
+        interrupted=lambda: False,
+        **work,
+    )
+    rivals = types.SimpleNamespace(alive=lambda name: True, addresses={})
+    return study, Trial(recipe=recipe, state=State.COMPLETE), rivals
+
+
+def test_a_confirmation_that_crashed_names_its_log_and_keeps_its_traceback(tmp_path) -> None:
+    recipe = Recipe(backend=BACKENDS["eager"]())
+    crashed = Outcome(reason="It raised KeyError: 3.", seconds=1.0, traceback="Traceback ...")
+    study, trial, rivals = confirming(
+        tmp_path, recipe, {}, worker=lambda *job, **how: contextlib.nullcontext(), wait_for=lambda worker, **how: crashed
+    )
+    found = finish.confirm(study, trial, trial, rivals, must_win=True).confirmation
+    assert (found.ok, found.reason) == (False, "The confirmation failed: It raised KeyError: 3.")
+    assert (found.traceback, found.log) == ("Traceback ...", f"confirm/{recipe.hash}/log.txt")
+
+
 @pytest.mark.parametrize(
     ("intervals", "shown", "jobs"),
     [
@@ -212,27 +244,11 @@ def test_what_proved_nothing_is_confirmed_once_more(tmp_path, intervals, shown, 
         found = Confirmation(recipe=recipe, ok=ok, speedup=ratio, undecided=ratio.vague, reason=None if ok else "because")
         return Outcome(reason=None, seconds=1.0, result=to_json(found))
 
-    study = types.SimpleNamespace(
-        options=Options(),
-        storage=types.SimpleNamespace(noted=noted.get, note=noted.__setitem__),
-        original=recipe,
-        startup_s=1.0,
-        prepared=types.SimpleNamespace(weights={}, threads=1),
-        ships=False,
-        folder=tmp_path,
-        environment=None,
-        files=lambda trial: tmp_path,
-        job=dict,
-        plan=lambda **figures: Plan(),
-        interrupted=lambda: False,
-        worker=worker,
-        wait_for=outcome,
-    )
-    rivals = types.SimpleNamespace(alive=lambda name: True, addresses={})
-    trial = Trial(recipe=recipe, state=State.COMPLETE)
+    study, trial, rivals = confirming(tmp_path, recipe, noted, worker=worker, wait_for=outcome)
     best = finish.confirm(study, trial, trial, rivals, must_win=True)
     assert str(best.confirmation.speedup) == shown
     assert len(asked) == jobs
+    assert best.confirmation.log == f"confirm/{recipe.hash}/log.txt"
     assert noted.pop("tried") == [str(recipe)]  # it saw the test data, however often and whatever came of it
     assert len(noted) == (not best.confirmation.undecided)
     if noted and not best.confirmation.ok:  # what was refused for want of a gain may ship where none is asked for

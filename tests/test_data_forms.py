@@ -318,6 +318,46 @@ def test_where_only_the_first_of_the_labelled_data_are_read_a_note_says_so(data:
     assert [note for note in notes if note.startswith("The first")] == expected
 
 
+class Streamed(IterableDataset[Any]):
+    def __init__(self, *columns: torch.Tensor) -> None:
+        self.columns = columns
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(TensorDataset(*self.columns)) if len(self.columns) > 1 else iter(self.columns[0])
+
+
+class Counting(Streamed):
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+
+def rows(subject: Any) -> set[tuple[float, ...]]:
+    return {tuple(row.tolist()) for batch in all_batches(subject) for row in batch.call[0][0]}
+
+
+@pytest.mark.parametrize("form", [Streamed, Counting])
+@pytest.mark.parametrize("most", [4096, 50])
+def test_streams_give_examples_as_a_dataset_does(form: Any, most: int) -> None:
+    judged = Evaluation(data=form(X, Y), score=top1, max_examples=most)
+    subject = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], evaluation=judged))
+    assert rows(subject) == {tuple(row.tolist()) for row in X[:most]}
+    assert all(batch.rows for batch in all_batches(subject))
+    said = [note for note in subject.notes if note.startswith("The first")]
+    given = "50 of 120" if form is Counting else "50"
+    assert [note.partition(" items")[0] for note in said] == ([f"The first {given}"] if most == 50 else [])
+    each = Evaluation(data=form(X, Y), score=lambda o, t: o[:1, 0], run=lambda model, x: model(x[None]))
+    assert len(all_batches(prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], evaluation=each)))) == 120
+
+
+@pytest.mark.parametrize("form", [Streamed, Counting])
+def test_streams_of_inputs_are_calibrated_on(form: Any) -> None:
+    many = X.repeat(3, 1)
+    subject = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], calibration=form(many)))
+    assert sum(batch.rows for batch in all_batches(subject)) == 256
+    said = "The calibration data has 360 items; the first 256 are used."
+    assert (said in subject.notes) == (form is Counting)
+
+
 def test_calibration_from_a_loader_of_unknown_length() -> None:
     loader = DataLoader(Endless(), batch_size=32)
     subject = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], calibration=loader))

@@ -159,6 +159,22 @@ def test_where_another_axis_is_called_the_batch_the_first_is_no_fixed_one() -> N
     assert (found.value, found.n) == (1.0, 8 * len(subject.splits.selection))
 
 
+def test_scores_of_what_follows_each_other_count_as_one() -> None:
+    torch.manual_seed(0)
+    model, data = Tagger().eval(), []
+    for _ in range(12):
+        ids = torch.randint(1000, (200, 1))
+        target = model(ids).argmax(-1)
+        target[:50] = -1
+        data.append((ids, target))
+    for dynamic in (None, {"ids": {0: "time", 1: "batch"}}):
+        judged = Evaluation(data=data, score=lambda output, target: (output.argmax(-1) == target).flatten())
+        subject = prepare(Workload(model=model, inputs=(data[0][0],), dynamic=dynamic, evaluation=judged))
+        found = refer(model, subject.splits.test, judged).scores
+        assert found.n == len(subject.splits.test), "frames of a sequence are no examples"
+        assert found.each == (0.75,) * found.n
+
+
 class Mean(nn.Linear):
     """Nodes of one graph for a batch of features."""
 

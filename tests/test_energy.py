@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import json
 import pathlib
+import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from trimtab.measure.energy import Counter, Meter, energy_meter
+from _faulty import write
+from trimtab._json import dumps
+from trimtab.measure.energy import Counter, Energy, Meter, Power, energy_meter
+from trimtab.study import compare
 
 RANGE = 262_143_328_850
 
@@ -88,3 +94,67 @@ def test_this_machine_has_a_meter_or_a_reason() -> None:
     found = energy_meter()
     assert isinstance(found, str) or found.joules() >= 0
     assert not isinstance(found, str) or found.endswith(".")
+
+
+class Steady:
+    """Calls of 20 ms that draw 10 watts beside the 5 of an idle machine."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.joules = 0.0
+
+    def block(self, calls: int) -> list[int]:
+        time.sleep(0.02 * calls)
+        self.joules += 10 * 0.02 * calls
+        return [20_000_000] * calls
+
+    def pace(self) -> int:
+        return 0
+
+
+def test_the_energy_of_a_call_is_the_power_meanwhile_and_its_time() -> None:
+    runner, begun = Steady(), time.perf_counter()
+    counter = Counter("c", lambda: int(1e6 * (runner.joules + 5 * (time.perf_counter() - begun))), 1e-6)
+    power = Power(Meter([counter]))
+    for name in ("subject", "rival"):
+        power.look(name, runner, 0.02)
+    found = power.energy(0.02, 0.04)
+    assert found.subject_j == pytest.approx(15 * 0.02, rel=0.2)
+    assert found.rival_j == pytest.approx(15 * 0.04, rel=0.2)
+    assert power.energy(0.02, None).rival_j is None
+    assert found.scope == "whole device, all processes: c"
+
+
+def test_what_cannot_be_counted_is_a_reason() -> None:
+    still = Power(Meter([Counter("c", lambda: 7, 1.0)]))
+    values = iter([7, 8])
+    for power in (still, gone := Power(Meter([Counter("c", lambda: read(values), 1.0)])), none := Power("There is no meter.")):
+        power.look("subject", Steady(), 0.02)
+    assert still.energy(1.0, None).reason == "Energy cannot be measured here: its counters do not move."
+    assert gone.energy(1.0, None).reason == "Energy cannot be measured here: it was switched off."
+    assert none.energy(1.0, 1.0) == Energy(reason="There is no meter.")
+
+
+def read(values: Iterator[int]) -> int:
+    """The next of ``values``; after the last the counter is gone."""
+    for value in values:
+        return value
+    raise OSError("it was switched off")
+
+
+def test_measure_tells_the_energy_of_both_sides(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter([Counter("package-0", lambda: int(25e6 * time.perf_counter()), 1e-6)])  # 25 watts, always
+    monkeypatch.setattr(compare, "energy_meter", lambda: meter)
+    reference = write(tmp_path, "def made(): return workload()")
+    found = compare.compare(reference, reference, seconds=1.0)
+    energy = json.loads(dumps(found))["energy"]
+    assert energy["subject_j"] == pytest.approx(25e-3 * found.comparison.candidate.median, rel=0.01)
+    assert energy["rival_j"] == pytest.approx(25e-3 * found.comparison.rival.median, rel=0.01)
+    assert f"energy of a call: {energy['subject_j']:.3g} J, {reference} {energy['rival_j']:.3g} J (whole device, all" in str(
+        found
+    )
+    monkeypatch.setattr(compare, "energy_meter", lambda: "Energy cannot be measured here: it is a secret.")
+    alone = compare.compare(reference, seconds=1.0)
+    assert str(alone).splitlines()[2] == "Energy cannot be measured here: it is a secret."
+    assert json.loads(dumps(alone))["energy"]["subject_j"] is None

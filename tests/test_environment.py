@@ -11,9 +11,18 @@ from rich.console import Console
 
 from trimtab import _peaks
 from trimtab._json import dumps, to_json
-from trimtab.backends._onnx_int8 import has_vnni
 from trimtab.cli.environment import _packages_table
-from trimtab.environment import OPTIONAL, Environment, Gpu, Peaks, Rate, cache_folder, instruction_sets, measured_peaks
+from trimtab.environment import (
+    OPTIONAL,
+    Environment,
+    Gpu,
+    Peaks,
+    Rate,
+    cache_folder,
+    has_vnni,
+    instruction_sets,
+    measured_peaks,
+)
 from trimtab.errors import UsageError
 
 

@@ -13,14 +13,16 @@ import torch
 from torch import nn
 
 from trimtab._json import dumps, from_json
+from trimtab.backends.eager import Eager, EagerExecutable
 from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS, PASSES, Pass, technique_from_json
+from trimtab.contracts import BACKENDS, PASSES, Executable, Pass, technique_from_json
 from trimtab.errors import CompileError
 from trimtab.evaluate import TORCH_THREADS, Plan, apply_passes, evaluate, load_saved, rows, start
 from trimtab.intake.load import load_workload
 from trimtab.measure.timer import LocalRunner
 from trimtab.recipe import Recipe
 from trimtab.reference import Fitted, Reference, refer
+from trimtab.signature import Dim, Signature
 from trimtab.study.sampler import as_written
 from trimtab.study.verdict import feasible
 from trimtab.subject import Subject, prepare
@@ -74,6 +76,40 @@ class Slow(Pass):
         return candidate.with_model(Repeated())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loses(Pass):
+    """Leaves a share of one of two outputs."""
+
+    name = "loses"
+    which: int = 0
+    keeps: float = 0.0
+    exact = False
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        inner, which, keeps = candidate.own_model(), self.which, self.keeps
+
+        class Less(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return tuple(found * (keeps if i == which else 1.0) for i, found in enumerate(self.inner(x)))
+
+        return candidate.with_model(Less())
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(16, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x)
+        return self.head(hidden), hidden
+
+
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     torch.manual_seed(0)
@@ -116,6 +152,36 @@ def test_a_rewrite_that_lies_about_being_exact_is_a_mismatch(subject: Subject, t
     assert trial.reason is not None
     assert "'output'" in trial.reason
     assert trial.speedup is None, "what is wrong is not timed"
+
+
+@pytest.mark.parametrize("judge", ["score", "metric"])
+def test_an_output_that_no_score_looks_at_must_not_be_lost(judge: str, tmp_path: pathlib.Path) -> None:
+    model, inputs = TwoHeads().eval(), torch.randn(400, 16)
+    labels = model(inputs)[0].argmax(1)
+    judges = {
+        "score": lambda output, target: output[0].argmax(1) == target,
+        "metric": lambda output, target: float((output[0].argmax(1) == target).float().mean()),
+    }
+    evaluation = Evaluation(data=(inputs, labels), **{judge: judges[judge]})
+    two = prepare(Workload(model=model, inputs=inputs[:1], evaluation=evaluation))
+    limits = Limits(max_drop=0.5)
+
+    def tried(**lost: float) -> Trial:
+        recipe = Recipe(passes=(Loses(**lost),), backend=EAGER)  # type: ignore[arg-type]
+        return judged(recipe, two, tmp_path / f"{len(list(tmp_path.iterdir()))}", limits=limits)
+
+    gone = tried(which=1)
+    assert gone.state is State.MISMATCH
+    assert str(gone.reason).startswith("'output.1', which the score does not look at, has a centred error of 1")
+    assert str(gone.reason).endswith("a constant would do as well. Let the score look at it, or have the model not return it.")
+    less = tried(which=1, keeps=0.59)
+    assert less.state is State.COMPLETE, less.reason
+    (said,) = (note for note in less.notes if note.startswith("The score does not look at 'output.1', which is off by 4"))
+    assert said.endswith("% of what it varies by over the examples.")
+    judged_by_score = tried(which=0)
+    assert judged_by_score.state is State.STOPPED
+    assert str(judged_by_score.reason).startswith("Rule 'accuracy'")
+    assert not any(note.startswith("The score") for note in tried(which=1, keeps=1.0).notes)
 
 
 def test_the_accuracy_guard_stops_what_is_surely_worse(subject: Subject, tmp_path) -> None:
@@ -308,3 +374,100 @@ def test_a_transformer_quantized_everywhere_is_refused(tmp_path) -> None:
     assert trial.state is State.STOPPED, trial.reason
     assert trial.reason is not None
     assert trial.reason.startswith("Rule 'accuracy': the score drops by")
+
+
+class Bounded(EagerExecutable):
+    """Takes up to twenty rows once it is saved."""
+
+    def save(self, folder: pathlib.Path) -> list[str]:
+        files = super().save(folder)
+        self.signature = up_to_twenty(self.signature)
+        return files
+
+
+class Unsaved(EagerExecutable):
+    def save(self, folder: pathlib.Path) -> list[str]:
+        class Own(Exception):
+            pass
+
+        raise Own("no pen")
+
+
+def up_to_twenty(signature: Signature) -> Signature:
+    return dataclasses.replace(signature, dims=tuple(dataclasses.replace(dim, max=20) for dim in signature.dims))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Short(Eager):
+    """Eager mode that falls short of what is asked for."""
+
+    name = "short"
+    late: bool = False
+
+    def compile(self, candidate: Candidate) -> Executable:
+        if self.late:
+            return Bounded(candidate, self.grad_mode)
+        executable = super().compile(candidate)
+        executable.signature = up_to_twenty(executable.signature)
+        return executable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mute(Eager):
+    name = "mute"
+
+    def compile(self, candidate: Candidate) -> Executable:
+        return Unsaved(candidate, self.grad_mode)
+
+
+def stated(dim: Dim) -> Subject:
+    return prepare(Workload(model=nn.Linear(16, 3).eval(), inputs=torch.randn(1, 16), dynamic={"input": {0: dim}}))
+
+
+def test_sizes_that_are_stated_are_kept_up_to_the_largest(subject: Subject, tmp_path) -> None:
+    found = judged(Recipe(backend=Short()), subject, tmp_path / "found")
+    assert found.state is State.COMPLETE, found.reason
+    assert "Takes batch up to 20 only." in found.notes
+    rows = stated(Dim("batch", max=512))
+    short = judged(Recipe(backend=Short()), rows, tmp_path / "stated")
+    assert short.state is State.FAILED
+    assert short.reason == "short keeps 'batch' up to 20 only, and the workload states 1 to 512."
+    late = judged(Recipe(backend=Short(late=True)), rows, tmp_path / "late")
+    assert late.state is State.COMPLETE
+    assert late.reason == ("It cannot ship: what it saves keeps 'batch' up to 20 only, and the workload states 1 to 512.")
+    assert judged(Recipe(backend=Short()), stated(Dim("batch", max=20)), tmp_path / "kept").reason is None
+
+
+class Grows(nn.Module):
+    """Adds positions, of which it makes more where there are more steps than it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1]
+        if n > len(self.table):
+            return x + nn.functional.pad(self.table, (0, 0, 0, n - len(self.table)))
+        return x + self.table[:n]
+
+
+def test_a_trace_that_takes_no_size_beyond_some_is_refused(tmp_path) -> None:
+    axes = {0: "batch", 1: Dim("length", max=512)}
+    grows = prepare(Workload(model=Grows().eval(), inputs=torch.randn(2, 16, 8), dynamic={"x": axes}))
+    trial = judged(Recipe(backend=BACKENDS["torchscript"]()), grows, tmp_path)
+    assert trial.state is State.FAILED
+    assert "Traced: it takes length up to 64 only. From source:" in str(trial.reason)
+
+
+def test_a_batch_of_one_at_most_may_be_stated(tmp_path) -> None:
+    trial = judged(Recipe(backend=EAGER), stated(Dim("batch", max=1)), tmp_path)
+    assert trial.state is State.COMPLETE
+    assert trial.reason is None, "it ships"
+
+
+def test_what_a_backend_raises_while_it_saves_costs_the_file_only(subject: Subject, tmp_path) -> None:
+    trial = judged(Recipe(backend=Mute()), subject, tmp_path)
+    assert trial.state is State.COMPLETE
+    assert str(trial.reason).startswith("It cannot ship: Writing it failed: Own: no pen (")
+    assert trial.size_mb is None

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trimtab.measure.flops import count_flops, weight_bytes
+from trimtab._weights import weight_bytes
+from trimtab.measure.flops import count_flops
 
 T, B, X, H = 7, 3, 20, 16
 
@@ -118,6 +119,19 @@ def test_products_with_vectors_and_tensors() -> None:
     assert (
         count_flops(lambda: torch.einsum("bij,bjk->bik", torch.ones(2, 3, 4), torch.ones(2, 4, 5))).total == 2 * 2 * 3 * 4 * 5
     )
+
+
+def test_a_loss_that_is_made_of_gradients() -> None:
+    """A penalty on the slope: the backward pass is run through once more, and the leaf's gradient is asked for."""
+    model, x = nn.Linear(X, 1, bias=False), torch.randn(B, X, requires_grad=True)
+
+    def loss() -> None:
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.square().mean() + slope.square().mean()).backward()  # type: ignore[no-untyped-call]
+
+    # y = x w; slope = 1 w'; of the sum: w and x by y, w by the slope.
+    assert count_flops(loss, gradients=True).total == 5 * linear(B, X, 1)
 
 
 def test_operators_without_a_formula_are_named() -> None:

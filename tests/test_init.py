@@ -87,8 +87,8 @@ def test_what_stands_in_the_way_is_said(tmp_path: pathlib.Path) -> None:
     assert "workload" in write_starter("text", path, force=True).read_text()
     (tmp_path / "empty").mkdir()
     for kind, output, words in (
-        (str(tmp_path / "empty"), "a.py", "has no config.json, so there is no transformers model in it. Name a kind: image,"),
-        ("video", "a.py", "'video' is neither a kind of workload (image, text, tabular, custom) nor a folder with a"),
+        (str(tmp_path / "empty"), "a.py", "has no config.json, so there is no transformers model in it. Name a kind: model,"),
+        ("video", "a.py", "'video' is neither a kind of workload (model, image, text, tabular, custom) nor a folder with a"),
         ("image", "a.txt", "is no name for a Python file; let it end in .py."),
         ("image", "none/a.py", "to write a.py into. Make it first."),
     ):
@@ -106,3 +106,12 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
     assert "workload.py is there already." in again.stderr
     assert trimtab_command("init", "image", "--force", "-o", "workload.py", folder=tmp_path).returncode == 0
     assert "An image classifier" in (tmp_path / "workload.py").read_text()
+
+
+def test_the_command_alone_writes_the_plain_form(tmp_path: pathlib.Path) -> None:
+    done = trimtab_command("init", "-o", "my model.py", folder=tmp_path)
+    assert done.stdout.endswith(" Try: trimtab optimize 'my model.py' --trials 3\n")
+    text = (tmp_path / "my model.py").read_text()
+    assert "def right" in text
+    assert "capture" not in text
+    assert "\n    trimtab optimize 'my model.py' --max-drop" in text

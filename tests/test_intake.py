@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -19,6 +20,8 @@ from torch import nn
 import trimtab
 from trimtab.errors import InputError, IntegrityError, TrimtabError, UsageError
 from trimtab.intake.load import load_workload
+from trimtab.optimizing import command_line
+from trimtab.study.options import Options
 from trimtab.subject import prepare
 from trimtab.workload import as_call
 
@@ -96,6 +99,14 @@ def test_stated_sizes_reach_the_inputs_that_share_them(files: pathlib.Path) -> N
     args, _ = as_call(workload.inputs)
     assert [list(a.shape) for a in args] == [[4, 7], [4, 7]]
     assert workload.reference == (str(files / "tagger.pt2"), "--shape", "ids=4x7")
+
+
+def test_what_is_made_of_a_file_is_not_the_file(files: pathlib.Path) -> None:
+    found = load_workload(files / "net.onnx")
+    assert found.reference == (str(files / "net.onnx"),)
+    other = dataclasses.replace(found, name="m")
+    assert other.reference == ()
+    assert command_line(other, Options(), None, None, pathlib.Path("run")).startswith("trimtab.optimize(workload, out='run')")
 
 
 def test_torchscript_needs_sizes_and_the_batch_is_found(files: pathlib.Path) -> None:

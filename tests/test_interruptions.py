@@ -57,16 +57,30 @@ def test_fresh_forgets_a_study_and_nothing_else(tmp_path) -> None:
     assert run(tmp_path, "def made(): return workload()", fresh=True).trials
 
 
-@pytest.mark.parametrize("body", ["hello {", "def made(): return workload(score=lambda o, t: 1 / 0)"])
-def test_fresh_forgets_nothing_where_the_new_study_cannot_begin(body: str, tmp_path) -> None:
-    kept = {"study.db": "trials", "artifact/manifest.json": "hours of work", "report.html": "the verdict"}
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        ("hello {", {}),
+        ("def made(): return workload(score=lambda o, t: 1 / 0)", {}),
+        ("def made(): return workload()", {"storage": "sqlite:////no/such/folder/study.db"}),
+    ],
+)
+def test_fresh_forgets_nothing_where_the_new_study_cannot_begin(body: str, options: dict[str, str], tmp_path) -> None:
+    kept = {
+        "study.db": "trials",
+        "workload.json": "whose",
+        "artifact/manifest.json": "hours of work",
+        "report.html": "the verdict",
+    }
     for name, text in kept.items():
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text(text)
-    with pytest.raises(WorkloadError):
-        run(tmp_path, body, fresh=True)
+    with pytest.raises(TrimtabError) as caught:
+        run(tmp_path, body, fresh=True, **options)
+    assert isinstance(caught.value, StorageError if options else WorkloadError)
     assert {name: (tmp_path / "run" / name).read_text() for name in kept} == kept
-    assert not list((tmp_path / "run").glob(".*.tmp"))
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {".lock", "prepare", "study.db", "workload.json", "artifact", "report.html"}
 
 
 def test_studies_in_one_database_are_not_in_each_other_s_way(tmp_path) -> None:

@@ -180,17 +180,33 @@ def test_a_score_may_write_to_its_targets() -> None:
 
 
 def test_a_metric_may_write_to_what_is_as_long_as_it_is() -> None:
+    seen: list[float] = []
+
     def agreement(outputs: list[torch.Tensor], targets: dict[str, list[torch.Tensor]]) -> float:
         pairs = list(zip(outputs, targets["boxes"], strict=True))
         for pair in pairs:
             for boxes in pair:
                 boxes[:, 2:] += boxes[:, :2]  # corners, from their sizes
-        return -float(torch.stack([(found[:-1] - wanted).abs().mean() for found, wanted in pairs]).mean())
+        seen.append(-float(torch.stack([(found[:-1] - wanted).abs().mean() for found, wanted in pairs]).mean()))
+        return seen[-1]
 
     boxes = [torch.rand(count, 4, generator=torch.Generator().manual_seed(count)) for count in range(2, 14)]
     data = [Batch(item, {"boxes": item.clone()}) for item in boxes]
     lost = confirmed(lambda item: torch.cat([item, item[:1]]), data, Evaluation(data=[], metric=agreement))
-    assert (lost.value, lost.upper) == (0, 0), "every resample is right too"
+    assert lost.value == 0
+    assert set(seen) == {0.0}, "every resample is right too"
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_a_failure_costs_is_asked_of_the_metric(ordered: bool) -> None:
+    classes = torch.arange(300) % 10
+    classes = classes.sort().values if ordered else classes  # each beside others of its class
+    answers = nn.functional.one_hot(classes, 10).float()
+    answers[::100] = answers[::100].roll(1, 1)
+    data = [Batch(answers[i : i + 50], classes[i : i + 50], 50) for i in range(0, 300, 50)]
+    wrong = Evaluation(data=[], higher_is_better=False, metric=lambda o, t: float((o.argmax(1) != t).float().mean()))
+    lost = confirmed(nn.Identity(), data, wrong)
+    assert lost.upper >= 0.7 * 3 / 300
 
 
 def test_an_item_that_is_one_example_is_what_a_metric_is_resampled_by() -> None:

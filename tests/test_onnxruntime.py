@@ -304,9 +304,46 @@ def test_a_traced_size_is_noticed():
     assert fails.startswith("it fails at batch=3")
 
 
-def test_what_cannot_be_exported_says_why():
-    with pytest.raises(CompileError, match=r"dynamo exporter: .*torchscript exporter"):
-        OnnxRuntime().compile(Candidate.of(Sorted(), (torch.rand(3),)))
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [("sorted", "torch.export cannot|data-dependent expression"), ("bessel", "No ONNX function found for .*bessel_j0")],
+)
+def test_what_cannot_be_exported_says_why(case, why):
+    model = Sorted() if case == "sorted" else Bessel()
+    with pytest.raises(CompileError, match=rf"dynamo exporter: .*({why}).*torchscript exporter") as raised:
+        OnnxRuntime().compile(Candidate.of(model, (torch.rand(3),)))
+    assert "\x1b" not in str(raised.value)
+    assert "Next steps" not in str(raised.value)
+
+
+class Bessel(nn.Module):
+    """An operator that no exporter has a form of."""
+
+    def forward(self, x):
+        return torch.special.bessel_j0(x) + 1
+
+
+def test_what_openvino_cannot_convert_is_named():
+    pytest.importorskip("openvino")
+    with pytest.raises(CompileError, match=r"No conversion rule found for operations: aten::special_bessel_j0"):
+        BACKENDS["openvino"]().compile(Candidate.of(Bessel(), (torch.rand(3),)))
+
+
+def test_why_a_model_was_traced_is_told(monkeypatch):
+    def refuses(*_):
+        raise ValueError("it has no form for this")
+
+    monkeypatch.setitem(_onnx._EXPORTERS, "dynamo", refuses)
+    executable = OnnxRuntime().compile(small())
+    assert "Exported by tracing, because the newer exporter cannot: ValueError: it has no form for this." in executable.notes
+    executable.close()
+
+
+def test_what_is_wrapped_around_an_error_is_taken_off():
+    wrapped = RuntimeError("Couldn't get TorchScript module by tracing.\nException:\nx\nPlease check correctness")
+    wrapped.__cause__ = ValueError("\x1b[96mno tracing\x1b[0m, please\nand more")
+    assert _scratch.first_line(wrapped) == "ValueError: no tracing, please"
+    assert _scratch.first_line(RuntimeError("plain")) == "RuntimeError: plain"
 
 
 class Sorted(nn.Module):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -254,6 +255,24 @@ def test_the_command_that_goes_on_says_limits_to_the_last_digit(tmp_path) -> Non
 def test_an_exception_in_a_worker_is_named(tmp_path) -> None:
     outcome = WorkerProcess({"kind": "nonsense"}, tmp_path).wait(seconds=60, memory_mb=None)
     assert outcome.reason == "It raised KeyError: 'nonsense'; its log has the traceback."
+
+
+def test_of_a_log_of_any_size_the_end_alone_is_read(tmp_path) -> None:
+    worker = WorkerProcess({"kind": "nonsense"}, tmp_path)
+    worker.wait(seconds=60, memory_mb=None)
+    with (tmp_path / "log.txt").open("r+b") as log:
+        log.truncate(2 << 30)  # which takes no room on the disk
+        log.seek(0, os.SEEK_END)
+        log.write(b"\nthe first\nthe last\n")
+    tracemalloc.start()
+    try:
+        assert worker.log_tail(2) == "the first\nthe last"
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+    again = WorkerProcess({"kind": "nonsense"}, tmp_path)
+    again.wait(seconds=60, memory_mb=None)
+    assert "the last" not in again.log_tail(), "what earlier workers said is theirs"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from _backends import needs_compiler, reloaded
 from trimtab._ties import NEAR_TIES, too_many_differ
 from trimtab._tree import Record, flatten
 from trimtab.backends._foreign import wrong_graph
-from trimtab.backends._owned import owned
+from trimtab.backends._owned import held_by, owned
 from trimtab.backends._program import disagreement
 from trimtab.backends.eager import Eager
 from trimtab.backends.inductor import Inductor
@@ -232,3 +232,35 @@ def test_masks_of_infinity_are_no_reason_to_ask_nothing() -> None:
     candidate = Candidate.of(Masking().eval(), (torch.rand(2, 3) + 0.1,))
     said = wrong_graph(lambda leaves: [leaves[0].clamp(min=0)], candidate, candidate.signature)
     assert said == "output 0 is off by inf of its largest value at other values"
+
+
+class Listed(nn.Module):
+    """Keeps its layers in a list, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.kept = [torch.ones(8)]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows
+
+
+@pytest.mark.parametrize("how", ["scripted", "traced"])
+def test_lists_of_modules_inside_torchscript_are_taken(how: str) -> None:
+    rows, inner = torch.randn(3, 8), Listed().eval()
+    script = torch.jit.script(inner) if how == "scripted" else torch.jit.trace(inner, rows)
+    candidate = Candidate.of(nn.Sequential(script, nn.Linear(8, 2)).eval(), (rows,))
+    torch.testing.assert_close(Eager().compile(candidate)(rows), candidate.model(rows))
+
+
+def test_what_a_model_keeps_may_contain_itself() -> None:
+    net = nn.Sequential(nn.Linear(8, 2))
+    ring: dict[str, object] = {"kept": torch.ones(2)}
+    ring["me"], ring["all"] = ring, [ring]
+    net.cfg = ring  # type: ignore[assignment]
+    assert ring["kept"].data_ptr() in held_by(net)  # type: ignore[attr-defined]
+    rows = torch.randn(3, 8)
+    torch.testing.assert_close(Eager().compile(Candidate.of(net.eval(), (rows,)))(rows), net(rows))

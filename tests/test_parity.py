@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from trimtab._json import from_json, to_json
 from trimtab._masks import errors, mask_bound
 from trimtab._tree import flatten, unflatten
+from trimtab.measure import parity, values
 from trimtab.measure.parity import compare_outputs
 from trimtab.measurement import Parity
 from trimtab.signature import TensorSpec
@@ -31,18 +33,53 @@ def test_identical_outputs_are_equal() -> None:
     assert from_json(Parity, to_json(found)).ok
 
 
-def test_a_constant_predictor_has_an_error_of_one_however_small_the_variation() -> None:
-    centre = outputs(1, 10) * 100
-    reference = centre + outputs(64, 10, seed=1)
-    constant = reference.mean(0, keepdim=True).expand_as(reference).contiguous()
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 100), (torch.float64, 1e4), (torch.float16, 25), (torch.bfloat16, 25), (torch.float32, 25)],
+)
+def test_a_constant_predictor_has_an_error_of_one_however_small_the_variation(dtype: torch.dtype, size: float) -> None:
+    centre = (outputs(1, 10) > 0) * 2.0 * size - size
+    reference = (centre + outputs(64, 10, seed=1)).to(dtype)
+    constant = reference.double().mean(0, keepdim=True).to(dtype).expand_as(reference).contiguous()
     found = compare_outputs([reference[:40], reference[40:]], [constant[:40], constant[40:]], exact=False, max_error=0.5)
     assert found.cosine is not None
     assert found.cosine > 0.999, "cosine does not notice"
-    assert found.centred_error == pytest.approx(1, abs=1e-3)
+    assert found.centred_error == pytest.approx(1, abs=1e-3 if dtype.itemsize > 2 else 2e-2)
+    assert found.relative_to == "examples"
     assert not found.ok
     assert found.reason is not None
-    assert "centred error of 1" in found.reason
+    assert "centred error of " in found.reason
     assert "over the examples" in found.reason
+
+
+def test_what_is_compared_is_held_in_double_precision_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = [0]
+    plain = values.real
+
+    def watched(tensor: torch.Tensor) -> torch.Tensor:
+        found = plain(tensor).clone()
+        alive.add(found)
+        most[0] = max(most[0], len(alive))
+        return found
+
+    monkeypatch.setattr(values, "real", watched)
+    batches = list(outputs(200, 40).split(10))
+    for reference in (batches, [batches[0]] * 20, [torch.ones(10, 3)] * 20):
+        assert compare_outputs(reference, [batch + 1e-6 for batch in reference], exact=False).ok
+    assert 1 < most[0] <= 3
+
+
+def test_a_large_batch_is_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, found = detections(), 1.01 * detections()
+    whole = compare_outputs([reference, reference[0, 0, 0]], [found, found[0, 0, 0]], exact=False, max_error=0.1)
+    monkeypatch.setattr(parity, "PART", 5000)
+    assert [len(part) for part in parity._parts(reference)] == [3, 3, 3, 3, 3, 1]
+    assert [len(part) for part in parity._parts(reference[:, :0])] == [16]
+    parts = compare_outputs([reference, reference[0, 0, 0]], [found, found[0, 0, 0]], exact=False, max_error=0.1)
+    for field in dataclasses.fields(Parity):
+        mine, other = getattr(whole, field.name), getattr(parts, field.name)
+        assert mine == (pytest.approx(other) if isinstance(other, float) else other), field.name
 
 
 def test_batches_make_no_difference() -> None:
@@ -352,6 +389,27 @@ def test_what_is_large_in_an_output_does_not_hide_what_is_small(exact: bool, exa
     assert compare_outputs([reference], [found], exact=False).ok, "the score judges it"
     last = [t.transpose(1, 2) for t in (reference, found)]
     assert "along axis 2" in str(compare_outputs(last[:1], last[1:], exact=exact, max_error=0.05).reason)
+
+
+def test_what_no_score_looks_at_may_be_off_but_not_lost() -> None:
+    def held(factor: float, **more: object) -> Parity:
+        logits, first, second = outputs(64, 3), outputs(64, 8, seed=1), detections(64)
+        found = second.clone()
+        found[:, 4:] *= factor
+        options = {"exact": False, "scored": True, "unlooked": ("output.1", "output.2")} | more
+        return compare_outputs([(logits, first, second)], [(0 * logits, factor * first, found)], **options)  # type: ignore[arg-type]
+
+    lost = held(0.0)
+    assert str(lost.reason).startswith("'output.1', which the score does not look at, has a centred error of 1")
+    hidden = held(0.0, unlooked=("output.2",))
+    assert str(hidden.reason).startswith("'output.2' is no better than a constant in 3 of the 7 slices along axis 1")
+    assert str(hidden.reason).endswith("Let the score look at it, or have the model not return it.")
+    off = held(0.7)
+    assert off.ok
+    assert str(off.aside).startswith("the score does not look at 'output.1', which is off by 30.")
+    assert held(1.0).aside is None
+    assert from_json(Parity, to_json(off)).aside == off.aside
+    assert held(0.0, unlooked=()).ok, "the score judges it"
 
 
 def test_slices_are_compared_over_all_batches_as_far_as_their_sizes_agree() -> None:

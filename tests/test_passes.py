@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from trimtab import _machine
+from trimtab._machine import usable_cores
 from trimtab.backends._program import export_program
 from trimtab.candidate import Candidate
 from trimtab.contracts import PASSES
@@ -21,7 +22,7 @@ from trimtab.passes.batch import Batch
 from trimtab.passes.fold_bn import FoldBn
 from trimtab.passes.int8_weights import Int8Weights
 from trimtab.passes.remove_dropout import RemoveDropout
-from trimtab.passes.threads import Threads, usable_cores
+from trimtab.passes.threads import Threads
 from trimtab.signature import Dim
 from trimtab.testing.models import convnet, encoder, recurrent, shared
 

@@ -1,10 +1,15 @@
 """Quantizing takes most of an int8 trial: settings that leave the graph alone use the int8 graph of an earlier trial."""
 
+import inspect
+import io
+import platform
+
 import pytest
 import torch
 from torch import nn
 
-from trimtab.backends import _onnx_int8
+from trimtab import environment
+from trimtab.backends import _onnx_int8, _openvino
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import BACKENDS
 
@@ -63,14 +68,42 @@ def test_other_calibration_data_makes_another_graph(tmp_path, name):
 )
 def test_weights_of_eight_bits_are_multiplied_exactly_on_a_cpu_without_vnni(built, here, asked, tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(_onnx_int8, "has_vnni", lambda: built)
+    monkeypatch.setattr(environment, "has_vnni", lambda: built)
     backend = BACKENDS["onnxruntime"](precision="int8_dynamic")
     executable = backend.compile(candidate(None))
     executable.save(tmp_path)
-    monkeypatch.setattr(_onnx_int8, "has_vnni", lambda: here)
-    options = backend.load(tmp_path, executable.signature, executable.settings)._session.get_session_options()
-    if asked:
-        assert options.get_session_config_entry(_onnx_int8.EXACTLY) == "1"
-    else:
-        with pytest.raises(RuntimeError):
-            options.get_session_config_entry(_onnx_int8.EXACTLY)
+    script = backend.script()
+    monkeypatch.setattr(environment, "has_vnni", lambda: here)
+    loaded = backend.load(tmp_path, executable.signature, executable.settings)
+    assert asks_for_exact_sums(loaded._session) is asked
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    scope = {"open": lambda path: io.StringIO("flags : fpu avx2 avx512_4vnniw" + " avx512_vnni" * here)}
+    exec(script, scope)  # noqa: S102 - the backend's own source is what is tested
+    alone = scope["load"](tmp_path, None)
+    assert asks_for_exact_sums(inspect.getclosurevars(alone).nonlocals["session"]) is asked
+
+
+@pytest.mark.parametrize(("vnni", "largest"), [(True, 127), (False, 64)])
+def test_openvino_has_weights_of_seven_bits_where_sums_clip(vnni, largest, monkeypatch):
+    pytest.importorskip("nncf")
+    monkeypatch.setattr(environment, "has_vnni", lambda: vnni)
+    one = candidate(None)
+    plain = _openvino.runtime().convert_model(model(), example_input=one.args[0])
+    made = _openvino.quantize(plain, [args for args, _ in one.calibration], recurrent=False)
+    constants = [node.data for node in made.get_ops() if node.get_type_name() == "Constant"]
+    weights = [values.astype(int) for values in constants if values.dtype == "int8"]
+    assert sorted(values.shape for values in weights) == [(8, 64), (64, 32)]
+    assert max(abs(values).max() for values in weights) == largest
+
+
+def asks_for_exact_sums(session):
+    try:
+        return session.get_session_options().get_session_config_entry(_onnx_int8.EXACTLY) == "1"
+    except RuntimeError:
+        return False
+
+
+def test_a_script_for_floats_asks_nothing_of_the_cpu():
+    pytest.importorskip("onnxruntime")
+    assert "cpuinfo" not in BACKENDS["onnxruntime"]().script()

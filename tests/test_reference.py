@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -266,6 +268,85 @@ def test_fields_are_judged_alike_whoever_answers(make: Callable[[torch.Tensor], 
         scores = score(evaluation, answers, batches)
         assert scores == reference.scores
         assert drop(evaluation, reference, scores, answers, batches, 0.5).value == 0
+
+
+def answering(make: Callable[[torch.Tensor], Any]) -> tuple[Any, list[Batch], Callable[[Any, torch.Tensor], Any]]:
+    batches = [Batch(torch.randn(20, 8), torch.zeros(20, dtype=torch.long), rows=20) for _ in range(2)]
+    return nn.Linear(8, 3).eval().requires_grad_(False), batches, lambda call, x: make(call(x))
+
+
+@pytest.mark.parametrize("judge", ["score", "metric"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda y: y.numpy(), lambda y: {"y": y.numpy(), "n": np.float32(3)}, lambda y: [y.numpy(), "text", np.int64(2), None]],
+    ids=["array", "dict", "list"],
+)
+def test_run_may_make_arrays(make: Any, judge: str) -> None:
+    model, batches, run = answering(make)
+
+    def logits(found: Any) -> torch.Tensor:
+        return found["y"] if isinstance(found, dict) else found[0] if isinstance(found, list) else found
+
+    judges = {
+        "score": lambda o, t: logits(o).argmax(1) == t,
+        "metric": lambda o, t: float((logits(o).argmax(1) == t).float().mean()),
+    }
+    evaluation = Evaluation(data=[], run=run, **{judge: judges[judge]})
+    reference = refer(model, batches, evaluation)
+    assert reference.scores is not None
+    assert reference.scores.n == 40
+    assert compare_outputs(reference.nested(), predict(model, batches, evaluation), exact=True).ok
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda y: {1, 2}, r"^Evaluation run returned \{1, 2\}, a set: return tensors, arrays, numbers, texts, or tuples"),
+        (lambda y: [y, object()], r"^Evaluation run returned \[tensor\(.*, a list: return"),
+        (lambda y: {0: y}, r"^Evaluation run returned \{0: tensor.*, a dict: return .* dicts \(their keys texts\)"),
+    ],
+)
+def test_what_run_makes_that_cannot_be_compared_is_refused(make: Any, words: str) -> None:
+    model, batches, run = answering(make)
+    with pytest.raises(UsageError, match=words):
+        refer(model, batches, Evaluation(data=[], score=lambda o, t: t == 0, run=run))
+
+
+@pytest.mark.parametrize("make", [lambda y: str(random.random()), lambda y: [y, {"at": random.random()}]])
+def test_texts_and_numbers_that_are_drawn_anew_are_told_of(make: Any) -> None:
+    model, batches, run = answering(make)
+    with pytest.raises(WorkloadError, match=r"different values for the same input\. Asked again, the output.* is .* but the"):
+        refer(model, batches, Evaluation(data=[], score=lambda o, t: t == 0, run=run))
+
+
+def watched_score(look: Callable[[Any], Any]) -> Evaluation:
+    return Evaluation(data=[], score=lambda o, t: look(o) == t)
+
+
+@pytest.mark.parametrize(
+    ("look", "found"),
+    [
+        (lambda o: o[0].argmax(1), ("output.1", "output.3.more")),
+        (lambda o: np.asarray(o[0]).argmax(1), ("output.1", "output.3.more")),
+        (lambda o: torch.stack([*o[:2]])[0].argmax(1), ("output.3.more",)),
+        (lambda o: torch.zeros(len(o[3]["more"])), ("output.0", "output.1")),
+        (lambda o: torch.tensor([row.tolist().index(max(row.tolist())) for row in o[0]]), ("output.1", "output.3.more")),
+        (lambda o: tuple(leaf.clone() for leaf in (o[1], o[3]["more"], o[0]))[2].argmax(1), ()),
+        (lambda o: torch.zeros(20), ()),
+        (lambda o: (o[2] if type(o[0]) is torch.Tensor else None) + 0, ()),
+    ],
+    ids=["one", "array", "two", "length", "rows", "all", "none", "unwatchable"],
+)
+def test_outputs_that_a_score_does_not_look_at_are_known(look: Any, found: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+    def model(x: torch.Tensor) -> Any:
+        return x[:, :3], x[:, 3:6], x[:, 6].long(), {"more": x[:, 7:]}
+
+    batches = [Batch(torch.randn(20, 8), torch.zeros(20), rows=20) for _ in range(2)]
+    reference = refer(model, batches, watched_score(look))
+    assert reference.unlooked == found
+    reference.save(tmp_path)
+    assert Reference.load(tmp_path).unlooked == found
+    assert refer(lambda x: x, batches, watched_score(lambda o: o[:, 0])).unlooked == ()
 
 
 def test_what_run_makes_may_have_methods_as_it_makes_it_for_every_runtime() -> None:

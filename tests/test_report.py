@@ -17,11 +17,12 @@ import pytest
 from _studies import BACKENDS, comparison, confirmed, interval, recipes, record, with_logs
 from trimtab._json import from_json, to_json
 from trimtab.cli.report import report_command
+from trimtab.confirm import Confirmation
 from trimtab.contracts import BACKENDS as REGISTERED
 from trimtab.contracts import PASSES, Technique
 from trimtab.errors import StorageError, UsageError
 from trimtab.measurement import Drop, Interval
-from trimtab.report import _charts, _logs, _rows, _words, html, side_by_side, text, write
+from trimtab.report import _charts, _logs, _rows, _trust, _words, html, side_by_side, text, write
 from trimtab.study.record import Record
 from trimtab.trial import State
 from trimtab.workload import Limits
@@ -296,6 +297,60 @@ def test_a_log_is_cut_to_its_end_and_says_so(tmp_path: pathlib.Path) -> None:
     assert "first" not in found.text
     assert len(_logs.embedded(found.text)) <= 2000
     assert _logs.tail(tmp_path, "none.txt", 2000) is None
+
+
+def test_what_was_refused_when_it_was_measured_again_is_shown_with_its_log(tmp_path: pathlib.Path) -> None:
+    found = record(8, failed=0)
+    trial = found.trials[5]
+    log = f"confirm/{trial.recipe.hash}/log.txt"
+    refused = Confirmation(
+        recipe=trial.recipe,
+        ok=False,
+        reason="The confirmation failed: it crashed.",
+        log=log,
+        traceback="Traceback ...\nKeyError: 3",
+    )
+    found = dataclasses.replace(found, refused=(refused,))
+    run = with_logs(found, tmp_path)
+    (run / log).parent.mkdir(parents=True)
+    (run / log).write_text("first words\n" + "between\n" * 9000 + "the last words of the confirmation\n")
+    again = Record.read(run)
+    assert again == found
+    whole = page(again, run)
+    place = next(n for n, row in enumerate(_rows.rows(again)) if row.trial == trial)
+    shown = data(whole)["trials"][place]["again"]
+    assert shown.startswith("The confirmation failed: it crashed.\n\nTraceback ...\nKeyError: 3\n\n")
+    assert shown.endswith("the last words of the confirmation")
+    assert log in shown
+    assert sum("again" in each for each in data(whole)["trials"]) == 1
+    assert (
+        "refused when measured again",
+        f"{trial.recipe}: The confirmation failed: it crashed. ({log})",
+    ) in _trust.confirmation(again)
+    assert log in re.sub(r'<script type="application/json".*?</script>', "", whole, flags=re.DOTALL)
+    many = [trial] * 200 + [found.trials[0]] * 200
+    allowed = _logs.allowances(many, [trial.recipe.hash])
+    assert allowed[0] > 3 * allowed[-1]
+
+
+def test_where_nothing_held_it_is_not_said_that_nothing_was_measured_again() -> None:
+    found = record(6, status="limits_not_met")
+    facts = dict(
+        _trust.confirmation(dataclasses.replace(found, refused=(Confirmation(recipe=found.trials[0].recipe, ok=False),)))
+    )
+    assert facts["confirmation"] == "none: what was measured again did not hold"
+    assert facts["refused when measured again"].endswith(": the log says why")
+    assert dict(_trust.confirmation(found))["confirmation"].startswith("none: nothing was measured again")
+
+
+def test_a_record_of_an_earlier_version_is_read(tmp_path: pathlib.Path) -> None:
+    found = record(6)
+    found.write(tmp_path)
+    path = tmp_path / "record.json"
+    old = json.loads(path.read_text())
+    del old["refused"], old["confirmation"]["log"], old["confirmation"]["traceback"]
+    path.write_text(json.dumps(old))
+    assert Record.read(tmp_path) == found
 
 
 def test_embedded_json_cannot_leave_its_element() -> None:

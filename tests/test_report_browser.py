@@ -270,7 +270,10 @@ def test_it_prints_light_whole_and_without_controls(report: pathlib.Path, open_p
     page.set_viewport_size({"width": 695, "height": 1000})  # what an A4 page is wide between its margins
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate("document.documentElement.scrollWidth") <= 695
+    steps = page.locator("details > :not(summary)").first
+    assert steps.is_visible()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert not steps.is_visible()
     assert not page.locator("#controls").is_visible()
     assert not page.locator("#theme").is_visible()
     page.evaluate("dispatchEvent(new Event('beforeprint'))")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 import trimtab
+from _backends import reloaded
 from _labelled import X
+from trimtab.backends import _other_sizes
 from trimtab.backends._foreign import wrong_graph
 from trimtab.backends._program import export_program, verified
 from trimtab.backends.eager import Eager
@@ -212,6 +215,80 @@ def test_what_is_far_is_bounded_by_elements() -> None:
     asked: list[int] = []
     verified(candidate, lambda leaves: [asked.append(len(leaves[0])) or leaves[0]])  # type: ignore[func-returns-value]
     assert max(asked) == 2
+
+
+def test_other_sizes_are_small_where_one_is_far() -> None:
+    asked: list[tuple[int, ...]] = []
+    candidate = Candidate.of(nn.Identity(), (torch.zeros(5, 16, 8),), dynamic={"input": {0: Dim("batch"), 1: Dim("length")}})
+    verified(candidate, lambda leaves: [asked.append(leaves[0].shape) or leaves[0]])  # type: ignore[func-returns-value]
+    assert {shape for shape in asked if shape[0] > 6 or shape[1] > 18} == {(48, 2, 8), (2, 144, 8)}
+
+
+def test_other_sizes_are_near_where_the_model_takes_no_small_ones() -> None:
+    dims = {"input": {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}}
+    candidate = Candidate.of(nn.Conv2d(3, 4, 8).eval(), (torch.zeros(1, 3, 16, 16),), dynamic=dims)
+    far = _other_sizes.farthest(candidate, candidate.signature.dims[1], {"batch": 2, "height": 18, "width": 19})
+    assert far is not None
+    assert dict(far.sizes) == {"batch": 2, "height": 144, "width": 19}
+
+
+@pytest.mark.parametrize("what", ["seconds", "memory"])
+def test_far_sizes_end_with_a_call_that_costs_much(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, peak = list[int](), [100.0]
+
+    class Quadratic(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.append(x.shape[1])
+            if what == "seconds":
+                time.sleep((x.shape[1] / 64) ** 2 * 0.1)
+            peak[0] = max(peak[0], x.shape[1] ** 2 / 16)
+            return x.mean(1)
+
+    candidate = of_length(Quadratic(), 512)
+    monkeypatch.setattr(_other_sizes, "FAR_S", 0.1 if what == "seconds" else 60.0)
+    monkeypatch.setattr(_other_sizes, "free_mb", lambda: 1000.0)
+    monkeypatch.setattr(_other_sizes, "lifetime_mb", lambda: peak[0])
+    asked.clear()
+    far = _other_sizes.farthest(candidate, candidate.signature.dims[1], {"batch": 3, "length": 17})
+    assert far is not None
+    assert far.sizes["length"] == max(asked) == 64
+    assert far.answer[1][0].shape == (2, 8)
+
+
+@pytest.mark.parametrize("dim", [Dim("rows", max=1), Dim("rows", min=3, max=3), Dim("rows", step=16, max=30)])
+def test_a_dimension_of_one_size_is_kept_as_it_is(dim: Dim, tmp_path: pathlib.Path) -> None:
+    x = torch.randn(dim.min, 8)
+    candidate = Candidate.of(nn.Linear(8, 2).eval(), (x,), dynamic={"input": {0: dim}})
+    assert [leaf.shape for leaf in candidate.dynamic_leaves()] == [x.shape]
+    for backend in (Eager(), TorchScript(), OnnxRuntime()):
+        (tmp_path / backend.name).mkdir()
+        executable = reloaded(backend, backend.compile(candidate), tmp_path / backend.name)
+        assert executable.signature.dims == (dim,)
+        assert torch.allclose(executable(x), candidate.model(x), atol=1e-6)
+
+
+class One(nn.Module):
+    """Treats one image otherwise than several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.conv(x)
+        return 2 * y if x.shape[0] == 1 else y
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_the_least_size_is_tried_though_not_all_dimensions_can_be_least(name: str) -> None:
+    pytest.importorskip(name)
+    dims = {"x": {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}}
+    candidate = Candidate.of(One().eval(), (torch.randn(2, 3, 16, 16),), dynamic=dims)
+    executable = BACKENDS[name]().compile(candidate)
+    alone = torch.randn(1, 3, 16, 16)
+    if executable.signature.batch is not None:
+        assert torch.allclose(executable(alone), candidate.model(alone), atol=1e-4)
+    assert torch.allclose(executable(*candidate.args), candidate.model(*candidate.args), atol=1e-4)
 
 
 class Flattened(nn.Linear):

@@ -356,6 +356,23 @@ def test_bootstrap_of_identical_outputs_is_not_zero() -> None:
     assert found.n_needed > 300
 
 
+def test_a_metric_that_is_zero_for_both_proves_nothing() -> None:
+    for higher in (True, False):
+        found = bootstrap_drop(lambda index, which: 0.0, 12, limit=0.0, higher_is_better=higher)
+        assert found.decided is None, "a dozen without an error"
+        assert found.upper > 0.2
+
+
+def test_a_failure_costs_an_error_as_much_as_its_complement() -> None:
+    wrong = np.zeros(300)
+    wrong[::100] = 1.0
+    error = bootstrap_drop(lambda index, which: float(wrong[index].mean()), 300, higher_is_better=False, failed=0.9)
+    right = bootstrap_drop(lambda index, which: float(1 - wrong[index].mean()), 300, failed=0.1)
+    for found in (error, right):
+        assert found.upper >= 0.7 * 3 / 300
+    assert error.upper == pytest.approx(right.upper, rel=0.15)
+
+
 def test_bootstrap_is_seeded_and_knows_which_way_is_better() -> None:
     rng = np.random.default_rng(8)
     sides = rng.random(100), rng.random(100)

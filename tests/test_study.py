@@ -10,12 +10,14 @@ import shutil
 import sqlite3
 import subprocess
 import tempfile
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy
 
 from _studies import ENVIRONMENT, record
 from trimtab.contracts import BACKENDS, PASSES
@@ -29,7 +31,7 @@ from trimtab.study.finish import ahead, pays
 from trimtab.study.options import Options
 from trimtab.study.record import claim
 from trimtab.study.sampler import Facts, Ladder, Tpe, as_written
-from trimtab.study.storage import Storage, in_file
+from trimtab.study.storage import Storage, in_file, shown
 from trimtab.trial import State, Trial
 from trimtab.workload import Limits
 
@@ -322,6 +324,43 @@ def test_no_password_and_no_driver(tmp_path) -> None:
         Storage("nonsense", "x", direction="maximize", identity=IDENTITY)
 
 
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("postgresql://me:p@ss:w0rd@db/x", "it cannot be read as a URL. Write signs such as @ : / { in the password as %40"),
+        ("postgresql:/me:w0rd@db/x", "Could not parse SQLAlchemy URL"),
+    ],
+)
+def test_no_part_of_a_password_is_told(url: str, reason: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        Storage(url, "x", direction="maximize", identity=IDENTITY)
+    assert str(caught.value).startswith(f"The study's storage postgresql://***@db/x cannot be opened: {reason}")
+    assert "w0rd" not in "".join(traceback.format_exception(caught.value))
+    assert shown("postgresql:///x?host=db&password=w0rd&user=me") == "postgresql:///x?host=db&password=***&user=me"
+
+
+def test_braces_in_a_password_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+
+    def opened(url: str, **options: Any) -> None:
+        seen.append(url)
+        raise ConnectionError
+
+    monkeypatch.setattr("sqlalchemy.engine.create_engine", opened)
+    with pytest.raises(StorageError, match=r"storage postgresql://me:\*\*\*@db/x cannot be opened: ConnectionError"):
+        Storage("postgresql://me:{x}w0rd{@db/x", "x", direction="maximize", identity=IDENTITY)
+    assert seen == ["postgresql://me:{x}w0rd{@db/x"]
+
+
+def test_a_database_of_another_optuna_is_a_sentence(tmp_path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    Storage(url, "x", direction="maximize", identity=IDENTITY)
+    with sqlite3.connect(tmp_path / "study.db") as database:
+        database.execute("update alembic_version set version_num = 'v2.4.0.a'")
+    with pytest.raises(StorageError, match="cannot be opened: The runtime optuna version .* is no longer compatible with the"):
+        Storage(url, "x", direction="maximize", identity=IDENTITY)
+
+
 @pytest.fixture
 def postgres(tmp_path) -> Iterator[str]:
     """A PostgreSQL server of the test's own; its URL."""
@@ -355,6 +394,15 @@ def test_postgresql_keeps_trials_too(postgres: str) -> None:
     with pytest.raises(UsageError, match="was made for another objective"):
         Storage(postgres, "x", **other)
     assert Storage(postgres, "x", **other, fresh=True).trials() == []
+
+
+def test_a_connection_that_was_cut_while_it_lay_idle_is_made_again(postgres: str) -> None:
+    storage = Storage(postgres, "x", direction="maximize", identity=IDENTITY)
+    kept = storage.add(complete(EAGER, 1.0), 1.0)
+    with sqlalchemy.create_engine(postgres).connect() as other:
+        cut = "select pg_terminate_backend(pid) from pg_stat_activity where pid <> pg_backend_pid() and usename = 'trim'"
+        assert other.execute(sqlalchemy.text(cut)).fetchall() != []
+    assert storage.trials() == [kept]
 
 
 LOSSY = Recipe(passes=(PASSES["autocast"](),), backend=BACKENDS["eager"]())

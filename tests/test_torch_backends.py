@@ -1,6 +1,7 @@
 """The PyTorch backends: the traps that each of them is built around."""
 
 import dataclasses
+import math
 import os
 import pathlib
 import sys
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from _backends import needs_compiler, reloaded
-from trimtab.backends._program import disagreement, export_program, export_static, other_size, program_call, verified
+from trimtab.backends._other_sizes import other_size
+from trimtab.backends._program import disagreement, export_program, export_static, program_call, verified
 from trimtab.backends._scratch import fingerprint
 from trimtab.backends.aoti import Aoti
 from trimtab.backends.eager import Eager
@@ -26,6 +28,7 @@ from trimtab.environment import Environment
 from trimtab.errors import ArtifactError, CompileError, UsageError
 from trimtab.passes.int8_weights import Int8Weights
 from trimtab.signature import Dim
+from trimtab.study.sameness import weights_of
 from trimtab.testing.models import convnet, deciding, encoder, structured
 
 
@@ -334,3 +337,71 @@ def test_an_artifact_runs_on_the_cpu_whatever_the_default_device_is(backend: Bac
         torch.set_default_device(None)
     for out in found:
         torch.testing.assert_close(out, candidate.model(rows))
+
+
+class Picky(dict):  # type: ignore[type-arg]
+    """A configuration with a gap in it."""
+
+    def items(self) -> Any:
+        raise LookupError("missing")
+
+
+def test_a_fingerprint_needs_nothing_of_what_a_model_keeps() -> None:
+    def made(**kept: Any) -> Candidate:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 3))
+        for name, value in kept.items():
+            setattr(net, name, value)
+        return Candidate.of(net.eval(), (torch.ones(2, 6),))
+
+    def ring(number: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"number": number}
+        found["me"] = found
+        return found
+
+    plain = fingerprint(made())
+    assert fingerprint(made(cfg=Picky(a=1))) == fingerprint(made(cfg=Picky(a=1))) != plain
+    assert fingerprint(made(cfg=ring(1))) == fingerprint(made(cfg=ring(1))) != fingerprint(made(cfg=ring(2)))
+
+
+def test_what_torch_conjugates_on_reading_is_what_is_read() -> None:
+    def made(buffer: torch.Tensor) -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 3).eval()
+        net.register_buffer("h", buffer)
+        return net
+
+    z = torch.view_as_complex(torch.arange(8.0).view(4, 2))
+    lazy, there = made(z.conj()), made(z.conj().resolve_conj())
+    assert weights_of(lazy) == weights_of(there) != weights_of(made(z))
+    prints = [fingerprint(Candidate.of(net, (torch.ones(2, 6),))) for net in (lazy, there, made(z))]
+    assert prints[0] == prints[1] != prints[2]
+    assert weights_of(made(z.conj().imag)) == weights_of(made(z.conj().imag.resolve_neg()))
+
+
+class RoundedUp(nn.Module):
+    """Exports for any size, to a program that cannot be written."""
+
+    def forward(self, rows: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        return rows.sum(1) / math.ceil(rows.shape[1] / 2)
+
+
+class Mapped(nn.Module):
+    def forward(self, rows: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: row.sin().sum() + row)(rows)
+
+
+@pytest.mark.parametrize(("model", "dims"), [(RoundedUp(), ()), (Mapped(), ("batch", "length"))], ids=["rounded", "mapped"])
+@pytest.mark.parametrize("backend", [Eager(), pytest.param(Inductor(mode="default"), marks=needs_compiler)], ids=str)
+def test_a_program_that_cannot_be_written_is_written_otherwise(
+    backend: Backend, model: nn.Module, dims: tuple[str, ...], tmp_path: pathlib.Path
+) -> None:
+    rows = torch.randn(3, 6)
+    candidate = Candidate.of(model.eval(), (rows,), dynamic={"rows": {0: Dim("batch"), 1: Dim("length")}})
+    executable = backend.compile(candidate)
+    loaded = reloaded(backend, executable, tmp_path)
+    assert tuple(dim.name for dim in loaded.signature.dims) == dims
+    assert any(
+        note.startswith("What is saved takes the example's batch, length only") for note in executable.notes
+    ) is not bool(dims)
+    torch.testing.assert_close(loaded(rows), model(rows))

@@ -22,7 +22,7 @@ from trimtab.train.clock import HostClock
 from trimtab.train.events import Adjusted, Event, Progressed
 from trimtab.train.feed import Feed, mover
 from trimtab.train.loader import Loader
-from trimtab.train.trainer import Position
+from trimtab.train.position import Position
 
 CPU = mover(torch.device("cpu"))
 ADJUSTED = Settings(threads=1, adjust=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
 import os
 import pathlib
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -25,6 +27,7 @@ from trimtab.errors import StorageError, UsageError
 from trimtab.train.checkpoint import HASHES, STATE, TENSORS, Checkpoints
 from trimtab.train.events import Event, Progressed, Saved
 from trimtab.train.schedule import one_cycle
+from trimtab.train.stopping import EarlyStopping
 
 SCRIPT = """
 import sys, torch
@@ -74,6 +77,21 @@ def test_only_the_newest_are_kept_and_a_damaged_one_is_passed_over(tmp_path: pat
     (tmp_path / "update-00000002" / STATE).unlink()
     with pytest.raises(StorageError, match=r"none is whole \(update-00000003: tensors.safetensors has changed since it was"):
         checkpoints.load()
+
+
+def test_files_are_written_out_as_windows_asks_for_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    synced: list[bool] = []
+
+    def fsync(descriptor: int) -> None:
+        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        if not folder and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        synced.append(folder)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Checkpoints(tmp_path).save(1, {"update": 1})
+    assert (synced.count(False), synced.count(True)) == (3, 2)
 
 
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: pathlib.Path) -> None:
@@ -167,12 +185,13 @@ def test_the_next_fifty_losses_are_the_same_to_the_bit(tmp_path: pathlib.Path) -
 
 
 def test_the_best_parameters_survive_too(tmp_path: pathlib.Path) -> None:
-    made = trainer(tmp_path, ema=None)
-    made.best_parameters = {name: value + 1 for name, value in made.model.state_dict().items()}
-    made.fit(batches(), steps=7)
-    found = trainer(tmp_path, ema=None).resume()
+    made = trainer(tmp_path, ema=None, early_stopping=EarlyStopping(min_delta=1e9))
+    made.fit(batches(), batches(shuffle=False), epochs=2)
+    found = trainer(tmp_path, ema=None, early_stopping=EarlyStopping(min_delta=1e9)).resume()
+    assert made.best_parameters is not None
     assert found.best_parameters is not None
-    assert found.best_parameters["5.bias"].shape == (3,)
+    assert torch.equal(found.best_parameters["5.bias"], made.best_parameters["5.bias"])
+    assert not torch.equal(found.best_parameters["5.bias"], found.model.state_dict()["5.bias"])
 
 
 @pytest.mark.parametrize(

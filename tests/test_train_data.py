@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import multiprocessing
 import pathlib
 import random
@@ -13,8 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
+from trimtab import Settings, Trainer
 from trimtab.train import Collate, Loader, MappedTensors
 from trimtab.train.distributed.data import share
 from trimtab.train.feed import Seekable
@@ -256,6 +259,53 @@ def test_collate_joins_what_examples_are_made_of() -> None:
     assert Collate()([np.float64(1), np.float64(2)]).dtype == torch.float64
     assert Collate()([[], [1, 2]]).tolist() == [[0, 0], [1, 2]]
     assert Collate()([Pair(X[0], Y[0]), Pair(X[1], Y[1])]).x.shape == (2, 3)
+
+
+def test_targets_are_padded_with_what_losses_leave_out() -> None:
+    pairs = [(torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])), (torch.tensor([1]), torch.tensor([4]))]
+    (batch,) = Loader(pairs, batch=2, shuffle=False)
+    assert batch[0].tolist() == [[1, 2, 3], [1, 0, 0]]
+    assert batch[1].tolist() == [[4, 5, 6], [4, -100, -100]]
+    (columns,) = Loader({"x": [x for x, _ in pairs], "target": [y for _, y in pairs]}, batch=2, shuffle=False)
+    assert torch.equal(columns["target"], batch[1])
+    (named,) = Loader([{"x": x, "tags": y} for x, y in pairs], batch=2, shuffle=False)
+    assert torch.equal(named["tags"], batch[1])
+    for pad, want in (({1: 0}, 0), ({1: 7}, 7), ({0: 7}, -100), (9, 9), (0, -100)):
+        assert Collate(pad=pad)(pairs)[1][1].tolist() == [4, want, want]
+    assert Collate(pad=9)([{"labels": y} for _, y in pairs])["labels"][1].tolist() == [4, -100, -100]
+    assert Collate(multiple=4)(pairs[:1] * 2)[1].tolist() == [[4, 5, 6, -100]] * 2
+    for kind in (torch.float32, torch.bool, torch.uint8):
+        floats = Collate()([(x, y.to(kind)) for x, y in pairs])
+        assert floats[1][1, 1:].tolist() == [0, 0]
+    assert Collate()([(x, x, y) for x, y in pairs])[1][1].tolist() == [1, 0, 0]
+    assert Collate()([{"pair": pair} for pair in pairs])["pair"][1][1].tolist() == [4, 0, 0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_padded_in_targets_counts_for_nothing(accumulate: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    lengths = [5, 1, 2, 4, 3, 3, 1, 5]
+    rows = [(torch.randint(9, (n,), generator=random), torch.randint(3, (n,), generator=random)) for n in lengths]
+    model = nn.Sequential(nn.Embedding(9, 3), Turned())
+    want = nn.functional.cross_entropy(torch.cat([model[0](x) for x, _ in rows]), torch.cat([y for _, y in rows]))
+    (wanted,) = torch.autograd.grad(want, model[0].weight)
+    before = model[0].weight.detach().clone()
+    made = Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+        settings=Settings(accumulate=accumulate),
+        progress=False,
+    )
+    made.fit(Loader(rows, batch=8 // accumulate, shuffle=False), steps=1)
+    torch.testing.assert_close(before - model[0].weight, wanted)
+
+
+class Turned(nn.Module):
+    """Classes before places, as torch's losses have them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

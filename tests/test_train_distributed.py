@@ -17,8 +17,9 @@ from _ranks import on_ranks
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.train.distributed.data import Share, share
-from trimtab.train.distributed.group import Group, PeerError
-from trimtab.train.distributed.processes import _attempt, _local_rank
+from trimtab.train.distributed.devices import local_device
+from trimtab.train.distributed.group import AgainError, Group, PeerError
+from trimtab.train.distributed.processes import _attempt
 from trimtab.train.distributed.replicas import Replicas
 from trimtab.train.pace import Pace, laggard
 from trimtab.train.summary import Summary
@@ -82,6 +83,43 @@ class Idle(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.network(inputs)
+        return result
+
+
+class Branched(nn.Module):
+    """A network with a layer that only batches which are not marked go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.branch = network(), nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.network(inputs if float(inputs[0, 0]) == MARK else inputs + self.branch(inputs))
+        return result
+
+
+MARK = 7.0
+
+
+def marked(*places: int) -> Batches:
+    """Fourteen batches, some of which are marked."""
+    made = batches(14)
+    for place in places:
+        made[place][0][0, 0] = MARK
+    return made
+
+
+class Linked(nn.Module):
+    """A network with a sparse matrix, which changes by itself."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.network = network()
+        self.register_buffer("links", (scale * torch.eye(8)).to_sparse_coo())
+        self.register_buffer("rows", (scale * torch.eye(8)).to_sparse_csr(), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.network(torch.sparse.mm(self.links, inputs.T).T)
         return result
 
 
@@ -254,8 +292,55 @@ def slow(folder: pathlib.Path) -> dict[str, Any]:
     return {"notes": list(made.fit(batches(12), epochs=2).notes)}
 
 
-CHECKS: list[Callable[[pathlib.Path], dict[str, Any]]] = [
+def branched(folder: pathlib.Path) -> dict[str, Any]:
+    """A layer gets no gradient in the fifth update of each epoch: in both processes, or in that of rank 1."""
+    return {name: branches(places, 1) for name, places in BRANCHES.items()}
+
+
+BRANCHES = {"both": (8, 9), "second": (9,)}
+
+
+def branches(places: tuple[int, ...], accumulate: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Branched()
+    summary = trainer(model, accumulate=accumulate).fit(marked(*places), epochs=2)
+    return {"parameters": flat(model), **figures(summary)}
+
+
+def crowded(folder: pathlib.Path) -> list[str]:
+    """What goes on in rank 0, where the update is to be made again, while rank 1 runs out of memory in it, or fails."""
+    found = []
+    for error in (torch.OutOfMemoryError("injected"), ValueError("injected")):
+        world = trainer(network()).world
+        assert isinstance(world, Group)
+        try:
+            with world.together():
+                raise AgainError("Again.") if rank() == 0 else error
+        except (TrimtabError, RuntimeError, ValueError) as failed:
+            found.append(type(failed).__name__)
+    return found
+
+
+def linked(folder: pathlib.Path) -> dict[str, Any]:
+    """Sparse buffers that differ between the processes."""
+    found = {}
+    for sharding in ("replicate", "shard"):
+        model = Linked(1.0 + rank())
+        run(model, 2, sharding=sharding)
+        buffers = dict(model.named_buffers())
+        found[sharding] = {"parameters": flat(model), **{name: value.to_dense().tolist() for name, value in buffers.items()}}
+    model = Linked()
+    model.links = torch.ones(8, 8).to_sparse_coo() if rank() else model.links
+    try:
+        trainer(model)
+    except TrimtabError as error:
+        found["other"] = {"error": str(error)}
+    return found
+
+
+CHECKS: list[Callable[[pathlib.Path], Any]] = [
     *(accumulated, buckets, idle, out_of_memory, failing, stopped, shared_out, statistics, slow),
+    *(branched, linked, crowded),
 ]
 
 
@@ -305,6 +390,31 @@ def test_a_process_that_fails_leaves_no_other_waiting(found: list[dict[str, Any]
     peer, own = found[0]["failing"][where], found[1]["failing"][where]
     assert peer == [PeerError.__name__, "The process of rank 1 failed; its own message says why."]
     assert "injected" in own[1] or "the file is gone" in own[1]
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_parameters_that_get_no_gradient_in_a_later_update_cost_no_update(found: list[dict[str, Any]], name: str) -> None:
+    wanted = branches(BRANCHES[name], 2)
+    for each in found:
+        same(each["branched"][name], wanted)
+        assert each["branched"][name]["updates"] == 14
+    assert sum("got none in another" in note for note in found[0]["branched"][name]["notes"]) == 1
+
+
+def test_an_update_that_is_to_be_made_again_goes_on_with_the_worst_of_all(found: list[dict[str, Any]]) -> None:
+    assert found[0]["crowded"] == ["PeerMemoryError", "PeerError"]
+    assert found[1]["crowded"] == ["OutOfMemoryError", "ValueError"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* support is in beta state")
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
+def test_sparse_buffers_are_those_of_the_first_process(found: list[dict[str, Any]], sharding: str) -> None:
+    model = Linked()
+    run(model, 4)
+    for each in found:
+        torch.testing.assert_close(torch.tensor(each["linked"][sharding]["parameters"]), torch.tensor(flat(model)))
+        assert each["linked"][sharding]["links"] == each["linked"][sharding]["rows"] == torch.eye(8).tolist()
+        assert each["linked"]["other"]["error"].startswith("The processes have different models")
 
 
 def test_all_processes_stop_at_the_same_update(found: list[dict[str, Any]]) -> None:
@@ -379,12 +489,18 @@ def test_a_process_takes_the_gpu_that_its_launcher_says(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("SLURM_LOCALID", raising=False)
+    assert local_device("cuda") == torch.device("cuda")  # whichever is the current one
+    monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "6")
-    assert _local_rank() == 2
+    assert local_device("cuda").index == 2
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert _local_rank() == 1
+    assert local_device("cuda").index == 1
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert _local_rank() == 3
+    assert local_device("cuda").index == 3
+    assert local_device("cuda:2").index == 2
+    assert local_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process is shown its own only
+    assert local_device("cuda").index == 0
 
 
 def test_the_world_of_several_is_not_made_for_one() -> None:

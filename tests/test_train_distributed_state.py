@@ -59,6 +59,37 @@ class Transformer(nn.Module):
         return result
 
 
+class Scaled(nn.Module):
+    """A model with a parameter that has no dimension, as CLIP's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = nn.ModuleList([nn.Linear(SIZE, CLASSES)]), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers[0](inputs).mean(1) * self.scale
+        return found
+
+
+class Again(nn.Module):
+    """Layers in lists of lists, some of which stand there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner, self.head = nn.ModuleList([Block()]), nn.Linear(SIZE, CLASSES)
+        shared = Transformer()
+        shared.head = nn.Linear(SIZE, SIZE)
+        self.first, self.second = nn.ModuleList([inner[0], Block(), inner[0]]), nn.ModuleList([inner[0]])
+        self.last = nn.ModuleList([shared, shared.blocks[1]])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in (*self.first, *self.second, self.last[1]):
+            inputs = block(inputs)
+        result: torch.Tensor = self.head(inputs).mean(1) + self.last[0](inputs)[:, :CLASSES]
+        return result
+
+
 COLUMNS, ROWS = ["*.query", "*.key", "*.value", "*.up"], ["*.out", "*.down"]
 
 
@@ -116,10 +147,19 @@ def checks(folder: pathlib.Path) -> dict[str, Any]:
         made = trainer(folder / name, world=join(Settings(), grid), model=model, accumulate=2 * size)
         found[name] = run(made, 3)
     found["split, foreach"] = run(split_in_two(accumulate=4, foreach=True), 3)
+    found["again"] = run(trainer(model=Again(), accumulate=2, sharding="shard"), 2)
+    found["two trainers"] = two_trainers(2, sharding="shard")
     found["overflow"] = overflow()
     found["refused"] = refused()
     found["dropout"] = dropout(folder / "dropout")
     return found
+
+
+def two_trainers(accumulate: int, **settings: Any) -> dict[str, Any]:
+    """One model, trained by one trainer after the other."""
+    first = trainer(accumulate=accumulate, **settings)
+    first.fit(batches(), epochs=1)
+    return run(trainer(model=first.model, accumulate=accumulate, **settings), 2)
 
 
 def split_in_two(*, foreach: bool | None = None, **settings: Any) -> Trainer:
@@ -171,8 +211,17 @@ def copied(folder: pathlib.Path) -> bool:
 
 def refused() -> list[str]:
     sentences = []
-    for settings in ({"sharding": "shard", "communication": "topk"}, {"exact_batchnorm": True}):
+    for settings in (
+        {"sharding": "shard", "communication": "topk"},
+        {"exact_batchnorm": True},
+        {"sharding": "shard", "memory_format": "channels_last"},
+        {"model": Scaled(), "sharding": "shard"},
+        {"model": trainer(sharding="shard").model, "sharding": "shard", "communication": "bfloat16"},
+        {"world": "cuda"},
+    ):
         try:
+            if settings.get("world") == "cuda":
+                join(Settings(device="cuda"), mesh(2))
             trainer(**settings)
         except UsageError as error:
             sentences.append(str(error))
@@ -222,6 +271,18 @@ def test_a_model_that_is_spread_trains_as_on_one_process(found: list[dict[str, A
         same(each[how], alone, 5e-5)
 
 
+def test_a_layer_that_stands_in_lists_twice_is_shared_out_once(found: list[dict[str, Any]]) -> None:
+    wanted = run(trainer(model=Again(), accumulate=4), 2)
+    for each in found:
+        same(each["again"], wanted, 5e-5)
+
+
+def test_a_model_that_is_shared_out_can_be_given_to_another_trainer(found: list[dict[str, Any]]) -> None:
+    wanted = two_trainers(4)
+    for each in found:
+        same(each["two trainers"], wanted, 5e-5)
+
+
 def test_gradients_of_shards_can_cross_in_bfloat16(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert found[0]["narrow"]["parameters"] != alone["parameters"]
     assert found[0]["narrow"]["validation"] == pytest.approx(alone["validation"], rel=0.02)
@@ -248,7 +309,19 @@ def test_one_process_goes_on_with_what_two_have_written(
 
 
 def test_what_does_not_go_together_is_refused(found: list[dict[str, Any]]) -> None:
-    topk, batchnorm, optimizer, name = found[0]["refused"]
+    topk, batchnorm, layout, scalar, earlier, device, optimizer, name = found[0]["refused"]
+    assert layout.startswith("memory_format='channels_last' cannot be combined with a model that is shared out: FSDP2 takes")
+    assert scalar == (
+        "The parameter scale is a number without a dimension along which it could be shared out. Make it of shape (1,), or "
+        "take sharding='replicate'."
+    )
+    assert earlier.startswith(
+        "An earlier Trainer has shared the model out already, with another sharding, communication or mesh."
+    )
+    assert device == (
+        "Settings device is 'cuda', but the mesh is of processes on 'cpu'. Make it with the settings of the run: mesh(model=2, "
+        "settings=settings)."
+    )
     assert topk.startswith("Settings communication='topk' needs sharding='replicate', because FSDP2 scatters gradients")
     assert batchnorm.startswith("exact_batchnorm over several processes is torch's SyncBatchNorm, which runs on GPUs only.")
     assert optimizer.endswith("or give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters).")

@@ -338,6 +338,48 @@ def test_larger_batches_get_a_plan_of_their_own() -> None:
     assert "nothing" not in trainer.notes[1]
 
 
+class Hidden:
+    """Holds tensors where nobody sees them."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+
+def hidden_loss(model: nn.Module, batch: Hidden) -> torch.Tensor:
+    return functional.cross_entropy(model(batch.x), batch.y)
+
+
+def test_batches_whose_tensors_nobody_sees_are_planned_for_once_and_told_of() -> None:
+    model, inputs, labels = made(transformer)
+    data = [Hidden(inputs, labels)] * 3
+
+    def fitted(**settings: Any) -> Trainer:
+        trainer = Trainer(model, loss=hidden_loss, optimizer=adam, settings=Settings(**settings), progress=False)
+        trainer.fit(data, epochs=1)
+        return trainer
+
+    assert sum(note.startswith("Activations take") for note in fitted(activation_mb=5.0).notes) == 1
+    told = "batches are not taken apart of which nothing tells how many examples they have. Make the loader's smaller."
+    assert fitted(batch=2).notes == [f"batch=2: {told}"]
+    auto = fitted(batch="auto")
+    assert auto.notes == [f"batch=None: {told}"]
+    assert (auto.settings.batch, auto.decided) == (None, {"batch": None})
+
+
+def test_a_batch_whose_examples_nobody_can_count_and_that_does_not_fit_is_no_single_example() -> None:
+    def full(model: nn.Module, batch: Hidden) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model, inputs, labels = made(transformer)
+    trainer = Trainer(model, loss=full, optimizer=adam)
+    with pytest.raises(
+        WorkloadError,
+        match=r"A batch does not fit into memory \(CUDA .*\), and nothing tells how many examples it has, so it cannot be "
+        r"taken apart\. Make the loader's batches smaller",
+    ):
+        trainer.fit([Hidden(inputs, labels)], epochs=1)
+
+
 def sums(folder: pathlib.Path) -> dict[str, Any]:
     """On one of several processes: the losses of runs with and without a budget, for whole and for sharded parameters."""
     found = {}

@@ -351,6 +351,70 @@ def test_a_trial_does_not_begin_with_a_loss_that_another_has_trained() -> None:
     torch.testing.assert_close(loss.state_dict(), before)
 
 
+class Seen(nn.Module):
+    """Counts the examples that it was trained on, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.random, self.modes = torch.Generator().manual_seed(0), set[bool]()
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.modes.add(self.training)
+        self.get_buffer("seen").add_(len(targets) * self.training)
+        return functional.cross_entropy(outputs, targets) * (1 + 0 * torch.rand((), generator=self.random))
+
+
+class Narrow(nn.Linear):
+    """Has no memory for more than five examples at once; or never, for the third batch of whatever size."""
+
+    def __init__(self, most: int = 5) -> None:
+        super().__init__(6, CLASSES)
+        self.most, self.calls = most, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        if self.training and (len(x) > self.most or self.calls == 3):
+            raise torch.OutOfMemoryError("injected")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("settings", "model"),
+    [
+        (Settings(), network), (Settings(batch="auto"), network), (Settings(activation_mb=1.0), network),
+        (Settings(accumulate=4), lambda: Narrow(99)),  # the second batch but one
+        (Settings(accumulate=4), Narrow),
+    ],
+    ids=["plain", "auto", "budget", "third of four", "narrow"],
+)  # fmt: skip
+def test_a_loss_counts_what_is_learnt_and_nothing_else(settings: Settings, model: Any) -> None:
+    loss = Seen()
+    trainer(loss, model(), settings=settings).fit(pairs(), pairs(), epochs=1)
+    assert int(loss.get_buffer("seen")) == 32
+    assert loss.modes == {True, False}
+    assert loss.training
+
+
+def test_a_loss_of_which_a_part_is_frozen_is_so_after_a_validation() -> None:
+    loss = Centres()
+    loss.fixed.eval()
+    trainer(loss).fit(pairs(), pairs(), epochs=1)
+    assert (loss.training, loss.fixed.training) == (True, False)
+
+
+def test_a_rehearsal_leaves_no_gradient_and_no_draw_in_a_loss() -> None:
+    model, loss, noisy = network(), Centres(), Seen()
+    with rehearsal(model, loss=loss):
+        loss(model(pairs()[0][0]), pairs()[0][1]).backward()
+    assert loss.places.grad is None
+    assert loss.calls == 0
+    before = noisy.random.get_state()
+    with rehearsal(model, loss=noisy):
+        noisy(model(pairs()[0][0]), pairs()[0][1])
+    assert torch.equal(noisy.random.get_state(), before)
+
+
 def test_a_rehearsal_puts_the_parameters_of_a_loss_back() -> None:
     model, loss = network(), Centres()
     before, optimizer = loss.places.detach().clone(), momentum([*model.parameters(), loss.places])

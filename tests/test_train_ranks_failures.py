@@ -17,7 +17,7 @@ from _runs import full_at
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.train.batch_size import find_batch
-from trimtab.train.distributed import replicas
+from trimtab.train.distributed import replicas, shards
 from trimtab.train.distributed.group import PeerError
 from trimtab.train.distributed.processes import join
 from trimtab.train.distributed.replicas import Replicas
@@ -184,6 +184,33 @@ def different(folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
+class Skips(nn.Module):
+    """Layers of which each process runs others: as many, or more."""
+
+    def __init__(self, *, more: bool) -> None:
+        super().__init__()
+        self.layers, self.head, self.more = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 4), more
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rank = dist.get_rank()
+        for layer in self.layers[: 1 + rank] if self.more else self.layers[rank : rank + 1]:
+            inputs = torch.tanh(layer(inputs))
+        found: torch.Tensor = self.head(inputs)
+        return found
+
+
+def skipped() -> dict[str, list[str]]:
+    """Shards of which the processes gather others; where nobody looks as they run, it shows when they have."""
+    found = {name: epoch(trainer(Skips(more=more), sharding="shard"), Sized(2, 2)) for name, more in SKIPPED.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "COMPARED", 0)
+        found["late"] = epoch(trainer(Skips(more=False), sharding="shard"), Sized(2, 2))
+    return found
+
+
+SKIPPED = {"other": False, "more": True}
+
+
 def validation() -> list[str]:
     """Rank 1 cannot validate a sharded model; the last check, because it ends where nobody can be told."""
     made = trainer(sharding="shard")
@@ -195,7 +222,7 @@ def validation() -> list[str]:
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
     trainer()  # which meets the other process
     found: dict[str, Any] = {check.__name__: check(folder) for check in (callbacks, different)}
-    checks = (lengths, first_exchange, not_finite, tried_again, narrow, refused, rehearsed, validation)
+    checks = (lengths, first_exchange, not_finite, tried_again, narrow, refused, rehearsed, skipped, validation)
     return found | {check.__name__: check() for check in checks}
 
 
@@ -291,6 +318,13 @@ def test_processes_with_different_arguments_do_not_wait_for_each_other(
         assert each[name][0] == "UsageError"
         assert f"{named} is {first} for that of rank 0, and {second} for that of rank 1." in each[name][1]
         assert not each["threads"]
+
+
+@pytest.mark.parametrize("name", [*SKIPPED, "late"])
+def test_shards_of_which_processes_run_different_layers_end_the_run_in_all(ranks: list[dict[str, Any]], name: str) -> None:
+    for each in ranks:
+        assert each["skipped"][name][0] == "WorkloadError"
+        assert each["skipped"][name][1].startswith("The processes called different layers of the model in this update")
 
 
 def test_a_validation_of_shards_that_fails_in_one_process_ends_all(ranks: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from trimtab import Settings, Trainer
 from trimtab.errors import WorkloadError
 from trimtab.train.feed import join, mover, split
-from trimtab.train.objective import examples
+from trimtab.train.objective import examples, fresh, tensors
 
 
 def detection(count: int, side: int = 4) -> Any:
@@ -63,6 +64,19 @@ def test_lists_of_examples_are_taken_apart_and_joined() -> None:
         split([[X8, torch.rand(20, 4)], Y8], 2)
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [torch.arange(6.0), ["a", "b", "c", "d"], [{"ids": torch.zeros(n)} for n in (5, 4, 3)],
+     pack_sequence([torch.ones(n) for n in (4, 3, 2, 1)])],
+    ids=["tensor", "texts", "mappings", "packed"],
+)  # fmt: skip
+def test_a_batch_that_is_no_container_of_columns_is_taken_apart(batch: Any) -> None:
+    parts = split(batch, 2)
+    assert [examples(part) for part in parts] == [2] * 3 if isinstance(batch, torch.Tensor) else [2, examples(batch) - 2]
+    again = join(parts)
+    assert str(again) == str(batch) or torch.equal(again.data, batch.data)
+
+
 def test_unequal_batches_of_lists_count_by_their_examples() -> None:
     class Mean(nn.Module):
         def __init__(self) -> None:
@@ -109,6 +123,76 @@ def test_what_is_no_tensor_stays_with_its_example() -> None:
     assert again["kind"] == ["a", "b"]
     assert torch.equal(again["inputs"], inputs)
     assert join([["x", "y"], ["z"]]) == ["x", "y", "z"]  # no tensor at all
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """A batch that is a dataclass; what its class computes from what it is given is not computed again."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    names: list[str]
+    kind: str = "labelled"
+    twice: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "x", self.x * 2)
+        object.__setattr__(self, "twice", self.x)
+
+
+def labelled(count: int = 8) -> Labelled:
+    draw = torch.Generator().manual_seed(count)
+    made = torch.randn(count, 4, generator=draw), torch.randint(0, 3, (count,), generator=draw)
+    return Labelled(*made, [f"{place}" for place in range(count)])
+
+
+def test_dataclasses_are_counted_taken_apart_joined_and_moved() -> None:
+    whole = labelled()
+    assert examples(whole) == 8
+    assert len(tensors(whole)) == 3
+    parts = split(whole, 3)
+    assert [part.names for part in parts] == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
+    assert torch.equal(torch.cat([part.twice for part in parts]), whole.x)
+    assert {part.kind for part in parts} == {"labelled"}
+    again = join(parts)
+    assert isinstance(again, Labelled)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(again), tensors(whole), strict=True))
+    assert again.names == whole.names
+    moved = mover(torch.device("meta"))([whole])
+    assert moved[0].x.is_meta
+    assert not whole.x.is_meta
+    own = fresh(whole)
+    own.names.append("mine")
+    assert len(whole.names) == 8
+
+
+def test_a_list_of_dataclasses_has_an_entry_per_example() -> None:
+    graphs = [labelled(count) for count in (5, 3, 4)]
+    assert examples(graphs) == 3
+    assert [len(part) for part in split(graphs, 2)] == [2, 1]
+    assert examples((graphs, torch.zeros(3))) == 3
+    plain = dataclasses.make_dataclass("Plain", ["x"])
+    for count in (8, 2):
+        pair = plain(torch.ones(count, 3)), plain(torch.ones(count))  # inputs and targets
+        assert examples(pair) == count
+        assert [(len(one.x), len(two.x)) for one, two in split(pair, count // 2)] == [(count // 2, count // 2)] * 2
+
+
+def test_batches_that_are_dataclasses_are_trained_on_in_parts_as_whole() -> None:
+    def loss(model: nn.Module, batch: Labelled) -> torch.Tensor:
+        assert len(batch.names) == len(batch.x)
+        return nn.functional.cross_entropy(model(batch.x), batch.y)
+
+    def weight(**settings: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = functools.partial(torch.optim.SGD, lr=0.5)
+        made = Trainer(model, loss=loss, optimizer=optimizer, settings=Settings(**settings), progress=False)
+        assert made.fit([labelled(8), labelled(3), labelled(6)], epochs=1).notes == ()
+        return model.weight.detach()
+
+    torch.testing.assert_close(weight(batch=2), weight())
+    torch.testing.assert_close(weight(accumulate=3, batch=2), weight(accumulate=3, joined=True))
 
 
 class Graph:

@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
@@ -32,7 +34,7 @@ from _runs import EPOCH, Line, Stream, loader, told, trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.events import Event
-from trimtab.train.schedule import cosine, linear, one_cycle
+from trimtab.train.schedule import ENDLESS, cosine, linear, one_cycle, remark
 from trimtab.train.stopping import EarlyStopping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -246,6 +248,80 @@ def test_a_cycle_stays_at_its_last_rate(schedule: Any, ended: int) -> None:
     assert note.startswith(f"The schedule ended after {ended} updates, and the run makes more")
 
 
+EPOCHS: dict[str, tuple[Callable[[Optimizer], LRScheduler], str]] = {
+    "step": (
+        lambda o: StepLR(o, 30),
+        "The StepLR changes the rate every 30 updates, and the run has 1,500: it is stepped once",
+    ),
+    "steps": (
+        lambda o: MultiStepLR(o, [30, 60, 90]),
+        "The MultiStepLR changes the rate for the last time after 90 updates, and",
+    ),
+    "annealing": (
+        lambda o: CosineAnnealingLR(o, T_max=90),
+        "The CosineAnnealingLR goes from its largest rate to its smallest in",
+    ),
+    "falling": (
+        lambda o: LinearLR(o, 1.0, 0.0, total_iters=90),
+        "The LinearLR ends after 90 updates, and the run has 1,500: it",
+    ),
+    "exponential": (
+        lambda o: ExponentialLR(o, 0.95),
+        "The ExponentialLR multiplies the rate by 0.95 in each update, and the run",
+    ),
+    "sequential": (
+        lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 5), CosineAnnealingLR(o, 85)], [5]),
+        "The CosineAnnealingLR goes from its largest rate to its smallest in 85 updates, and the run has 1,500",
+    ),
+    "chained": (
+        lambda o: ChainedScheduler([ConstantLR(o), StepLR(o, 30)]),
+        "The StepLR changes the rate every 30 updates, and",
+    ),
+}
+UPDATES: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "cosine": lambda o: cosine()(o, 1500),
+    "one_cycle": lambda o: one_cycle(0.1)(o, 1500),
+    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 100, T_mult=2),
+    "restarts in proportion": lambda o: CosineAnnealingWarmRestarts(o, 375),
+    "step": lambda o: StepLR(o, 500),
+    "stairs": lambda o: StepLR(o, 30, gamma=0.95),
+    "exponential": lambda o: ExponentialLR(o, 0.05 ** (1 / 1500)),
+    "warm-up": lambda o: LinearLR(o, 0.1, 1.0, total_iters=50),
+    "sequential": lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 50), CosineAnnealingLR(o, 1450)], [50]),
+    "chained": lambda o: ChainedScheduler([ConstantLR(o, 0.5, 20), PolynomialLR(o, 1500)]),
+    "plateau": ReduceLROnPlateau,
+}
+
+
+def optimizer() -> Optimizer:
+    return torch.optim.SGD(Line().parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", EPOCHS)
+def test_a_schedule_that_was_made_for_epochs_is_told_of(name: str) -> None:
+    make, note = EPOCHS[name]
+    said = remark(make(optimizer()), 1500, 500)
+    assert said is not None
+    assert said.startswith(note)
+    assert said.endswith(
+        "it is stepped once per update. If it was made for epochs, multiply lengths by the 500 updates of one, and take the "
+        "root of that degree of what every step multiplies the rate by."
+    )
+    assert remark(make(optimizer()), 95, 5) is None  # too short to tell
+    assert remark(make(optimizer()), ENDLESS, 500) is remark(make(optimizer()), None, None) is None
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_schedule_that_fits_the_run_is_not_told_of(name: str) -> None:
+    assert remark(UPDATES[name](optimizer()), 1500, 500) is None
+
+
+def test_a_run_tells_of_a_schedule_that_was_made_for_epochs() -> None:
+    (note,) = trainer(schedule=lambda o, n: MultiStepLR(o, [3, 6])).fit(loader(), epochs=13).notes
+    assert note.startswith("The MultiStepLR changes the rate for the last time after 6 updates, and the run has 104: it is")
+    assert "by the 8 updates of one" in note
+
+
 def test_a_plateau_is_found_in_the_validation(tmp_path: pathlib.Path) -> None:
     def schedule(optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
         return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs")
@@ -285,6 +361,7 @@ def test_a_plateau_of_the_opposite_direction_is_refused() -> None:
     ("schedule", "said"),
     [
         ("cosine", "schedule is 'cosine', a str, and no schedule. Give one such as trimtab.train.schedule.cosine()"),
+        ("cosine", "or a function: lambda optimizer, updates: StepLR(optimizer, updates // 3)."),
         (lambda o: StepLR(o, 1), "which cannot be called with (optimizer, updates): too many positional arguments. Give"),
         (one_cycle, "schedule is one_cycle, which cannot be called with (optimizer, updates)"),
         (lambda o, n: None, "The schedule returned a NoneType, not one of torch.optim.lr_scheduler. Let it return one."),

@@ -23,9 +23,9 @@ from trimtab.train.clock import HostClock
 from trimtab.train.events import Event, JsonLines, Progressed, TensorBoard
 from trimtab.train.objective import Objective
 from trimtab.train.rehearsal import rehearsal
-from trimtab.train.runtime import running
+from trimtab.train.runtime import random_state, running, set_random_state
 from trimtab.train.step import Step, Update
-from trimtab.train.world import World, weighted
+from trimtab.train.world import World, weighted, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -405,3 +405,35 @@ def test_a_host_waits_for_no_update_of_a_gpu(clip_norm: float | None) -> None:
     made(bad)  # which is told with the next update
     with pytest.raises(NonFiniteError):
         made(groups[0])
+
+
+class Narrow:
+    """A tensor on a device without 64 bits."""
+
+    device = torch.device("mps")
+
+    def cpu(self) -> torch.Tensor:
+        """The same where there are such numbers."""
+        return torch.ones(2)
+
+    def double(self) -> torch.Tensor:
+        """What the device says of it."""
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+
+
+def test_what_is_summed_up_in_64_bits_leaves_a_device_that_has_none() -> None:
+    for tensor in (Narrow(), torch.ones(2), torch.ones(2).half()):
+        found = wide(tensor)  # type: ignore[arg-type]
+        assert (found.dtype, found.tolist()) == (torch.float64, [1, 1])
+
+
+def test_the_generator_of_an_apple_gpu_is_kept_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [torch.tensor([1, 2], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: there[0].clone())
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: there.__setitem__(0, state))
+    before = random_state()
+    there[0] = torch.tensor([3, 4], dtype=torch.uint8)
+    set_random_state(before)
+    assert there[0].tolist() == [1, 2]
+    set_random_state({name: state for name, state in before.items() if name != "mps"})  # of a checkpoint that has none

@@ -263,6 +263,86 @@ def test_a_stop_that_a_callback_asks_for_leaves_the_validation_whole() -> None:
     assert [update for update, _ in found] == [EPOCH]
 
 
+class Penalty(nn.Module):
+    """A loss that differentiates: of what the model makes of inputs that are part of it."""
+
+    def forward(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        found = model(x)
+        (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        return nn.functional.mse_loss(found, y) + slope.square().mean()
+
+
+def penalised(model: nn.Module, batch: Any) -> torch.Tensor:
+    found: torch.Tensor = Penalty()(model, *batch)
+    return found
+
+
+def test_a_loss_that_differentiates_is_validated_too() -> None:
+    data = [(torch.rand(4, 1) * 32, torch.rand(4, 1)) for _ in range(3)]
+    error = {"error": lambda outputs, targets: (outputs - targets).square()}
+    for metrics in ({}, error):
+        made = trainer(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)), loss=penalised, metrics=metrics)
+        found = made.fit(data, data, epochs=1).metrics
+        want = sum(float(penalised(made.model, batch).detach()) for batch in data) / 3
+        assert found["loss"] == pytest.approx(want, rel=1e-5)
+        assert all(parameter.grad is None for parameter in made.model.parameters())
+
+
+class Force(nn.Module):
+    """Answers with a slope of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.inner(x)
+        return {"energy": energy, "force": -torch.autograd.grad(energy.sum(), x, create_graph=True)[0]}
+
+
+def test_a_model_that_differentiates_is_validated_with_metrics_that_need_no_gradients() -> None:
+    graphs: list[bool] = []
+
+    def seen(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        graphs.append(outputs["force"].requires_grad)
+        return (outputs["force"] - targets).square()
+
+    data = [(torch.rand(4, 1), torch.rand(4, 1)) for _ in range(3)]
+    loss = lambda outputs, targets: nn.functional.mse_loss(outputs["force"], targets)  # noqa: E731
+    found = trainer(Force(), loss=loss, metrics={"error": seen}).fit(data, data, epochs=1).metrics
+    assert found["loss"] == pytest.approx(found["error"], rel=1e-5)
+    assert graphs == [False] * 3
+
+
+def test_what_else_fails_without_gradients_is_said() -> None:
+    calls: list[bool] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        if len(calls) == 5:
+            raise RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn")
+        return with_model(model, batch)
+
+    with pytest.raises(WorkloadError, match=r"In validation the model or its loss raised: RuntimeError: element 0 of tensors"):
+        trainer(loss=loss).fit(batches(), batches(), epochs=1)
+    assert calls == [True] * 3 + [False] * 2  # which is not the first batch
+
+
+def test_validation_batches_whose_examples_nobody_can_count_are_told_of() -> None:
+    class Box:
+        def __init__(self, batch: Any) -> None:
+            self.batch = batch
+
+    boxed = lambda model, box: with_model(model, box.batch)  # noqa: E731
+    data = [Box(batch) for batch in batches()]
+    assert trainer(loss=boxed).fit(data, data[:1], epochs=1).notes == ()
+    (note,) = trainer(loss=boxed).fit(data, data, epochs=2).notes
+    assert note.startswith("Nothing tells how many examples a batch has, so that all batches count alike. If they are not")
+    assert trainer(loss=lambda model, box: (with_model(model, box.batch), 2)).fit(data, data, epochs=1).notes == ()
+
+
 def with_model(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 

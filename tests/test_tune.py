@@ -35,7 +35,8 @@ from trimtab.subject import prepare
 from trimtab.train.loader import Loader
 from trimtab.train.losses import Written, increase, parity, too_coarse
 from trimtab.train.trial import _unfaithful, try_recipe
-from trimtab.train.trying import TrainingSubject, Updates, first, prepared
+from trimtab.train.trying import TrainingSubject, first, prepared
+from trimtab.train.updates import Updates
 from trimtab.trial import State, Trial
 from trimtab.tuning import _spoken
 from trimtab.workload import Limits, Training, Workload
@@ -459,3 +460,5 @@ def test_the_call_that_goes_on_has_what_is_not_at_its_default() -> None:
     options = Options(trial_s=600.0, timing_s=1.0, worker_mb=900.0)
     spoken = _spoken("train.py", options, budget=None, updates=24, out="run")
     assert spoken == "trimtab.tune('train.py', out='run', worker_memory_mb=900.0, timing_seconds=1.0)"
+    spoken = _spoken("train.py", Options(storage="postgresql://me:secret@host/db"), out="run")
+    assert spoken == "trimtab.tune('train.py', out='run', storage='postgresql://me:***@host/db')", "and no password"

@@ -173,6 +173,13 @@ def test_tree_names_what_cannot_cross() -> None:
         flatten(({"x": {1, 2}},), "inputs")
 
 
+def test_a_cache_of_transformers_is_left_out_by_its_own_setting() -> None:
+    kind = type("DynamicCache", (), {"__module__": "transformers.cache_utils"})
+    told = r"output\['past'\] is a transformers\.cache_utils\.DynamicCache.*Give use_cache=False beside"
+    with pytest.raises(UsageError, match=told):
+        flatten({"past": kind()}, "output")
+
+
 def test_registry_lists_names_without_importing_and_knows_what_exists() -> None:
     assert {"channels_last"} <= set(PASSES)
     assert {"eager"} <= set(BACKENDS)

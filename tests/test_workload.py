@@ -286,6 +286,40 @@ def test_calibration_is_recorded_where_run_calls_the_model() -> None:
     assert subject.candidate.calibration[0][0][0].shape == (3, 4)
 
 
+@pytest.mark.parametrize("calibration", [None, [torch.randn(8, 4)]], ids=["recorded", "given"])
+def test_sizes_are_those_of_the_calls_that_run_makes(calibration: Any) -> None:
+    data = [((torch.randn(3, 4), torch.randn(3, 4)), torch.zeros(3)) for _ in range(20)]
+
+    def pair(model: Any, inputs: Any) -> torch.Tensor:
+        return (model(inputs[0]) * model(inputs[1])).sum(1)
+
+    evaluation = Evaluation(data=data, metric=lambda o, t: float(o.mean()), run=pair)
+    workload = Workload(model=linear, inputs=torch.randn(1, 4), evaluation=evaluation, calibration=calibration)
+    subject = prepare(workload)
+    assert [dim.name for dim in subject.candidate.signature.dims] == ["batch"]
+    assert {len(args[0]) for args, _ in subject.candidate.calibration} == ({3} if calibration is None else {8})
+    executable = OnnxRuntime().compile(subject.candidate)
+    want, got = (predict(call, subject.splits.test, evaluation) for call in (subject.model, executable))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, got, strict=True))
+    assert fresh(subject).args[0].shape == (1, 4)
+
+
+def test_calls_of_another_form_are_no_sizes() -> None:
+    class Stateful(nn.Linear):
+        def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x) + (0 if state is None else state.sum())
+
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        first = model(x[:2])  # without the state that the example has, and in other numbers, and of nothing
+        model(x[:0], torch.ones(3))
+        return model(x, first[0])
+
+    evaluation = Evaluation(data=[(torch.randn(5, 4), 0.0) for _ in range(12)], score=lambda o, t: o.mean()[None], run=run)
+    subject = prepare(Workload(model=Stateful(4, 3), inputs=(torch.randn(1, 4), torch.zeros(3)), evaluation=evaluation))
+    assert [str(spec) for spec in subject.candidate.signature.inputs] == ["x: float32[batch, 4]", "state: float32[3]"]
+    assert len(subject.candidate.calibration) == 3 * len(subject.splits.calibration)
+
+
 def test_workload_faults_are_the_users() -> None:
     class Broken(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

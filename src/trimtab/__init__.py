@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trimtab.recipe import Recipe
     from trimtab.signature import Dim
     from trimtab.study.compare import compare
+    from trimtab.study.progress import Progress
     from trimtab.study.study import Study
     from trimtab.study.verify import verify
     from trimtab.train.trainer import Trainer
@@ -43,6 +44,7 @@ _HOMES = {
     "Measurement": "measurement",
     "PASSES": "contracts",
     "Pass": "contracts",
+    "Progress": "study.progress",
     "Recipe": "recipe",
     "Settings": "candidate",
     "State": "trial",
@@ -80,6 +82,7 @@ __all__ = [
     "Limits",
     "Measurement",
     "Pass",
+    "Progress",
     "Recipe",
     "Settings",
     "State",

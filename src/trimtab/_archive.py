@@ -76,7 +76,7 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
     with Records(path) as records:
         _check_names(records)
         program = clean_program(records.read(MODEL, MAX_JSON))
-        weights, constants = (_tensors(records, folder) for folder in TABLES)
+        weights, constants = (_tensors(records, folder, program) for folder in TABLES)
     _check_targets(records.path, program, {**weights, **constants})
     try:
         return ExportedProgramDeserializer().deserialize(program, weights, constants, None)
@@ -181,8 +181,8 @@ def _check_names(records: Records) -> None:
         raise IntegrityError(f"{records.path} was written on a machine with another byte order.")
 
 
-def _tensors(records: Records, folder: str) -> dict[str, torch.Tensor]:
-    table = clean_payloads(records.read(TABLES[folder], MAX_JSON)).config
+def _tensors(records: Records, folder: str, program: Any = None) -> dict[str, torch.Tensor]:
+    table = clean_payloads(records.read(TABLES[folder], MAX_JSON), program).config
     flat: dict[tuple[str, int], torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
     for name, entry in table.items():

@@ -24,12 +24,14 @@ class Column(list[Any]):
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """One call's worth of data. ``target`` is ``None`` where there are no labels; ``rows`` is 0 where it must stay whole, and
-    ``single`` says that it is one example then, whatever its rows are a part of."""
+    ``single`` says that it is one example then, whatever its rows are a part of, or ``examples`` where its owner says along
+    which axis they lie."""
 
     inputs: Any
     target: Any = None
     rows: int = 0
     single: bool = False
+    examples: int = 0
 
     @property
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -34,7 +34,8 @@ def faithful(
     scored = evaluation is not None
     specs = full.outputs if evaluation is None or evaluation.run is None else None  # what run makes of them has others
     most = None if scored or exact else max_error
-    return compare_outputs(reference.nested(), outputs, exact=exact, max_error=most, scored=scored, specs=specs)
+    held = reference.nested(), outputs
+    return compare_outputs(*held, exact=exact, max_error=most, scored=scored, specs=specs, unlooked=reference.unlooked)
 
 
 def writes_otherwise(

@@ -16,8 +16,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import psutil
+
+try:
+    import resource
+except ImportError:  # Windows, where psutil knows the peak
+    resource = None  # type: ignore[assignment]
 
 ROOT = pathlib.Path("/")
 
@@ -99,6 +105,12 @@ def affinity() -> int:
     return os.cpu_count() or 1
 
 
+def usable_cores() -> int:
+    """Cores that this process may keep busy: what it may run on, within its cgroup's quota. A thread beyond the quota is
+    throttled for whole scheduler periods, so a fraction of a core is no core."""
+    return max(1, min(affinity(), int(cpu_quota() or affinity())))
+
+
 def cpu_quota(root: pathlib.Path = ROOT) -> float | None:
     """The tightest CPU limit of this process's cgroups, in cores; ``None`` without one. Reads versions 1 and 2."""
     limits = [_share(*text.split()[:2]) for folder in _folders(root, "cpu") if len((text := _v2_cpu(folder)).split()) == 2]
@@ -109,6 +121,17 @@ def free_mb() -> float:
     """Memory that this process and its children may still take, in MB: of what is free, as far as its cgroup's limit goes."""
     free, limit = psutil.virtual_memory().available / 1e6, memory_limit_mb()
     return free if limit is None else max(0.1 * limit, min(free, limit - psutil.Process().memory_info().rss / 1e6))
+
+
+def lifetime_mb() -> float:
+    """The highest resident memory since the process began, in MB; 0 where the system does not tell."""
+    info: Any = psutil.Process().memory_info()
+    if hasattr(info, "peak_wset"):
+        return float(info.peak_wset) / 1e6
+    if resource is None:
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
 def memory_limit_mb(root: pathlib.Path = ROOT) -> float | None:

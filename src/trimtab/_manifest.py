@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -11,7 +10,6 @@ import os
 import pathlib
 import re
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -162,43 +160,6 @@ def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
 
 def _digest(data: Any) -> str:
     return hashlib.sha256(dumps(data, indent=None).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary folder beside ``folder`` that takes its place when the block ends well, and vanishes when it does not."""
-    refuse_others(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # some file systems keep what another has open, of the old artifact, once the new one is in its place
-        with tempfile.TemporaryDirectory(
-            dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp", ignore_cleanup_errors=True
-        ) as scratch:
-            new, old = pathlib.Path(scratch, "new"), pathlib.Path(scratch, "old")
-            new.mkdir()
-            yield new
-            if folder.exists():
-                os.replace(folder, old)
-            os.replace(new, folder)
-    except OSError as error:
-        raise ArtifactError(
-            f"The artifact cannot be written to {folder}: {error.strerror or error}. Nothing was left half-written. Make room, "
-            "or choose a folder that can be written."
-        ) from error
-
-
-def refuse_others(folder: pathlib.Path) -> None:
-    """Raises where ``folder`` holds anything but an artifact: it is going to be deleted. What Python caches may go as well."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    try:
-        listed = {*read_manifest(folder).files, MANIFEST}
-    except ArtifactError as error:
-        raise ArtifactError(f"{folder} exists and is no artifact. Choose another folder or empty it.") from error
-    there = (path for path in folder.rglob("*") if "__pycache__" not in path.parts and (path.is_symlink() or not path.is_dir()))
-    names = sorted(path.relative_to(folder).as_posix() for path in there)
-    if strange := [name for name in names if name not in listed]:
-        raise ArtifactError(f"{folder} holds {strange[0]!r} beside an artifact. Move it away, or choose another folder.")
 
 
 def file_facts(folder: pathlib.Path) -> dict[str, FileFacts]:

@@ -66,19 +66,24 @@ def clean_program(text: bytes | bytearray) -> schema.ExportedProgram:
     Raises:
         IntegrityError: it is not JSON, not of this torch's schema, or says something that a saved model has no need to say.
     """
-    data = _clean(schema.ExportedProgram, parse_json(text, "the program"), "program")
+    found = parse_json(text, "the program")
+    data = _clean(
+        schema.ExportedProgram, found, "program", newer=isinstance(found, dict) and _is_newer(found.get("schema_version"))
+    )
     from_dict: Callable[..., Any] = _from_dict()
     program: schema.ExportedProgram = from_dict(schema.ExportedProgram, data)
     return program
 
 
-def clean_payloads(text: bytes | bytearray) -> schema.PayloadConfig:
-    """The table of weights or constants of an archive; the bytes themselves are checked where they are read.
+def clean_payloads(text: bytes | bytearray, program: schema.ExportedProgram | None = None) -> schema.PayloadConfig:
+    """The table of weights or constants of an archive, whose ``program`` says how new its schema is; the bytes themselves are
+    checked where they are read.
 
     Raises:
         IntegrityError: as for :func:`clean_program`.
     """
-    data = _clean(schema.PayloadConfig, parse_json(text, "the table of weights"), "payloads")
+    newer = program is not None and _is_newer(vars(program.schema_version))
+    data = _clean(schema.PayloadConfig, parse_json(text, "the table of weights"), "payloads", newer=newer)
     payloads: schema.PayloadConfig = _from_dict()(schema.PayloadConfig, data)
     return payloads
 
@@ -110,6 +115,15 @@ def parse_json(text: bytes | bytearray, what: str) -> Any:
         raise IntegrityError(f"The JSON of {what} cannot be read: {error}.") from error
 
 
+def _is_newer(version: Any) -> bool:
+    """Whether ``version`` is that of a later torch, which has added fields to the schema of this one. Torch itself reads past
+    those: what must be known makes another major version."""
+    match version:
+        case {"major": int(major), "minor": int(minor)}:
+            return major == schema.SCHEMA_VERSION[0] and minor > schema.SCHEMA_VERSION[1]
+    return False
+
+
 def _from_dict() -> Callable[..., Any]:
     # imported late because this module alone pulls in sympy and a good part of torch's compiler
     from torch._export.serde.serialize import _dict_to_dataclass
@@ -133,25 +147,26 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, globalns=vars(schema))
 
 
-def _clean(hint: Any, data: Any, where: str) -> Any:
-    """``data`` with exactly the types of ``hint``, after the rules for the classes in it."""
+def _clean(hint: Any, data: Any, where: str, *, newer: bool) -> Any:
+    """``data`` with exactly the types of ``hint``, after the rules for the classes in it. Fields that are not known are left
+    out where it is ``newer``, and refused where it is not."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return None if data is None else _clean(next(a for a in arguments if a is not type(None)), data, where)
+        return None if data is None else _clean(next(a for a in arguments if a is not type(None)), data, where, newer=newer)
     if origin is list:
         _require(isinstance(data, list), where, "a list", data)
-        return [_clean(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data)]
+        return [_clean(arguments[0], item, f"{where}[{i}]", newer=newer) for i, item in enumerate(data)]
     if origin is dict:
         _require(isinstance(data, dict), where, "an object", data)
-        return {key: _clean(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+        return {key: _clean(arguments[1], item, f"{where}.{key}", newer=newer) for key, item in data.items()}
     if isinstance(hint, type) and issubclass(hint, union._Union):
-        return _clean_union(hint, data, where)
+        return _clean_union(hint, data, where, newer=newer)
     if dataclasses.is_dataclass(hint):
-        return _clean_object(typing.cast(type, hint), data, where)
+        return _clean_object(typing.cast(type, hint), data, where, newer=newer)
     return _clean_scalar(hint, data, where)
 
 
-def _clean_union(cls: type, data: Any, where: str) -> dict[str, Any]:
+def _clean_union(cls: type, data: Any, where: str, *, newer: bool) -> dict[str, Any]:
     _require(isinstance(data, dict) and len(data) == 1, where, f"one kind of {cls.__name__}", data)
     kind, value = next(iter(data.items()))
     _require(kind in _hints(cls), where, f"a kind of {cls.__name__}", kind)
@@ -159,16 +174,18 @@ def _clean_union(cls: type, data: Any, where: str) -> dict[str, Any]:
         raise IntegrityError(
             f"{where} is a {kind}, which a saved model has no need of and which could run code; it is not read."
         )
-    cleaned = {kind: _clean(_hints(cls)[kind], value, f"{where}.{kind}")}
+    cleaned = {kind: _clean(_hints(cls)[kind], value, f"{where}.{kind}", newer=newer)}
     if kind == "as_name":
         _check_name(value, where)
     return cleaned
 
 
-def _clean_object(cls: type, data: Any, where: str) -> dict[str, Any]:
+def _clean_object(cls: type, data: Any, where: str, *, newer: bool) -> dict[str, Any]:
     _require(isinstance(data, dict), where, f"a {cls.__name__}", data)
     hints = _hints(cls)
-    if unknown := sorted(set(data) - set(hints)):
+    if (unknown := sorted(set(data) - set(hints))) and newer:
+        data = {name: item for name, item in data.items() if name in hints}
+    elif unknown:
         raise IntegrityError(
             f"{where} has the field {unknown[0][:80]!r}, which this torch ({torch.__version__}) does not know."
         )
@@ -177,7 +194,7 @@ def _clean_object(cls: type, data: Any, where: str) -> dict[str, Any]:
         _require(optional or field.name in data, where, f"a {cls.__name__} with {field.name}", sorted(data))
     if drop := _DROPPED.get(cls.__name__):
         data = drop(data)
-    cleaned = {name: _clean(hints[name], item, f"{where}.{name}") for name, item in data.items()}
+    cleaned = {name: _clean(hints[name], item, f"{where}.{name}", newer=newer) for name, item in data.items()}
     for name, item in cleaned.items():
         if name in _NAME_FIELDS and item is not None and not (cls is schema.NamedArgument and item == ""):
             _check_name(item, where)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from trimtab._batches import Batch, marked, rows_of, tensors_of, with_tensors
+from trimtab._batches import Batch, count, marked, rows_of, tensors_of, with_tensors
 from trimtab._fixes import with_fix
 from trimtab._independence import Judge
 from trimtab._tree import Structure, flatten
@@ -45,16 +46,18 @@ def labelled(
         return Data([dataclasses.replace(batch, rows=0) for batch in batches] if run else batches, stacked=not run)
     what, stacked = "the evaluation data", False
     with user_code("The evaluation data could not be read", "Go through it yourself once."):
-        if isinstance(data, Dataset) and isinstance(data, Sized):
+        if _is_mapped(data):
             order = torch.randperm(len(data), generator=generator)[:most].tolist()
             stacked = not run
             items = [data[i] for i in order] if run else list(_collated(data, order, size, what))
         elif isinstance(data, Iterable):
-            counted: Callable[[Any], int] = (lambda item: 1) if run else lambda item: _examples(_within(item), judge)
+            stacked = isinstance(data, Dataset) and not run
+            counted: Callable[[Any], int] = (lambda item: 1) if stacked or run else lambda item: _examples(_within(item), judge)
             items, total = list(_first(data, most, counted)), _length(data)
             if sum(map(counted, items)) >= most if total is None else len(items) < total:
                 given = f"The first {len(items)}{'' if total is None else f' of {total}'} items of the evaluation data are used"
                 notes.append(f"{given}, as max_examples={most} says. If they are sorted, give them in random order.")
+            items = list(_in_batches(items, size, what)) if stacked else items
         else:
             raise UsageError(
                 f"The evaluation data is a {type(data).__name__}; give a Dataset, an iterable of batches or (inputs, targets)."
@@ -118,7 +121,7 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
         return Data([])
     total: int | None = None
     with user_code("The calibration data could not be read", "Go through it yourself once."):
-        if isinstance(data, torch.Tensor) or (isinstance(data, Dataset) and isinstance(data, Sized)):
+        if isinstance(data, torch.Tensor) or _is_mapped(data):
             total = len(data)
             order = torch.randperm(total, generator=generator)[:MOST_CALIBRATION]
             if isinstance(data, torch.Tensor):
@@ -127,7 +130,7 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
                 _refuse_labels(workload, (data[i] for i in order[:1].tolist()))
                 items = _collated(data, order.tolist(), size, what)
         elif isinstance(data, Dataset):
-            items = _first(DataLoader(data, batch_size=size), MOST_CALIBRATION, _examples)
+            items = _in_batches(_first(workload.calibration, MOST_CALIBRATION, lambda item: 1), size, what)
         else:
             items = _first(data, MOST_CALIBRATION, lambda item: _examples(item, judge))
         found: list[Any] = []
@@ -140,9 +143,11 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
     batches = [_batch(item, None, whole=False, where=f"Item {i} of the calibration data") for i, item in enumerate(found)]
     if total is not None and total > MOST_CALIBRATION:
         notes.append(f"The calibration data has {total} examples; {MOST_CALIBRATION} of them, drawn at random, are used.")
-    elif total is None and (items_given := _length(data)) is not None and len(found) < items_given:
-        notes.append(f"The calibration data has {items_given} items; the first {len(found)} are used.")
-    return Data(batches, stacked=isinstance(data, (torch.Tensor, Dataset)))
+    stacked = isinstance(data, (torch.Tensor, Dataset))
+    used = count(batches) if stacked else len(found)
+    if total is None and (items_given := _length(data)) is not None and used < items_given:
+        notes.append(f"The calibration data has {items_given} items; the first {used} are used.")
+    return Data(batches, stacked=stacked)
 
 
 def _refuse_labels(workload: Workload, items: Iterable[Any]) -> None:
@@ -168,12 +173,27 @@ def _collated(data: Any, order: Sequence[int], size: int, what: str) -> Iterator
     """Batches of the examples of a Dataset in ``order``."""
     chosen = Subset(data, order)
     for start in range(0, len(order), size):
-        examples: Any = chosen.__getitems__(list(range(start, min(start + size, len(order)))))
-        try:
-            yield default_collate(examples)
-        except (RuntimeError, TypeError, ValueError, KeyError) as error:
-            told = f"The examples of {what} cannot be put together into batches: {error}"
-            raise UsageError(with_fix(told, "Give a DataLoader with your own collate_fn.")) from error
+        yield _together(chosen.__getitems__(list(range(start, min(start + size, len(order))))), what)
+
+
+def _in_batches(examples: Iterable[Any], size: int, what: str) -> Iterator[Any]:
+    """Batches of ``examples`` as they come."""
+    rest = iter(examples)
+    while some := list(itertools.islice(rest, size)):
+        yield _together(some, what)
+
+
+def _together(examples: Any, what: str) -> Any:
+    try:
+        return default_collate(examples)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        told = f"The examples of {what} cannot be put together into batches: {error}"
+        raise UsageError(with_fix(told, "Give a DataLoader with your own collate_fn.")) from error
+
+
+def _is_mapped(data: Any) -> bool:
+    """Whether examples of ``data`` can be asked for by number, as those of a stream cannot, which may have a length too."""
+    return isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized)
 
 
 def _first(data: Iterable[Any], most: int, examples: Callable[[Any], int]) -> Iterator[Any]:

@@ -26,6 +26,7 @@ from trimtab._manifest import (
     file_facts,
     write_manifest,
 )
+from trimtab._user_code import writing
 from trimtab.contracts import BACKENDS, Backend, Executable, technique_from_json
 from trimtab.environment import Environment
 from trimtab.errors import ArtifactError, CompileError, UsageError
@@ -96,9 +97,10 @@ def fill(
 def _save(executable: Executable, folder: pathlib.Path) -> None:
     folder.mkdir()
     try:
-        executable.save(folder)
+        with writing():
+            executable.save(folder)
     except RuntimeError as error:
-        # the writers of torch and of some runtimes say so when a disk is full
+        # the writers of torch and of some runtimes say so when a disk is full, and nothing else of theirs comes here
         raise ArtifactError(f"The model cannot be written: {error}. Nothing was left half-written. Make room.") from error
 
 

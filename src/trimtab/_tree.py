@@ -234,10 +234,11 @@ def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         shallow = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _branch("record", shallow, leaves, where, type(value).__name__)
-    raise UsageError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot cross to another runtime. Use "
-        "tensors, numbers, strings, tuples, lists, dicts or dataclasses, or wrap the model so that its forward does."
-    )
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    fix = "Use tensors, numbers, strings, tuples, lists, dicts or dataclasses, or wrap the model so that its forward does."
+    if kind.startswith("transformers.cache_utils."):  # which every generative model of theirs returns unless told not to
+        fix = "Give use_cache=False beside the other keyword inputs, and the model leaves it out."
+    raise UsageError(f"{where} is a {kind}, which cannot cross to another runtime. {fix}")
 
 
 def _branch(kind: Kind, value: Mapping[Any, Any], leaves: list[torch.Tensor], where: str, name: str | None) -> Structure:

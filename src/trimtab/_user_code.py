@@ -7,8 +7,9 @@ import pathlib
 import sysconfig
 import traceback
 
+from trimtab._disk import out_of_space
 from trimtab._fixes import with_fix
-from trimtab.errors import UsageError, WorkloadError
+from trimtab.errors import CompileError, UsageError, WorkloadError
 
 BY_HAND = "Call the model with these inputs yourself."
 """What to do where the user's model fails."""
@@ -47,6 +48,19 @@ class user_code:
             said = f"it called sys.exit({error})" if exits else f"{type(error).__name__}: {error}"
             told = f"{self.what}: {said}{_place(error)}"
             raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
+
+
+class writing:
+    """Turns whatever a backend raises while it writes its files into a :class:`CompileError`, but for what a disk has to say,
+    which no backend did."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        own = isinstance(error, (Exception, SystemExit)) and not isinstance(error, (CompileError, OSError))
+        if error is not None and own and not out_of_space(error):
+            raise CompileError(f"Writing it failed: {type(error).__name__}: {error}{_place(error)}") from error
 
 
 def _place(error: BaseException) -> str:

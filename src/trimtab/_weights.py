@@ -36,7 +36,46 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from parts(getattr(tensor, name))
 
 
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a plain dense tensor, row by row; of its values as they are read, which may be conjugates of those kept."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8)
+
+
 def tolerance(model: nn.Module, least: float) -> float:
     """What two right forms of ``model`` may differ by, relative to the largest value: ``least``, which is for float32, or what
     some roundings of its half-precision weights come to."""
     return max((ROUNDINGS * torch.finfo(w.dtype).eps for w in weights(model) if w.dtype in HALVES), default=least)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers; memory that several of them share counts once, packed quantized weights too."""
+    spans: dict[int, set[tuple[int, int]]] = {}
+    sizes: dict[int, int] = {}
+    others = 0
+    for tensor in _stored(model):
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            others += tensor.numel() * tensor.element_size()
+            continue
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        start = tensor.storage_offset() * tensor.element_size()
+        spans.setdefault(storage.data_ptr(), set()).add((int(start), tensor.numel() * tensor.element_size()))
+    # A transposed view is another span of the same bytes, hence never more than the whole storage.
+    return others + sum(min(sum(size for _, size in found), sizes[key]) for key, found in spans.items())
+
+
+def _stored(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All tensors that hold weights, down to those inside tensor subclasses and packed quantized modules."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield from parts(tensor)
+    for module in model.modules():
+        yield from _packed(module)
+
+
+def _packed(module: nn.Module) -> list[torch.Tensor]:
+    """Weight and bias of a module of torch.ao.nn.quantized, which gives them through methods."""
+    methods = [getattr(module, name, None) for name in ("weight", "bias")]
+    if not type(module).__module__.startswith("torch.ao.nn.") or not callable(methods[0]):
+        return []
+    values = [method() for method in methods if callable(method)]
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -16,11 +16,12 @@ import torch
 from trimtab import _machine
 from trimtab._fixes import mended_by, with_fix
 from trimtab._golden import GOLDEN, Case, Golden
-from trimtab._manifest import BASELINE, COPY, MANIFEST, MODEL, Manifest, findings, fresh_folder, read_manifest
+from trimtab._manifest import BASELINE, COPY, MANIFEST, MODEL, Manifest, findings, read_manifest
+from trimtab._placing import fresh_folder
 from trimtab._shipping import fill
 from trimtab.candidate import Settings
 from trimtab.contracts import BACKENDS, Backend, Executable, technique_from_json
-from trimtab.environment import Environment, instruction_sets
+from trimtab.environment import RUNTIMES, Environment, instruction_sets
 from trimtab.errors import ArtifactError, IntegrityError, TrimtabError, UntrustedError, UsageError
 from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
@@ -76,7 +77,7 @@ class Artifact:
         if facts is None:
             return None
         backend = _made(lambda: technique_from_json(BACKENDS, facts.backend))
-        return _load(backend, self.path / BASELINE, facts.signature, facts.settings, trust)
+        return _load(backend, self.path / BASELINE, facts.signature, facts.settings, trust, self.manifest.environment)
 
     @mended_by(COPY)
     def golden(self) -> Golden:
@@ -204,7 +205,8 @@ def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | No
     Raises:
         IntegrityError: a file is missing, changed, extra or malformed.
         UntrustedError: loading would run machine code from the artifact.
-        ArtifactError: its machine code is for another processor.
+        ArtifactError: its machine code is for another processor, or another version of its runtime is installed than wrote it
+            and cannot read it.
         MissingPackageError: its runtime is not installed.
     """
     artifact = open_artifact(path)
@@ -218,7 +220,7 @@ def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | No
         _machine.keep_freed_memory()
     if manifest.native_code and trust:
         _refuse_other_processors(manifest.environment)
-    return _load(backend, artifact.path / MODEL, manifest.signature, settings, trust)
+    return _load(backend, artifact.path / MODEL, manifest.signature, settings, trust, manifest.environment)
 
 
 def _refuse_other_processors(proven: Environment) -> None:
@@ -283,12 +285,27 @@ def _made(make: Callable[[], Backend]) -> Backend:
 
 
 @mended_by(COPY)
-def _load(backend: Backend, folder: pathlib.Path, signature: Signature, settings: Settings, trust: bool) -> Executable:
+def _load(
+    backend: Backend, folder: pathlib.Path, signature: Signature, settings: Settings, trust: bool, proven: Environment
+) -> Executable:
     if backend.native_code and not trust:
         raise UntrustedError(
             f"{folder} holds machine code ({backend.name}), which runs as it is loaded and cannot be checked. If you built it "
             "or trust who did, load it with trust=True (--trust on the command line)."
         )
+    try:
+        return _read(backend, folder, signature, settings)
+    except IntegrityError as error:
+        runtimes = [name for name in backend.packages if name in RUNTIMES]
+        if not (differing := list(Environment.capture().version_differences(proven, runtimes))):
+            raise
+        told = with_fix(
+            f"The artifact, whose files are as they were written, cannot be read here: {error}", " ".join(differing)
+        )
+        raise ArtifactError(with_fix(told, "Install that version.")) from error
+
+
+def _read(backend: Backend, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
     try:
         return backend.load(folder, signature, settings)
     except TrimtabError:

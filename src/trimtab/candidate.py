@@ -9,19 +9,33 @@ import pathlib
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from trimtab._hints import fits, options
 from trimtab._json import type_hints
 from trimtab._tree import Structure, classes, cloned, flatten, names, unflatten
 from trimtab._user_code import user_code
 from trimtab.errors import CompileError, UsageError, WorkloadError
 from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, require_plain, specs
 
-MODEL_ERRORS = (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError)
-"""What a model raises that is called in another way than it was written for."""
+MODEL_ERRORS: tuple[type[Exception], ...] = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    pickle.PickleError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What a model raises that is run in another way than it was written for. Exceptions of its own are not among them."""
 MOST_THREADS = 1024
 """More than this is a mistake, or an artifact that wants to exhaust whoever loads it."""
 
@@ -89,8 +103,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, hint in type_hints(Settings).items():
-            if not _fits(hint, value := getattr(self, name)):
-                raise UsageError(f"Settings {name} is {value!r}; it can be {_options(hint)}.")
+            if not fits(hint, value := getattr(self, name)):
+                raise UsageError(f"Settings {name} is {value!r}; it can be {options(hint)}.")
         for name in ("threads", "accumulate", "batch", "clip_norm", "activation_mb", "bucket_mb", "segments"):
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not value > 0:
@@ -104,26 +118,6 @@ class Settings:
                 f"exact_batchnorm runs the batches of an update as one, which batch={self.batch!r} would take apart. Leave one "
                 "out; activation_mb bounds the memory."
             )
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    """Whether ``value`` is of a type that a field states."""
-    choices = get_args(hint)
-    if get_origin(hint) is Literal:
-        return any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices)
-    if choices:
-        return any(_fits(choice, value) for choice in choices)
-    if isinstance(value, bool) or hint is bool:
-        return hint is bool and isinstance(value, bool)
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _options(hint: Any) -> str:
-    """The values that a field takes, in words: ``'flash', 'math', a whole number or None``."""
-    words = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
-    kinds = [hint] if get_origin(hint) is Literal or not get_args(hint) else list(get_args(hint))
-    found = [text for kind in kinds for text in (map(repr, get_args(kind)) if get_args(kind) else [words[kind]])]
-    return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,7 +204,7 @@ class Candidate:
         """
         try:
             return copy.deepcopy(self.model)
-        except (*MODEL_ERRORS, pickle.PickleError) as error:
+        except MODEL_ERRORS as error:
             raise CompileError(f"The model cannot be copied: {error}. Make copy.deepcopy(model) work.") from error
 
     def own_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -243,14 +237,15 @@ class Candidate:
         return [list(self.signature.bind(args, kwargs)) for args, kwargs in self.calibration]
 
     def dynamic_leaves(self, size: int = 2) -> list[torch.Tensor]:
-        """Copies of the example tensors whose dynamic sizes are all at least ``size``.
+        """Copies of the example tensors whose dynamic sizes are all at least ``size``, wherever bounds allow it.
 
         Exporters treat a dimension of size one as a constant, so a graph for any batch cannot be exported from a batch of one.
         """
         leaves = self.own_leaves()
+        most = {dim.name: dim.max or size for dim in self.signature.dims}
         for name, now in self.signature.sizes(leaves).items():
-            pairs = zip(leaves, self.signature.inputs, strict=True)
-            leaves = [resized(leaf, spec.shape, name, max(size, now)) for leaf, spec in pairs]
+            wanted, pairs = max(now, min(size, most[name])), zip(leaves, self.signature.inputs, strict=True)
+            leaves = [resized(leaf, spec.shape, name, wanted) for leaf, spec in pairs]
         return leaves
 
 

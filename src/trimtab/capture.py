@@ -93,7 +93,7 @@ class _Recorder:
             self._left_out += 1
             return
         number = self._seen + self._left_out + 1
-        if any(part.training for part in module.modules()):
+        if any(getattr(part, "training", False) for part in module.modules()):
             raise UsageError(
                 f"The {type(module).__name__} was in training mode when it was called (call {number}), where dropout and batch "
                 "statistics change what it computes. Call .eval() on the whole program before capture."

@@ -57,6 +57,10 @@ class Confirmation:
     """Date and time in UTC, ISO 8601; a study that goes on another day keeps what was confirmed."""
     undecided: bool = False
     """Whether it was refused only because neighbours disturbed the measurement, so that another try is fair."""
+    log: str | None = None
+    """What its process said, as a path in the run folder."""
+    traceback: str | None = None
+    """Of the exception that ended it, where one did."""
 
 
 def confirm(

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 import torch
 
 from trimtab._json import fields_from_json, fields_to_json, type_hints
+from trimtab._machine import affinity
 from trimtab._registry import Registry
 from trimtab._tree import unflatten
 from trimtab._user_code import user_code
@@ -31,21 +32,6 @@ if typing.TYPE_CHECKING:
     from trimtab.finding import Finding
 
 Mode = Literal["infer", "train"]
-
-MODEL_ERRORS: tuple[type[Exception], ...] = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""What a model raises that is run in another way than it was written for. Exceptions of its own are not among them."""
 
 
 class Choice:
@@ -165,6 +151,8 @@ class Executable(abc.ABC):
     an error. A process that was forked after it was made has none of its threads, and is refused unless it has but one.
     """
 
+    own_threads: ClassVar[bool] = False
+    """Whether its runtime starts threads of its own, whatever torch's number: as many as there are cores unless it is told."""
     _forks: ClassVar[int] = 0
     """How many forks lie between this process and the first of its family."""
 
@@ -204,7 +192,8 @@ class Executable(abc.ABC):
 
     def _refuse_threads_of_another(self) -> None:
         """A forked process has none of the threads that its runtime started; it would wait for them, or do without."""
-        if self.settings.threads != 1 and torch.get_num_threads() > 1:
+        threads = (self.settings.threads or affinity()) if self.own_threads else torch.get_num_threads()
+        if self.settings.threads != 1 and threads > 1:
             raise UsageError(
                 "This model was loaded before its process was forked, and the threads of its runtime were left behind: it "
                 "would hang, or run on one thread. Load it in each process and not before, or load it with threads=1."

@@ -136,8 +136,7 @@ class Environment:
             physical_cores=psutil.cpu_count(logical=False),
             logical_cores=os.cpu_count() or 1,
             cpu_quota=quota,
-            # A thread beyond the quota gets throttled for whole scheduler periods, so a fraction of a core is no core.
-            usable_cores=max(1, min(_machine.affinity(), int(quota or _machine.affinity()))),
+            usable_cores=_machine.usable_cores(),
             memory_mb=round(memory, 1),
             memory_limit_mb=limit if limit is not None and limit < memory else None,
             gpus=_gpus(),
@@ -169,8 +168,16 @@ class Environment:
 
         ``packages`` names the distributions that the artifact needs; the versions of others are then left out.
         """
-        names = [name for name in sorted(other.versions) if packages is None or name in packages]
-        return [*self._cpu_differences(other), *self._system_differences(other), *self._version_differences(other, names)]
+        names = other.versions if packages is None else packages
+        return [*self._cpu_differences(other), *self._system_differences(other), *self.version_differences(other, names)]
+
+    def version_differences(self, other: Environment, packages: Collection[str]) -> Iterator[str]:
+        """Those of ``packages`` that have another version here than where the artifact was proven, in a sentence each."""
+        for name in sorted(set(packages) & set(other.versions)):
+            # a variant such as onnxruntime-gpu brings the same module
+            variant = next((version for each, version in self.versions.items() if each.startswith(f"{name}-")), "not installed")
+            if (found := self.versions.get(name, variant)) != other.versions[name]:
+                yield f"{name} is {found} here; the artifact was proven with {other.versions[name]}."
 
     def _cpu_differences(self, other: Environment) -> Iterator[str]:
         if (self.cpu, self.machine) != (other.cpu, other.machine):
@@ -200,13 +207,6 @@ class Environment:
                 yield f"{what} is {mine} here; the artifact was proven on {its}."
         if self.compiler != other.compiler:
             yield f"The C++ compiler is {self.compiler or 'missing'} here; it was {other.compiler or 'missing'} at the proof."
-
-    def _version_differences(self, other: Environment, names: list[str]) -> Iterator[str]:
-        for name in names:
-            # a variant such as onnxruntime-gpu brings the same module
-            variant = next((version for each, version in self.versions.items() if each.startswith(f"{name}-")), "not installed")
-            if (found := self.versions.get(name, variant)) != other.versions[name]:
-                yield f"{name} is {found} here; the artifact was proven with {other.versions[name]}."
 
 
 def measured_peaks(environment: Environment, *, cache: pathlib.Path | None = None, refresh: bool = False) -> Peaks:
@@ -271,6 +271,14 @@ def cache_folder() -> pathlib.Path:
 def instruction_sets() -> tuple[str, ...]:
     """Those of this CPU that decide a model's speed, sorted."""
     return _machine.isa(_capabilities())
+
+
+def has_vnni() -> bool:
+    """Whether the CPU multiplies bytes without saturating on the way; if not, weights must do with seven bits.
+
+    On x86 without VNNI, sums of two products of u8 and s8 go through 16 bits (``vpmaddubsw``) and silently clip.
+    """
+    return platform.machine() not in ("x86_64", "AMD64") or not {"avx512_vnni", "avx_vnni"}.isdisjoint(instruction_sets())
 
 
 def _capabilities() -> dict[str, object]:

@@ -19,6 +19,7 @@ from trimtab._disk import out_of_space
 from trimtab._faithful import faithful, writes_otherwise
 from trimtab._json import from_json, write_json
 from trimtab._tree import flatten
+from trimtab._user_code import writing
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Executable
 from trimtab.dims import BATCHES
@@ -28,8 +29,8 @@ from trimtab.measure.stats import summarize
 from trimtab.measure.timer import LocalRunner, Runner
 from trimtab.measurement import SLOW_PAIRS, Comparison, Interval, Measurement
 from trimtab.recipe import Recipe
-from trimtab.reference import Fitted, Reference, drop, missing_dims, predict, score
-from trimtab.signature import Signature
+from trimtab.reference import Fitted, Reference, drop, predict, score
+from trimtab.signature import Dim, Signature
 from trimtab.subject import Subject
 from trimtab.trial import State, Trial
 from trimtab.workload import Limits
@@ -109,13 +110,10 @@ def _line(
 
     candidate = apply_passes(recipe, subject.candidate)
     executable, figures["cold_s"] = start(recipe, candidate)
-    figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": tuple(executable.notes)}
-    missing = missing_dims(executable, full)
-    if missing and subject.workload.dynamic is not None:
-        return (
-            State.FAILED,
-            f"{recipe.backend.name} could not keep the dynamic dimension {missing[0]!r} that the workload states.",
-        )
+    figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": _notes(executable, full)}
+    stated = subject.workload.dynamic is not None
+    if stated and (short := _falls_short(executable, full)):
+        return State.FAILED, f"{recipe.backend.name} {short}"
 
     with stage("outputs on the selection data"):
         outputs = predict(Fitted(executable, full), batches, evaluation)
@@ -123,6 +121,8 @@ def _line(
     figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
     if not figures["parity"].ok:
         return State.MISMATCH, figures["parity"].reason
+    if aside := figures["parity"].aside:
+        figures["notes"] += (f"{aside[0].upper()}{aside[1:]}.",)
     if reason := writes_otherwise(executable, subject.model, candidate, exact=exact, max_error=most):
         return State.MISMATCH, reason
 
@@ -133,9 +133,10 @@ def _line(
     # the longer timing would end with as few pairs
     slow = first.pairs <= SLOW_PAIRS and time.perf_counter() - begun >= plan.seconds
     figures |= timing(first, executable, candidate, subject, plan.objective)
-    if first.ratio.high < plan.floor:
+    if (ratio := first.ratio).high < plan.floor:
+        reached = f"{ratio.low:.2f}x to {ratio.high:.2f}x" if ratio.vague else ratio.times()
         return State.STOPPED, (
-            f"Rule 'hopeless': after a first timing it reaches {_times(first.ratio)} of the model as written, surely below "
+            f"Rule 'hopeless': after a first timing it reaches {reached} of the model as written, surely below "
             f"{plan.floor:.2f}, which is what it would need to come near the best so far."
         )
 
@@ -164,16 +165,34 @@ def _line(
     with stage("saving"):
         figures |= save(executable, folder)
     figures["dims"] = tuple(d.name for d in executable.signature.dims)  # fewer than before where what is saved keeps fewer
-    figures["notes"] += tuple(note for note in executable.notes if note not in figures["notes"])
-    gone = missing_dims(executable, full)
-    if gone and subject.workload.dynamic is not None and "size_mb" in figures:
+    figures["notes"] += tuple(note for note in _notes(executable, full) if note not in figures["notes"])
+    if stated and "size_mb" in figures and (short := _falls_short(executable, full)):
         del figures["size_mb"]
         (folder / BUILT).unlink()
-        figures["cannot_ship"] = (
-            f"It cannot ship: what it saves does not keep the dynamic dimension {gone[0]!r} that the workload states."
-        )
+        figures["cannot_ship"] = f"It cannot ship: what it saves {short}"
     executable.close()
     return State.COMPLETE, figures.get("cannot_ship")
+
+
+def _falls_short(executable: Executable, full: Signature) -> str | None:
+    """What the executable does not keep of the dynamic dimensions that the workload states: a sentence without its subject."""
+    kept = {dim.name: dim for dim in executable.signature.dims}
+    if gone := [dim.name for dim in full.dims if dim.name not in kept]:
+        return f"could not keep the dynamic dimension {gone[0]!r} that the workload states."
+    for dim, most in _bounded(executable, full):
+        return f"keeps {dim.name!r} up to {most} only, and the workload states {dim.bounds}."
+    return None
+
+
+def _notes(executable: Executable, full: Signature) -> tuple[str, ...]:
+    """What there is to say about the executable, and how far it takes sizes."""
+    return (*executable.notes, *(f"Takes {dim.name} up to {most} only." for dim, most in _bounded(executable, full)))
+
+
+def _bounded(executable: Executable, full: Signature) -> list[tuple[Dim, int]]:
+    """The dynamic dimensions of the model that the executable keeps up to a size that the model goes beyond, and that size."""
+    most = {dim.name: dim.max for dim in executable.signature.dims}
+    return [(dim, found) for dim in full.dims if (found := most.get(dim.name)) is not None and found != dim.max]
 
 
 @contextlib.contextmanager
@@ -322,7 +341,8 @@ def save(executable: Executable, folder: pathlib.Path) -> dict[str, Any]:
     model = folder / MODEL
     model.mkdir(parents=True, exist_ok=True)
     try:
-        files = executable.save(model)
+        with writing():
+            files = executable.save(model)
     except CompileError as error:
         if out_of_space(error):
             raise
@@ -343,7 +363,3 @@ def describe(error: BaseException) -> str:
     """An exception in one sentence."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return text if isinstance(error, (CompileError, InputError)) else f"{type(error).__name__}: {text}"
-
-
-def _times(ratio: Interval) -> str:
-    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"

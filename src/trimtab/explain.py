@@ -10,11 +10,12 @@ from typing import ClassVar
 
 import torch
 
+from trimtab._weights import weight_bytes
 from trimtab.candidate import Candidate
 from trimtab.contracts import Executable
 from trimtab.environment import Peaks
 from trimtab.evaluate import BUILT, MODEL, apply_passes, load_saved, start
-from trimtab.measure.flops import count_flops, weight_bytes
+from trimtab.measure.flops import count_flops
 from trimtab.measure.profile import operator_times
 from trimtab.measure.roofline import Dtype, Roofline, roofline
 from trimtab.measurement import OperatorTime

@@ -176,6 +176,13 @@ class Parity:
     """Examples whose error reaches what the reference varies by over them, so that any other example's outputs are as near."""
     left_out: int = 0
     """Batches with other sizes than the reference's, where these follow from data: the score alone judges them."""
+    aside: str | None = None
+    """A clause on the outputs that the score does not look at, where they are off by more than rounding."""
+
+    @property
+    def of(self) -> str:
+        """What its errors are a share of, in words that follow ``off by 2% of``."""
+        return {"size": "their size", "one": "1, as they are zero"}.get(self.relative_to, "what they vary by")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,10 @@ try:
 except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
+from trimtab._aside import put_back, removed, set_aside
 from trimtab._disk import FULL
 from trimtab._json import write_json
-from trimtab._manifest import refuse_others
+from trimtab._placing import refuse_others
 from trimtab._units import positive, seconds
 from trimtab._user_code import outside_workers
 from trimtab.errors import StorageError, TrimtabError, UsageError
@@ -34,7 +35,7 @@ from trimtab.report import write as write_report
 from trimtab.study import rounds
 from trimtab.study.finish import CONFIRM, CONFIRM_FOLDER, EXPLAIN, ahead, explain, finish
 from trimtab.study.options import Options
-from trimtab.study.progress import Progress
+from trimtab.study.progress import Printed, Progress
 from trimtab.study.record import OWNER, RECORD
 from trimtab.study.result import ARTIFACT, Result
 from trimtab.study.runoff import RUNOFF, contenders, cost_s
@@ -70,6 +71,8 @@ ENTRIES = {
 """What a run folder may hold; whatever else lies there is somebody's own."""
 LEFT = re.compile(r"\..*\.tmp")
 """What a process that was killed while it wrote may leave there."""
+FRESH, DONE = ".fresh.", ".done."
+"""How the names begin of what holds the old study while another begins in its folder, and of what is left of it after that."""
 
 
 class Interrupt:
@@ -135,7 +138,7 @@ def optimize(
         trial_seconds: time limit of one trial.
         timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
         seed: of the sampler.
-        progress: told what happens; silent if ``None``.
+        progress: told what happens; if ``None`` it stands on standard error, in lines. ``trimtab.Progress()`` keeps silent.
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
@@ -144,7 +147,6 @@ def optimize(
         StorageError: the storage cannot be used; finished trials are kept.
         KeyboardInterrupt: on the second Ctrl-C, or on the first where no trial was finished yet; finished trials are kept.
     """
-    progress = progress or Progress()
     began = time.monotonic()
     options = Options(
         objective=objective,
@@ -159,13 +161,12 @@ def optimize(
     )
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
+    progress = Printed(budget_s=limit_s) if progress is None else progress
     workload = taken(workload, "trimtab.optimize")
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
     folder = run_folder(workload, out)
     with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
-        for left in folder.glob(f".{ARTIFACT}.*.tmp"):  # by a run that was killed while it wrote
-            shutil.rmtree(left, ignore_errors=True)
         command = command_line(workload, options, budget, trials, folder)
         with forgetting(folder) if fresh else contextlib.nullcontext():
             refuse_others(folder / ARTIFACT)  # before the search, and not when there is something to ship
@@ -241,7 +242,9 @@ def disk_errors(folder: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in FULL
-        what = "the disk that holds it is full; free some space" if full else f"{error.strerror}; mend that or use --out"
+        what = (
+            "the disk that holds it is full; free some space" if full else f"{error.strerror or error}; mend that or use --out"
+        )
         raise StorageError(
             f"The run folder {folder} cannot be written: {what}. What is finished is kept; the same command goes on from it."
         ) from error
@@ -262,19 +265,18 @@ def forgetting(folder: pathlib.Path) -> Iterator[None]:
             f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out (in "
             "Python, out=...)."
         )
-    aside = pathlib.Path(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=folder))
-    old = [entry for entry in folder.iterdir() if entry.name != LOCK and entry != aside]
-    for entry in old:
-        entry.rename(aside / entry.name)
-    try:
-        yield
-    except BaseException:
-        for entry in old:
-            if not os.path.lexists(entry):  # what the dry run wrote anew explains the error
-                (aside / entry.name).rename(entry)
-        raise
-    finally:
-        shutil.rmtree(aside)
+    aside = pathlib.Path(tempfile.mkdtemp(prefix=FRESH, suffix=".tmp", dir=folder))
+    old = [entry.name for entry in folder.iterdir() if entry.name not in (LOCK, aside.name)]
+    with set_aside(folder, old, aside, ENTRIES - {LOCK, PREPARE}):
+        try:
+            yield
+        except BaseException:
+            if os.path.lexists(folder / PREPARE):  # what the dry run wrote explains the error
+                removed(aside / PREPARE)
+            raise
+    done = aside.with_name(aside.name.replace(FRESH, DONE, 1))
+    aside.rename(done)  # from here on nothing is put back
+    shutil.rmtree(done, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -286,6 +288,7 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
+        _tidy(folder)
         yield
         return
     with (folder / LOCK).open("a") as held:
@@ -296,7 +299,16 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
                 f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out (in "
                 "Python, out=...)."
             ) from None
+        _tidy(folder)
         yield
+
+
+def _tidy(folder: pathlib.Path) -> None:
+    """Put back what a killed process had set aside for a study that never began, and delete what others left."""
+    for left in folder.glob(f"{FRESH}*.tmp"):
+        put_back(left, folder)
+    for left in (*folder.glob(f"{DONE}*.tmp"), *folder.glob(f".{ARTIFACT}.*.tmp")):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def taken(workload: Workload | str | os.PathLike[str], caller: str) -> Workload | str:

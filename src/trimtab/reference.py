@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -12,13 +14,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from trimtab._batches import with_tensors
 from trimtab._joined import example_counts, joined, spared
 from trimtab._json import from_json, write_json
+from trimtab._numbers import number, numbers, shown
 from trimtab._ties import is_discrete
 from trimtab._tree import Structure, classes, cloned, flatten, handed_on, unflatten
+from trimtab._watched import unlooked
 from trimtab.contracts import Executable
 from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
-from trimtab.measure.stats import bootstrap_drop, paired_drop
+from trimtab.measure.stats import SEED, UNUSABLE, bootstrap_drop, paired_drop
+from trimtab.measure.structures import unlike
 from trimtab.measurement import Drop
 from trimtab.signature import Dim, Signature, TensorSpec
 from trimtab.splits import Batch
@@ -49,6 +55,8 @@ class Reference:
     structures: list[Structure]
     """One per batch: numbers in them may follow its size."""
     scores: Scores | None = None
+    unlooked: tuple[str, ...] = ()
+    """The outputs, by name, that the score does not look at."""
 
     def nested(self) -> list[Any]:
         """The outputs in the model's own structure."""
@@ -62,7 +70,8 @@ class Reference:
         save_file(flat, folder / "outputs.safetensors")
         kinds = {structure: number for number, structure in enumerate(dict.fromkeys(self.structures))}
         which = [kinds[structure] for structure in self.structures]
-        write_json(folder / "reference.json", {"structures": list(kinds), "which": which, "scores": self.scores})
+        facts = {"structures": list(kinds), "which": which, "scores": self.scores, "unlooked": self.unlooked}
+        write_json(folder / "reference.json", facts)
 
     @classmethod
     def load(cls, folder: pathlib.Path) -> Reference:
@@ -73,7 +82,7 @@ class Reference:
         structures = [kinds[number] for number in facts["which"]]
         outputs = [[flat[f"{i}.{j}"] for j in range(structure.tensors)] for i, structure in enumerate(structures)]
         scores = None if facts["scores"] is None else from_json(Scores, facts["scores"])
-        return cls(outputs=outputs, structures=structures, scores=scores)
+        return cls(outputs=outputs, structures=structures, scores=scores, unlooked=tuple(facts["unlooked"]))
 
 
 def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> Reference:
@@ -93,14 +102,19 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
         raise
     flat = [flatten(output, "the output") for output in nested]
     kept = [[leaf.clone() for leaf in leaves] for leaves, _ in flat]  # a score may work in place on what it is given
-    _check_outputs(kept, flatten(again[0], "the output")[0])
+    structures = [structure for _, structure in flat]
+    _check_outputs(kept, structures[0], *flatten(again[0], "the output"))
     try:
         scores = None if evaluation is None else score(evaluation, nested, batches)
     except WorkloadError as error:
         if lost := _lost_classes(error, call, batches, evaluation):
             raise lost from error
         raise
-    return Reference(outputs=kept, structures=[structure for _, structure in flat], scores=scores)
+    found = Reference(outputs=kept, structures=structures, scores=scores)
+    if evaluation is None or evaluation.run is not None:
+        return found
+    nested = found.nested()
+    return dataclasses.replace(found, unlooked=unlooked(evaluation, nested, batches, _counts(nested, batches)))
 
 
 def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
@@ -123,11 +137,27 @@ def _predicted(call: Callable[..., Any], batches: Sequence[Batch], evaluation: E
     outputs = []
     for batch in batches:
         if run is not None:
-            outputs.append(run(call, cloned(batch.inputs)))
+            outputs.append(_comparable(run(call, cloned(batch.inputs))))
             continue
         args, kwargs = cloned(batch.call)
         outputs.append(call(*args, **kwargs))
     return outputs
+
+
+def _comparable(made: Any) -> Any:
+    """What ``run`` made; with tensors where it holds arrays, as targets have them.
+
+    Raises:
+        UsageError: nothing could be held against it.
+    """
+    for value in (made, with_tensors(made)):
+        with contextlib.suppress(UsageError):
+            flatten(value, "the output")
+            return value
+    raise UsageError(
+        f"Evaluation run returned {shown(made)}: return tensors, arrays, numbers, texts, or tuples, lists, dicts (their keys "
+        "texts) and dataclasses of them, which can be held against what it makes of another form of the model."
+    )
 
 
 def _lost_classes(
@@ -174,13 +204,14 @@ def _judged(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Ba
         whole = joined(outputs, counts)(None), joined(targets, counts)(None)
         with user_code("Evaluation metric raised", "Call it yourself with outputs and targets of several batches, joined."):
             value = evaluation.metric(*whole)
-        return Scores(value=_number(value, "metric"), n=_examples(counts, batches))
+        return Scores(value=number(value, "metric"), n=_examples(counts, batches))
     each: list[float] = []
     assert evaluation.score is not None
     for output, batch in zip(outputs, batches, strict=True):
         with user_code("Evaluation score raised", "Call it yourself with the model's output for a batch, and its targets."):
-            found = evaluation.score(output, spared(batch.target))
-        each += _numbers(found, batch.rows)
+            found = numbers(evaluation.score(output, spared(batch.target)), batch.rows)
+        # those of what follows each other in one example are no evidence of their own
+        each += [float(np.mean(found))] if batch.single and found and len(found) != batch.examples else found
     return Scores(value=float(np.mean(each)), n=len(each), each=tuple(each))
 
 
@@ -204,11 +235,27 @@ def drop(
     sides, targets = (joined(nested, counts), joined(outputs, counts)), joined([batch.target for batch in batches], counts)
     items = torch.split(torch.arange(sum(counts)), counts) if _single(batches) else None
 
+    def at(indices: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        return torch.as_tensor(indices) if items is None else torch.cat([items[i] for i in indices])
+
     def metric_of(indices: np.ndarray[Any, np.dtype[np.int64]], which: int) -> float:
-        index = torch.as_tensor(indices) if items is None else torch.cat([items[i] for i in indices])
+        index = at(indices)
         return float(metric(sides[which](index), targets(index)))
 
-    return dataclasses.replace(bootstrap_drop(metric_of, reference.scores.n, limit=limit, higher_is_better=better), share=share)
+    n = reference.scores.n
+    others = targets(at(np.random.default_rng(SEED).permutation(n)))
+    failed = _of_failure(metric, sides[0](None), others)
+    found = bootstrap_drop(metric_of, n, limit=limit, higher_is_better=better, failed=failed)
+    return dataclasses.replace(found, share=share)
+
+
+def _of_failure(metric: Callable[[Any, Any], float], outputs: Any, others: Any) -> float | None:
+    """The metric of outputs that answer for other examples than theirs; ``None`` where it cannot judge these."""
+    try:
+        found = float(metric(outputs, others))
+    except UNUSABLE:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _examples(counts: Sequence[int], batches: Sequence[Batch]) -> int:
@@ -301,25 +348,26 @@ def _batch_of(signature: Signature) -> Dim:
     return Dim("batch", lead, lead) if isinstance(lead, int) else next(dim for dim in signature.dims if dim.name == lead)
 
 
-def missing_dims(executable: Executable, full: Signature) -> list[str]:
-    """The dynamic dimensions of the model that the executable did not keep."""
-    kept = {dim.name for dim in executable.signature.dims}
-    return [dim.name for dim in full.dims if dim.name not in kept]
-
-
-def _check_outputs(outputs: list[list[torch.Tensor]], again: list[torch.Tensor]) -> None:
-    for number, leaves in enumerate(outputs):
+def _check_outputs(
+    outputs: list[list[torch.Tensor]], structure: Structure, again: list[torch.Tensor], structured: Structure
+) -> None:
+    for batch, leaves in enumerate(outputs):
         for position, leaf in enumerate(leaves):
             if not is_discrete(leaf.dtype) and torch.isnan(leaf).any():
                 count = int(torch.isnan(leaf).sum())
                 raise WorkloadError(
-                    f"The model as written gives NaN: {count} of {leaf.numel()} values of output {position} on batch {number}. "
+                    f"The model as written gives NaN: {count} of {leaf.numel()} values of output {position} on batch {batch}. "
                     "Mend the model or the data first; nothing can be held against NaN."
                 )
     if [t.shape for t in again] != [t.shape for t in outputs[0]]:
         raise WorkloadError(
             f"The model gives outputs of {_shapes(outputs[0])} and then of {_shapes(again)} for the same input. A model whose "
             "shapes change from call to call cannot be compared with anything. Let them follow from the inputs alone."
+        )
+    if changed := unlike(structure, structured, False, "Asked again, the output"):
+        raise WorkloadError(
+            f"The model gives different values for the same input. {changed} Turn off what is random in it, or in the "
+            "evaluation's run, and leave out what only measures time or counts calls."
         )
     for first, second in zip(outputs[0], again, strict=True):
         wide = torch.complex128 if first.is_complex() else torch.float64
@@ -334,51 +382,3 @@ def _check_outputs(outputs: list[list[torch.Tensor]], again: list[torch.Tensor])
 
 def _shapes(leaves: Sequence[torch.Tensor]) -> str:
     return ", ".join(str(list(leaf.shape)) for leaf in leaves)
-
-
-def _number(value: Any, what: str) -> float:
-    if (isinstance(value, torch.Tensor) and value.numel() == 1) or (isinstance(value, np.ndarray) and value.ndim == 0):
-        value = value.item()
-    if isinstance(value, (str, bytes)) or not isinstance(value, (int, float, np.number)):
-        raise WorkloadError(f"Evaluation {what} returned {_shown(value)}; it must return one number.")
-    if not np.isfinite(float(value)):
-        raise WorkloadError(f"Evaluation {what} returned {value!r}; it must be a finite number.")
-    return float(value)
-
-
-def _shown(value: Any) -> str:
-    """A wrong value in few words."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    text = repr(value)
-    return f"{text if len(text) < 60 else text[:56] + ' ...'}, a {type(value).__name__}"
-
-
-def _numbers(found: Any, rows: int) -> list[float]:
-    values = found if isinstance(found, torch.Tensor) else _as_tensor(found)
-    if values is None or values.is_complex():
-        raise WorkloadError(f"Evaluation score returned {_shown(found)}; it must return a tensor with one score per example.")
-    values = values.detach().double().flatten()
-    if rows and len(values) != rows:
-        raise WorkloadError(
-            f"Evaluation score returned {len(values)} scores for a batch of {rows}; it must return one per example. For "
-            "a number about the whole set use metric=... instead."
-        )
-    if not torch.isfinite(values).all():
-        bad = int((~torch.isfinite(values)).sum())
-        raise WorkloadError(
-            f"Evaluation score returned {bad} of {len(values)} scores that are NaN or infinite. Mend the score, or leave out "
-            "the examples that it cannot judge."
-        )
-    return [float(value) for value in values]
-
-
-def _as_tensor(found: Any) -> torch.Tensor | None:
-    """A list or array of numbers as a tensor; ``None`` for what is none, such as texts or lists of several lengths."""
-    found = np.atleast_1d(found) if isinstance(found, np.ndarray) else found  # such as tensor.mean().numpy()
-    if not isinstance(found, (list, tuple, np.ndarray)) or any(isinstance(value, str) for value in found):
-        return None
-    try:
-        return torch.as_tensor(np.asarray(found, dtype=float))
-    except (ValueError, TypeError, RuntimeError):
-        return None

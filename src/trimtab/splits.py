@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from trimtab._batches import Batch, count, divide, pieces
+from trimtab._batches import Batch, count, divide, pieces, tensors_of
 from trimtab._independence import Judge, Verdict
 from trimtab._reading import MOST_CALIBRATION, Data, labelled, unlabelled
+from trimtab.dims import BATCHES
 from trimtab.errors import UsageError
 from trimtab.workload import Workload
 
@@ -123,7 +124,8 @@ class _Splitting:
             )
         if self.verdict.counted:
             return data.batches
-        return [dataclasses.replace(batch, rows=0, single=True) for batch in data.batches]
+        given = ((batch, _stated_examples(self.workload, batch)) for batch in data.batches)
+        return [dataclasses.replace(batch, rows=0, single=True, examples=found) for batch, found in given]
 
     def _trusted(self, batches: list[Batch], verdict: Verdict, what: str, *, new: bool) -> list[Batch]:
         """Batches whose rows are examples because their owner gave them one by one, unless the model says otherwise."""
@@ -165,6 +167,14 @@ def _most_rows(workload: Workload) -> int | None:
     """The most rows that a call may have, where the workload bounds what leads its inputs."""
     stated = (axes[0].max for axes in (workload.stated_dims or {}).values() if 0 in axes)
     return min((most for most in stated if most is not None), default=None)
+
+
+def _stated_examples(workload: Workload, batch: Batch) -> int:
+    """How many examples ``batch`` has along the axis that the workload calls the batch; 0 where it says none, or two."""
+    stated = (place for axes in (workload.stated_dims or {}).values() for place in axes.items())
+    axes = {axis for axis, dim in stated if dim.name.lower() in BATCHES}
+    sizes = {tensor.shape[axis] for axis in axes for tensor in tensors_of(batch.inputs) if tensor.dim() > axis}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _within(size: int, most: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -22,10 +23,13 @@ from trimtab.candidate import Candidate, call_model, mark_dynamic
 from trimtab.capture import Call
 from trimtab.dims import BATCHES, Dims, describe_dims, find_dims
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.signature import Dim, input_names, parameter_names, require_plain, specs
+from trimtab.signature import Dim, TensorSpec, input_names, parameter_names, require_plain, specs
 from trimtab.splits import MOST_CALIBRATION, Batch, Splits, split
 from trimtab.workload import BY_HAND, Workload, as_call, user_code
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+RECORDED = 3
+"""Items over which ``run`` shows how it calls the model, where none are needed to calibrate on."""
 RESAMPLED = 7
 """Copies of the example with resampled values that stand in for data where a workload has none."""
 
@@ -64,8 +68,9 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     _check_example(model, args, kwargs, workload.stated_dims or {})
     rows = _rows(args, kwargs)
     judge = Judge(model, tolerance(model, ROUNDING), _stated_otherwise(workload))
-    splits = split(workload, rows if _is_plain(workload) and _batch_is_fixed(workload) else None, judge)
-    calls = [] if workload.dynamic is not None else _calls(workload, model, splits)
+    splits = split(workload, rows if _calibrates(workload) and _batch_is_fixed(workload) else None, judge)
+    recorded = _recorded(workload, model, splits)
+    calls = [] if workload.dynamic is not None else _calls(workload, model, splits, recorded)
     dynamic = _dims(workload, calls, judge, notes)
     make = functools.partial(Candidate.of, model, args, kwargs, scratch=scratch)
     try:
@@ -75,11 +80,13 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         if workload.dynamic is not None or not dynamic:
             raise
         candidate = as_far_as_it_goes(make, dynamic, calls, notes)
-        if candidate.signature.batch is None and _is_plain(workload) and _is_lasting(workload):
+        if candidate.signature.batch is None and _calibrates(workload) and _is_lasting(workload):
             splits = split(workload, rows, judge)  # batches of other sizes were of our own cutting
     candidate = _counted(candidate, judge, notes)
     notes += _writing(candidate)
-    candidate = dataclasses.replace(candidate, calibration=tuple(_calibration(workload, model, splits)))
+    some = recorded[:: -(-len(recorded) // MOST_CALIBRATION) or 1]
+    calibration = [batch.call for batch in splits.calibration] if _calibrates(workload) else some
+    candidate = dataclasses.replace(candidate, calibration=tuple(calibration))
     if not candidate.signature.outputs:
         nothing = unflatten(candidate.signature.output_structure, [])
         raise WorkloadError(
@@ -202,11 +209,12 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _calibration(workload: Workload, model: nn.Module, splits: Splits) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Inputs of the model itself; where ``run`` calls it, those are recorded while it runs over the calibration items."""
-    if _is_plain(workload):
-        return [batch.call for batch in splits.calibration]
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+def _recorded(workload: Workload, model: nn.Module, splits: Splits) -> list[Arguments]:
+    """The calls that ``run`` makes of the model, over the calibration items or, where they are given as inputs of the model
+    itself, over some that select; none where the model is called with the items as they are."""
+    calls: list[Arguments] = []
+    if _is_plain(workload) or (_calibrates(workload) and workload.dynamic is not None):
+        return calls
 
     def record(*args: Any, **kwargs: Any) -> Any:
         calls.append(cloned((args, kwargs)))  # which the model may write to
@@ -215,23 +223,44 @@ def _calibration(workload: Workload, model: nn.Module, splits: Splits) -> list[t
 
     assert workload.evaluation is not None
     assert workload.evaluation.run is not None
-    with user_code("Evaluation run failed on the calibration data", "Call it with the model and such inputs yourself."):
-        for batch in splits.calibration:
-            workload.evaluation.run(record, batch.inputs)
-    step = -(-len(calls) // MOST_CALIBRATION) or 1
-    return calls[::step]
+    what, items = ("data", splits.selection[:RECORDED]) if _calibrates(workload) else ("calibration data", splits.calibration)
+    with user_code("The model failed on the example inputs", BY_HAND):
+        args, kwargs = cloned(as_call(workload.inputs))
+        record(*args, **kwargs)
+    with user_code(f"Evaluation run failed on the {what}", "Call it with the model and such inputs yourself."):
+        for batch in items:
+            workload.evaluation.run(record, cloned(batch.inputs))
+    return calls[1:]
 
 
 def _is_plain(workload: Workload) -> bool:
-    """Whether items of the calibration data are the model's own inputs, which they are not where ``run`` calls it."""
-    return workload.calibration is not None or workload.evaluation is None or workload.evaluation.run is None
+    """Whether items of the labelled data are the model's own inputs, which they are not where ``run`` calls it."""
+    return workload.evaluation is None or workload.evaluation.run is None
 
 
-def _calls(workload: Workload, model: nn.Module, splits: Splits) -> list[Specs]:
-    """The inputs that there are: the example, further examples, and the data where its items are the model's own inputs."""
-    data = (*splits.calibration, *splits.selection, *splits.test) if _is_plain(workload) else ()
+def _calibrates(workload: Workload) -> bool:
+    """Whether items of the calibration data are the model's own inputs, as they are where they were given as such."""
+    return workload.calibration is not None or _is_plain(workload)
+
+
+def _calls(workload: Workload, model: nn.Module, splits: Splits, recorded: Sequence[Arguments]) -> list[Specs]:
+    """The inputs that there are: the example, further examples, the data where its items are the model's own inputs, and of
+    those that were ``recorded`` what the example's form can be built for."""
+    data = [*splits.calibration] if _calibrates(workload) else []
+    data += [*splits.selection, *splits.test] if _is_plain(workload) else []
     given = [as_call(workload.inputs), *map(as_call, workload.examples), *(batch.call for batch in data)]
-    return specs_of(model, [Call(args, kwargs) for args, kwargs in given])
+    found = specs_of(model, [Call(args, kwargs) for args, kwargs in given])
+    for args, kwargs in recorded:
+        with contextlib.suppress(UsageError):  # another form of a call is nobody's mistake here, as a first one without a state
+            other = specs_of(model, [Call(*given[0]), Call(args, kwargs)])[1]
+            if all(_alike(spec, first) for spec, first in zip(other, found[0], strict=True)):
+                found.append(other)
+    return found
+
+
+def _alike(spec: TensorSpec, first: TensorSpec) -> bool:
+    """Whether what is built for one may be given the other, as far as sizes may differ."""
+    return (spec.dtype, len(spec.shape), 0 in spec.shape) == (first.dtype, len(first.shape), 0 in first.shape)
 
 
 def _dims(workload: Workload, calls: Sequence[Specs], judge: Judge, notes: list[str]) -> Dims:

@@ -15,12 +15,14 @@ from trimtab._json import to_json, write_json
 from trimtab._units import positive, seconds
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError, UsageError
+from trimtab.measurement import Interval
 from trimtab.optimizing import RESULT_FILE, Interrupt, alone, confirm_s, disk_errors, forgetting, run_folder, taken
 from trimtab.report import write as write_report
 from trimtab.study.options import Options
-from trimtab.study.progress import Progress
+from trimtab.study.progress import Printed, Progress
 from trimtab.study.record import Record
 from trimtab.study.result import Result
+from trimtab.study.storage import shown
 from trimtab.study.training import TrainingStudy, finish
 from trimtab.study.workers import Workers
 from trimtab.workload import Limits, Workload
@@ -106,7 +108,7 @@ def tune(
         fresh: delete what is in the run folder, and this very study in ``storage``, first.
         worker_memory_mb: memory limit of one worker process, in megabytes; ``trial_seconds`` is the time limit of one trial.
         timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
-        progress: told what happens; silent if ``None``.
+        progress: told what happens; if ``None`` it stands on standard error, in lines. ``trimtab.Progress()`` keeps silent.
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
@@ -130,7 +132,7 @@ def tune(
     limit_s = None if budget is None else seconds(budget, "budget")
     workload = taken(workload, "trimtab.tune")
     folder = run_folder(workload, out, "-tune")
-    progress = progress or Progress()
+    progress = Printed(budget_s=limit_s) if progress is None else progress
     with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
         asked = {"limits": limits, "budget": budget, "trials": trials, "updates": updates}
         command = _spoken(workload, options, **asked, out=str(folder))
@@ -184,7 +186,7 @@ def _limits(limits: Limits | None) -> Limits:
 
 def _spoken(workload: Workload | str, options: Options, **asked: Any) -> str:
     """The call that goes on with a study; what it leaves out is at its default."""
-    asked |= {"storage": options.storage, "worker_memory_mb": options.worker_mb}
+    asked |= {"storage": options.storage and shown(options.storage), "worker_memory_mb": options.worker_mb}
     asked |= {"trial_seconds": options.trial_s, "timing_seconds": options.timing_s}
     defaults = inspect.signature(tune).parameters
     given = [f"{name}={value!r}" for name, value in asked.items() if value != defaults[name].default]
@@ -194,7 +196,7 @@ def _spoken(workload: Workload | str, options: Options, **asked: Any) -> str:
 
 def _line(rung: Mapping[str, Any]) -> str:
     speedup, update, drop, loss = rung["speedup"], rung["latency_ms"]["median"], rung["drop"], rung["score"]["value"]
-    times = "-" if speedup["value"] is None else f"{speedup['value']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+    times = "-" if speedup["value"] is None else Interval(**speedup).times()
     ms = "-" if update is None else f"{update:.3g} ms"
     score = "-" if loss is None else f"{loss:.4g}"
     rise = "-" if drop["value"] is None else f"{drop['value']:+.2g} ({drop['upper']:+.2g})"

@@ -36,7 +36,8 @@ class Evaluation:
     tensors that hold all examples works too. A batch is taken apart only where the model's answer for a row does not depend on
     the other rows; where it does, as in a sequence whose first axis is time, items stay whole."""
     score: Callable[[Any, Any], Any] | None = None
-    """``score(output, target)`` -> n per-example scores (numbers or booleans, shape ``(n,)``) for a batch of n."""
+    """``score(output, target)`` -> n per-example scores (numbers or booleans, shape ``(n,)``) for a batch of n. Of an item
+    whose rows are no examples the mean of its scores counts, as one, unless ``dynamic`` says which of its axes is the batch."""
     metric: Callable[[Any, Any], float] | None = None
     """``metric(outputs, targets)`` -> one number for the whole set, such as F1 or a correlation. Outputs and targets
     keep the structure that the model and the data give them; their tensors are joined over the batches along the axis of the
@@ -190,8 +191,9 @@ class Workload:
     """Of the split of the data; in training, of the parameters and of the order of the data."""
     notes: tuple[str, ...] = ()
     """Sentences about what was assumed when this was made; they are shown with the results."""
-    reference: tuple[str, ...] = ()
-    """The words of the command line that stand for this, where it came from a file that is no Python."""
+    reference: tuple[str, ...] = dataclasses.field(default=(), init=False)
+    """The words of the command line that stand for this, as :func:`trimtab.load_workload` gave it for a file that is no Python;
+    ``dataclasses.replace`` makes something else of it, which they do not stand for."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):

@@ -17,13 +17,13 @@ from torch import nn
 from trimtab._masks import errors
 from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import TENSOR, Structure, flatten
-from trimtab._user_code import user_code
 from trimtab._weights import tolerance
 from trimtab.backends._causes import known_cause
-from trimtab.backends._program import at_sizes, far_tries
+from trimtab.backends._other_sizes import answer, at_sizes, farthest
+from trimtab.backends._program import SHARED, frozen_signature
 from trimtab.candidate import Candidate, resized
-from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
-from trimtab.signature import Dim, Signature
+from trimtab.errors import CompileError, InputError
+from trimtab.signature import Signature
 
 CONVERSION_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -39,6 +39,8 @@ CONVERSION_ERRORS: tuple[type[Exception], ...] = (
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Row = list[torch.Tensor]
+Probe = tuple[str, Row, Sequence[torch.Tensor]]
+"""What is asked, in words; inputs; and what the model makes of them."""
 
 TOLERANCE = 1e-3
 """Largest error of a float32 conversion, relative to the largest output: far above rounding, far below a wrong graph."""
@@ -77,9 +79,7 @@ def no_numpy_form(signature: Signature, runtime: str) -> str | None:
 
 def static_signature(candidate: Candidate) -> Signature:
     """The candidate's signature with its dynamic dimensions frozen to the example's sizes."""
-    with torch.no_grad():
-        outputs = candidate.flat(copied=False)(*candidate.own_leaves())
-    return candidate.signature.without_dims(candidate.leaves, outputs)
+    return frozen_signature(candidate, lambda leaves: candidate.flat(copied=False)(*leaves))
 
 
 class _Returning(nn.Module):
@@ -128,25 +128,23 @@ def put_back(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], wr
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep converters' warnings and log lines away; the filters and the logging level are put back."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with SHARED, warnings.catch_warnings():
+        level = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        try:
             yield
-    finally:
-        logging.disable(level)
+        finally:
+            logging.disable(level)
 
 
 def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | None:
     """What is wrong with a float32 conversion, in a sentence, or ``None``: it is compared with the model itself at the
     example, at other values of the same kind and, for every dynamic dimension of ``signature``, at other sizes."""
-    reference = candidate.flat(copied=False)
     strange: bool | None = None
-    for rows in probes(candidate, signature):
-        # values for which the model itself has no answer prove nothing, and runtimes make other things of NaN on the way
-        answers = ((what, row, found) for what, row in rows if (found := _answer(reference, row)) is not None)
-        usual = (answer for answer in answers if strange is not False or not _has_nan(answer[2]))
+    for forms in probes(candidate, signature):
+        # runtimes make other things of NaN on the way
+        usual = (form for form in forms if strange is not False or not _has_nan(form[2]))
         if (first := next(usual, None)) is None:
             continue
         what, leaves, expected = first
@@ -161,22 +159,27 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
     return None
 
 
-def probes(candidate: Candidate, signature: Signature) -> Iterator[Iterable[tuple[str, Row]]]:
-    """Questions to put to a converted graph, each in several forms, ``(what it is, inputs)``, of which the first that the model
-    answers is taken."""
-    yield [("the example", list(candidate.leaves))]
-    yield [("other values", [_other_values(leaf, sign) for leaf in candidate.leaves]) for sign in (-1, 1)]
+def probes(candidate: Candidate, signature: Signature) -> Iterator[Iterator[Probe]]:
+    """Questions to put to a converted graph, each in several forms, of which the first is taken. Those that the model itself
+    does not answer prove nothing, and are left out."""
+    yield _answered(candidate, [("the example", list(candidate.leaves))])
+    yield _answered(candidate, [("other values", [_other_values(leaf, sign) for leaf in candidate.leaves]) for sign in (-1, 1)])
     if signature.dims:
         now = signature.sizes(candidate.leaves)
-        other = {dim.name: _another_size(dim, now[dim.name], i) for i, dim in enumerate(signature.dims) if dim.name in now}
-        least = {dim.name: dim.min for dim in signature.dims if dim.name in now}
-        near = ([(sizes, at_sizes(candidate, sizes))] for sizes in (other, least))
-        for tries in (*near, *far_tries(candidate, signature, other)):
-            yield ((_sizes_in_words(sizes), leaves) for sizes, leaves in tries)
+        other = {dim.name: dim.near(now[dim.name], 1 + i, 1, -1) for i, dim in enumerate(signature.dims)}
+        least = {dim.name: dim.min for dim in signature.dims}
+        # one that is least by itself too, because the model may refuse all of them at once
+        near = [other, least, *({**other, name: size} for name, size in least.items())]
+        for sizes in (dict(found) for found in dict.fromkeys(tuple(sizes.items()) for sizes in near)):
+            yield _answered(candidate, [(_sizes_in_words(sizes), at_sizes(candidate, sizes))])
+        for dim in signature.dims:
+            if (far := farthest(candidate, dim, other)) is not None:
+                yield iter([(_sizes_in_words(far.sizes), far.leaves, far.answer[1])])
 
 
-def _another_size(dim: Dim, now: int, index: int) -> int:
-    return dim.near(now, 1 + index, 1, -1)
+def _answered(candidate: Candidate, questions: Iterable[tuple[str, Row]]) -> Iterator[Probe]:
+    found = ((what, row, answer(candidate, row)) for what, row in questions)
+    return ((what, row, each[1]) for what, row, each in found if each is not None)
 
 
 def _sizes_in_words(sizes: Mapping[str, int]) -> str:
@@ -187,16 +190,6 @@ def _other_values(leaf: torch.Tensor, sign: int) -> torch.Tensor:
     """Other values of the same kind: the same integers elsewhere, the same floats elsewhere, with the other ``sign`` or not."""
     turned = leaf.reshape(-1).flip(0).reshape(leaf.shape)
     return sign * turned if leaf.is_floating_point() else turned
-
-
-def _answer(model: nn.Module, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-    """What ``model`` makes of ``leaves``; ``None`` where it refuses them, whatever it raises."""
-    try:
-        with torch.no_grad(), user_code("The model does not take these inputs"):
-            found: Sequence[torch.Tensor] = model(*(leaf.clone() for leaf in leaves))
-    except (UsageError, WorkloadError):
-        return None
-    return found
 
 
 def _has_nan(outputs: Sequence[torch.Tensor]) -> bool:

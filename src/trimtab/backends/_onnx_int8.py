@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import collections
 import pathlib
-import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from trimtab import environment
 from trimtab.backends._foreign import quiet
 from trimtab.backends._onnx import DATA, MODEL
 from trimtab.contracts import require
-from trimtab.environment import instruction_sets
 
 Operators = Literal["auto", "all", "linear"]
 
@@ -129,7 +128,7 @@ def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Op
             str(target),
             op_types_to_quantize=kinds,
             per_channel=True,
-            reduce_range=not has_vnni(),
+            reduce_range=not environment.has_vnni(),
             weight_type=quantization.QuantType.QInt8,
             use_external_data_format=prepared.with_name(prepared.name + ".data").is_file(),
         )
@@ -151,19 +150,11 @@ def quantize_static(prepared: pathlib.Path, target: pathlib.Path, operators: Ope
             op_types_to_quantize=list(LINEAR) if nodes is not None else None,
             nodes_to_quantize=nodes,
             per_channel=True,
-            reduce_range=not has_vnni(),
+            reduce_range=not environment.has_vnni(),
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             use_external_data_format=prepared.with_name(prepared.name + ".data").is_file(),
         )
-
-
-def has_vnni() -> bool:
-    """Whether the CPU multiplies bytes without saturating on the way; if not, weights must do with seven bits.
-
-    On x86 without VNNI, sums of two products of u8 and s8 go through 16 bits (``vpmaddubsw``) and silently clip.
-    """
-    return platform.machine() not in ("x86_64", "AMD64") or not {"avx512_vnni", "avx_vnni"}.isdisjoint(instruction_sets())
 
 
 def is_transformer(path: pathlib.Path) -> bool:

@@ -104,13 +104,22 @@ def _start(tensor: torch.Tensor) -> int:
 
 
 def _kept(module: nn.Module) -> Iterator[torch.Tensor]:
+    seen = dict[int, Any]()  # what was looked at, held so that nothing else takes its place
+
+    def again(value: Any) -> bool:
+        """Whether it was looked at before, as what contains itself is."""
+        known = id(value) in seen
+        seen[id(value)] = value
+        return known
+
     yield from module.parameters()
     yield from module.buffers()
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
-            yield from _constants(part.graph)
+            for name in part._c._method_names():  # a list of modules has no forward
+                yield from _constants(part._c._get_method(name).graph)
         else:
-            yield from (leaf for leaf in tree_leaves(dict(vars(part))) if isinstance(leaf, torch.Tensor))
+            yield from (leaf for leaf in tree_leaves(vars(part), again) if isinstance(leaf, torch.Tensor))
 
 
 def _constants(block: Any) -> Iterator[torch.Tensor]:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 import logging
-import math
 import pathlib
 import subprocess
 import threading
@@ -23,13 +22,12 @@ from torch.jit.frontend import FrontendError
 from trimtab._archive import save_program as write_program
 from trimtab._masks import errors
 from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
-from trimtab._user_code import user_code
 from trimtab._weights import HALVES, is_composed, weights
 from trimtab.backends._causes import known_cause
 from trimtab.backends._graph_call import graph_call
-from trimtab.candidate import Candidate, FlatModel, resized
-from trimtab.contracts import MODEL_ERRORS
-from trimtab.errors import CompileError, IntegrityError, UsageError, WorkloadError
+from trimtab.backends._other_sizes import Answer, answer, at_sizes, farthest, other_size, shuffled
+from trimtab.candidate import MODEL_ERRORS, Candidate, FlatModel
+from trimtab.errors import CompileError, IntegrityError
 from trimtab.signature import Dim, Signature
 
 PROGRAM = "program.pt2"
@@ -45,18 +43,11 @@ SHARED = threading.RLock()
 """Held by whoever changes for a while what all threads share: put back in the wrong order, it would stay changed."""
 
 Call = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-Try = tuple[Mapping[str, int], list[torch.Tensor]]
-"""Sizes of dynamic dimensions, and inputs of these."""
 
 TOLERANCE = 0.02
 REDUCED_TOLERANCE = 0.1
 """Largest error relative to the largest output. They tell another function from rounding; whether the rounding is good
 enough is judged later, on real data."""
-
-FAR, FARTHEST = 8, 32
-"""Times the example's size at which a dimension without an upper bound is tried, and most for one with a bound."""
-FAR_ELEMENTS = 1 << 22
-"""Most elements of all inputs and outputs together of such a try."""
 
 
 def export_program(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
@@ -138,9 +129,12 @@ def frozen_note(lost: Sequence[str]) -> list[str]:
 
 
 def dynamic_shapes(signature: Signature) -> Any:
-    """The ``dynamic_shapes`` argument of :func:`torch.export.export` for a :class:`~trimtab.candidate.FlatModel`."""
-    dims = {dim.name: _export_dim(dim) for dim in signature.dims}
-    return (tuple({i: dims[s] for i, s in enumerate(spec.shape) if isinstance(s, str)} or None for spec in signature.inputs),)
+    """The ``dynamic_shapes`` argument of :func:`torch.export.export` for a :class:`~trimtab.candidate.FlatModel`.
+
+    torch knows no dimension of one size only, which the program is made for as it is.
+    """
+    dims: dict[int | str, Any] = {dim.name: _export_dim(dim) for dim in signature.dims if dim.min != dim.max}
+    return (tuple({i: dims[s] for i, s in enumerate(spec.shape) if s in dims} or None for spec in signature.inputs),)
 
 
 def _export_dim(dim: Dim) -> Any:
@@ -154,7 +148,7 @@ def _export_dim(dim: Dim) -> Any:
 def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Signature:
     """The candidate's signature as far as ``call`` keeps it, found by running it at other sizes next to the model.
 
-    Sizes far above the example's are tried too (:func:`far_tries`) and, with ``smallest``, sizes of one, because
+    Sizes far above the example's are tried too (:func:`farthest`) and, with ``smallest``, sizes of one, because
     tracers like to treat them as constants; where these fail, the dimension's lower bound becomes two.
 
     Raises:
@@ -185,71 +179,24 @@ def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Sign
 
 def _bounded(candidate: Candidate, call: Call, dim: Dim, near: Mapping[str, int]) -> Dim:
     """``dim``, with an upper bound where ``call`` refuses larger sizes, as packages of torch's compiler do beyond what they are
-    made for; wrong answers there are no matter of bounds.
+    made for; wrong answers there are no matter of bounds, nor is what it refuses for the sizes of other dimensions.
 
     Raises:
-        CompileError: they are wrong.
+        CompileError: it is that.
     """
-    tries = _far_tries(candidate, candidate.signature, dim, near)
-    answered = ((sizes, leaves, found) for sizes, leaves in tries if (found := answer(candidate, leaves)) is not None)
-    first = next(answered, None)
-    if first is None or not (reason := _disagreement(candidate, call, *first[1:])):
+    far = farthest(candidate, dim, near)
+    if far is None or not (reason := _disagreement(candidate, call, far.leaves, far.answer)):
         return dim
-    if not reason.startswith(RAISES):
-        raise CompileError(f"The result does something else than the model at the sizes {first[0]}: {reason}.")
-    low, high = near[dim.name], first[0][dim.name]
+    low, high = near[dim.name], far.sizes[dim.name]
+
+    def refused(size: int) -> str | None:
+        return disagreement(candidate, call, shuffled(candidate, {**far.sizes, dim.name: size}, dim.name))
+
+    if not reason.startswith(RAISES) or refused(low):
+        raise CompileError(f"The result does something else than the model at the sizes {dict(far.sizes)}: {reason}.")
     while (middle := (low + high) // 2 // dim.step * dim.step) > low:
-        refused = disagreement(candidate, call, _shuffled(candidate, {**near, dim.name: middle}, dim.name))
-        low, high = (low, middle) if refused else (middle, high)
+        low, high = (low, middle) if refused(middle) else (middle, high)
     return dataclasses.replace(dim, max=low)
-
-
-def other_size(candidate: Candidate, name: str, step: int = 1) -> int:
-    """A size of dimension ``name`` that its bounds allow and that, if possible, is neither the example's nor one."""
-    dim = next(dim for dim in candidate.signature.dims if dim.name == name)
-    now = candidate.signature.sizes(candidate.leaves)[name]
-    wanted = (now + step * dim.step, *(now + dim.step * way for way in (1, 2, -1, -2)), now)
-    return next(size for size in wanted if size in dim and (size > 1 or size == now or dim.max == 1))
-
-
-def far_tries(candidate: Candidate, signature: Signature, near: Mapping[str, int]) -> Iterator[Iterator[Try]]:
-    """Inputs with one dimension far above its size in ``near``, the largest first; the first that the model takes counts.
-
-    A form may keep one side of a decision on a size, such as ``if x.shape[1] > 64``, and no size near the example's tells. What
-    is repeated along the dimension is shuffled, because the mean of a part would else be that of the whole.
-    """
-    for dim in signature.dims:
-        if dim.name in near:
-            yield _far_tries(candidate, signature, dim, near)
-
-
-def _far_tries(candidate: Candidate, signature: Signature, dim: Dim, near: Mapping[str, int]) -> Iterator[Try]:
-    now = near[dim.name]
-    size = min(dim.max or FAR * now, FARTHEST * now)
-    while (size := size // dim.step * dim.step) > now:
-        sizes = {**near, dim.name: size}
-        specs = (*signature.inputs, *signature.outputs)
-        shapes = ([sizes.get(s, 1) if isinstance(s, str) else s for s in spec.shape] for spec in specs)
-        if sum(map(math.prod, shapes)) <= FAR_ELEMENTS:
-            yield sizes, _shuffled(candidate, sizes, dim.name)
-        size //= 2
-
-
-def _shuffled(candidate: Candidate, sizes: Mapping[str, int], name: str) -> list[torch.Tensor]:
-    order = torch.randperm(sizes[name], generator=torch.Generator().manual_seed(0), device="cpu")
-    leaves = at_sizes(candidate, sizes)
-    for i, spec in enumerate(candidate.signature.inputs):
-        for axis in (axis for axis, size in enumerate(spec.shape) if size == name):
-            leaves[i] = leaves[i].index_select(axis, order.to(leaves[i].device))
-    return leaves
-
-
-def at_sizes(candidate: Candidate, sizes: Mapping[str, int]) -> list[torch.Tensor]:
-    """The example tensors with dimensions repeated or cut to ``sizes``."""
-    leaves = list(candidate.leaves)
-    for name, size in sizes.items():
-        leaves = [resized(leaf, spec.shape, name, size) for leaf, spec in zip(leaves, candidate.signature.inputs, strict=True)]
-    return leaves
 
 
 def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor]) -> str | None:
@@ -258,23 +205,7 @@ def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor
     return None if found is None else _disagreement(candidate, call, leaves, found)
 
 
-def answer(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]] | None:
-    """What the model makes of ``leaves``: copies of them, which it may have written to, and its outputs; ``None`` where it
-    refuses them, whatever it raises."""
-    own = [leaf.clone() for leaf in leaves]
-    try:
-        with torch.no_grad(), user_code("The model does not take these inputs"):
-            return own, candidate.flat(copied=False)(*own)
-    except (UsageError, WorkloadError):
-        return None
-
-
-def _disagreement(
-    candidate: Candidate,
-    call: Call,
-    leaves: Sequence[torch.Tensor],
-    found: tuple[list[torch.Tensor], Sequence[torch.Tensor]],
-) -> str | None:
+def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor], found: Answer) -> str | None:
     own, reference = found
     given = [leaf.clone() for leaf in leaves]
     try:
@@ -363,6 +294,39 @@ def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:
     except IntegrityError as error:
         raise CompileError(f"The model has no form that stands alone: {error}") from error
     return [PROGRAM]
+
+
+def write_exported(candidate: Candidate, folder: pathlib.Path, *, plain: bool = False) -> Signature:
+    """Write the candidate into ``folder`` as :func:`export_program` gives it, and return the signature that it keeps.
+
+    Some programs export with dynamic sizes and cannot be written, as where one is halved and rounded up. They are written for
+    the example's sizes.
+
+    Raises:
+        CompileError: the model cannot be exported, or its program cannot be written.
+    """
+    program, signature = export_program(candidate, plain=plain)
+    try:
+        _write(program, folder)
+    except CompileError:
+        if not signature.dims:
+            raise
+        program, signature = export_static(candidate, plain=plain)
+        _write(program, folder)
+    return signature
+
+
+def _write(program: ExportedProgram, folder: pathlib.Path) -> None:
+    """Write ``program`` as it is or, where it calls what only an exporter knows, as for ``torch.vmap``, decomposed."""
+    try:
+        save_program(program, folder)
+    except CompileError as error:
+        try:
+            with torch.no_grad(), quiet():
+                program = program.run_decompositions({})
+        except EXPORT_ERRORS:
+            raise error from None
+        save_program(program, folder)
 
 
 def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, plain: bool) -> ExportedProgram:

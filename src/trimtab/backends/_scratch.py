@@ -12,14 +12,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from trimtab._weights import parts
+from trimtab._plain import plain
+from trimtab._user_code import user_code
+from trimtab._weights import parts, raw
 from trimtab.candidate import Candidate
 from trimtab.environment import builders
+from trimtab.errors import UsageError, WorkloadError
 
 
 def fingerprint(candidate: Candidate, *more: object) -> str:
@@ -35,7 +37,7 @@ def fingerprint(candidate: Candidate, *more: object) -> str:
     for value in (candidate.signature, leaf_sizes, settings, torch.__version__, builders(), *more):
         digest.update(repr(value).encode())
     for name, module in candidate.model.named_modules(remove_duplicate=False):
-        digest.update(f"\n{name} {type(module).__qualname__} {module.training}".encode())
+        digest.update(f"\n{name} {type(module).__qualname__} {getattr(module, 'training', False)}".encode())
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             _absorb(digest, key, tensor)
         for key, value in vars(module).items():
@@ -58,29 +60,40 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def _absorb(digest: hashlib.blake2b, key: str, value: object) -> None:
+def _absorb(digest: hashlib.blake2b, key: str, value: object, around: frozenset[int] = frozenset()) -> None:
+    """Take ``value`` in; ``around`` are the containers that it lies in, one of which it may be."""
     digest.update(f"\n{key} ".encode())
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         for part in parts(value.detach()):
             if part.numel() and part.layout is torch.strided and not part.is_quantized:
-                flat = part.detach().cpu().contiguous().reshape(-1)
-                digest.update(flat.view(torch.uint8).numpy().data)
-    elif isinstance(value, Mapping):
-        for inner, item in value.items():
-            _absorb(digest, str(inner), item)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _absorb(digest, str(index), item)
+                digest.update(raw(part).numpy().data)
+    elif id(value) in around or (told := _told(value)) is None:
+        digest.update(type(value).__qualname__.encode())
+    elif isinstance(told, str):
+        digest.update(_ADDRESS.sub("", told).encode())
     else:
-        digest.update(_ADDRESS.sub("", repr(value)).encode())
+        for inner, item in told:
+            _absorb(digest, str(inner), item, around | {id(value)})
+
+
+def _told(value: object) -> list[tuple[object, object]] | str | None:
+    """What lies in a container, by its place, or another value's text; ``None`` where its class refuses to say, as a
+    configuration with a gap in it does."""
+    try:
+        with user_code("An attribute cannot be read"):
+            if isinstance(value, Mapping):
+                return list(value.items())
+            return list(enumerate(value)) if isinstance(value, (list, tuple)) else repr(value)
+    except (UsageError, WorkloadError):
+        return None
 
 
 def _source(cls: type) -> str:
     """The class's source, so that an edited ``forward`` does not find yesterday's graph; empty where there is none."""
     try:
         return inspect.getsource(cls)
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError):  # which has no file, or one that was changed since
         return ""
 
 
@@ -136,15 +149,20 @@ def _linked(source: pathlib.Path, target: pathlib.Path) -> bool:
     return True
 
 
+_EMPTY = ("Exception from", "Traceback", "Check 'false' failed at", "FrontEnd API failed", "Model wasn't fully", "Summary:")
+"""How lines begin that say nothing yet; what the matter is stands below them."""
+_WRAPPED = "Couldn't get TorchScript module"
+"""How OpenVINO begins what it wraps around an exception of the model's own."""
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, with the error's type."""
-    lines = (line.strip() for line in str(error).splitlines())
-    told = next(
-        (line for line in lines if len(line) > 3 and not line.startswith(("Exception from", "Traceback"))), "no message"
-    )
+    """The first line of an error's text that says something, with the error's type.
+
+    What torch's exporter and OpenVINO wrap around an error says which step it was and asks for a bug report; the cause is what
+    tells why.
+    """
+    while error.__cause__ is not None and (type(error).__module__.startswith("torch.onnx.") or str(error).startswith(_WRAPPED)):
+        error = error.__cause__
+    lines = (line.strip().removeprefix("-- ") for line in plain(str(error)).splitlines())
+    told = next((line for line in lines if len(line) > 3 and not line.startswith(_EMPTY)), "no message")
     return f"{type(error).__name__}: {told[:300]}"
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters and buffers, each counted once."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))

@@ -140,10 +140,11 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
 
 def _wrong_at_other_sizes(candidate: Candidate, call: Call) -> str | None:
     try:
-        verified(candidate, call)
+        kept = verified(candidate, call)
     except CompileError as error:
         return str(error).rstrip(".")
-    return None
+    pairs = zip(candidate.signature.dims, kept.dims, strict=True)
+    return next((f"it takes {dim.name} up to {dim.max} only" for whole, dim in pairs if dim.max != whole.max), None)
 
 
 def _opposite(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

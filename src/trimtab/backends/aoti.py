@@ -8,7 +8,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -56,6 +56,8 @@ class Build:
 
 class AotiExecutable(Executable):
     """One package for the example's sizes, where the compiler knows everything, and one for all others."""
+
+    own_threads = True
 
     def __init__(self, folder: pathlib.Path, build: Build, signature: Signature, settings: Settings) -> None:
         super().__init__(signature, settings)
@@ -213,14 +215,8 @@ def load(folder, threads):
         if executable.signature.dims:
             executable.signature = verified(candidate, executable.run)
         else:
-            verified(_static(candidate, executable.signature), executable.run)
+            verified(replace(candidate, signature=executable.signature), executable.run)
         return executable
-
-
-def _static(candidate: Candidate, signature: Signature) -> Candidate:
-    return Candidate(
-        model=candidate.model, args=candidate.args, kwargs=candidate.kwargs, signature=signature, settings=candidate.settings
-    )
 
 
 def _package(program: ExportedProgram, path: pathlib.Path, mode: Mode) -> None:

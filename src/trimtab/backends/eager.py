@@ -16,7 +16,7 @@ from trimtab._archive import load_program
 from trimtab._json import from_json, write_json
 from trimtab.backends._graph_call import graph_call
 from trimtab.backends._owned import held_by, in_order, owned
-from trimtab.backends._program import PROGRAM, bare_module, export_program, frozen_note, lost_dims, save_program
+from trimtab.backends._program import PROGRAM, bare_module, frozen_note, lost_dims, write_exported
 from trimtab.backends._scratch import copy_files, fingerprint, shared_folder
 from trimtab.backends._script import SCRIPT, kept_signature, load_script, save_script, script_flat
 from trimtab.candidate import Candidate, Settings
@@ -103,9 +103,7 @@ class EagerExecutable(Executable):
         return owned(outputs, self._held, inference=self._inference)
 
     def _export(self, folder: pathlib.Path) -> None:
-        program, signature = export_program(self._candidate)
-        save_program(program, folder)
-        write_json(folder / SIGNATURE, signature)
+        write_json(folder / SIGNATURE, write_exported(self._candidate, folder))
 
 
 class FlatExecutable(Executable):

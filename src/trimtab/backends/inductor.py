@@ -14,12 +14,11 @@ from torch import nn
 from trimtab._archive import load_program
 from trimtab._machine import no_compiler
 from trimtab.backends._inductor import Mode, options
+from trimtab.backends._other_sizes import answer, at_sizes, other_size
 from trimtab.backends._owned import copied, in_order, lent_twice
 from trimtab.backends._program import (
     EXPORT_ERRORS,
     PROGRAM,
-    answer,
-    at_sizes,
     bare_module,
     dense,
     disagreement,
@@ -28,9 +27,8 @@ from trimtab.backends._program import (
     frozen_signature,
     lost_dims,
     memory_formats,
-    other_size,
-    save_program,
     verified,
+    write_exported,
     written_back,
 )
 from trimtab.candidate import Candidate, Settings
@@ -87,10 +85,10 @@ class InductorExecutable(Executable):
         """Write the exported program that :meth:`Inductor.load` compiles; the signature becomes the one that it keeps."""
         if self.candidate is None:
             raise CompileError("This executable was loaded from files; copy those.")
-        program, kept = export_program(self.candidate, plain=True)
+        kept = write_exported(self.candidate, folder, plain=True)
         self.notes += frozen_note(lost_dims(self.signature, kept))
         self.signature = kept
-        return save_program(program, folder)
+        return [PROGRAM]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ from trimtab.signature import Signature, TensorSpec
 class OpenVinoExecutable(Executable):
     """A model compiled for the example's sizes and, once other sizes come, a second time for any size."""
 
+    own_threads = True
+
     def __init__(
         self, folder: pathlib.Path, config: dict[str, Any], signature: Signature, settings: Settings, owned: object = None
     ) -> None:

@@ -18,6 +18,7 @@ from typing import Self
 from typer.exceptions import TyperException
 
 from trimtab._json import ESCAPED
+from trimtab._plain import plain
 from trimtab.errors import BUG, EXIT_BUG, TrimtabError, UsageError
 
 EXIT_INTERRUPTED = 130
@@ -49,7 +50,7 @@ class Boundary:
         if os.environ.get(DEBUG, "") not in ("", "0"):
             traceback.print_exception(error)
         name, self.code, sentence = _told(error)
-        print(f"error[{name}]: {sentence}", file=sys.stderr)
+        print(f"error[{name}]: {plain(sentence)}", file=sys.stderr)
         return True
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderResult
 from rich.live import Live
@@ -17,10 +17,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.study.progress import INTERRUPTED, Progress
+from trimtab._plain import plain as cleaned
+from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome
 
 if TYPE_CHECKING:
-    from trimtab.measurement import Interval
     from trimtab.study.sampler import Ask
     from trimtab.study.study import Study
     from trimtab.trial import Trial
@@ -44,23 +44,6 @@ STAGES = {
 """Stages of the search in plain words."""
 
 
-def times(ratio: Interval) -> str:
-    """``1.23x (1.20 to 1.26)``."""
-    value, low, high = (f"{x:.2f}" if x < 1000 else f"{x:.3g}" for x in (ratio.value, ratio.low, ratio.high))
-    return f"{value}x ({low} to {high})"
-
-
-def outcome(trial: Trial) -> str:
-    """The figures of a trial: speed-up, drop, and size where it is known."""
-    parts = [times(trial.speedup)] if trial.speedup else []
-    if trial.drop:
-        lost = trial.drop
-        parts.append(f"drop {lost.show(lost.value, 2)} (up to {lost.show(lost.upper, 2)})")
-    if trial.size_mb is not None:
-        parts.append(f"{trial.size_mb:.3g} MB")
-    return ", ".join(parts)
-
-
 def clock(seconds: float) -> str:
     """``1:02`` or ``1:02:03``."""
     minutes, rest = divmod(max(round(seconds), 0), 60)
@@ -78,6 +61,8 @@ class View(Progress):
         """At most so many new trials."""
         self.cut_short = False
         """Whether Ctrl-C came."""
+        self.told: set[str] = set()
+        """The remarks that were shown."""
         self.since = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -85,6 +70,11 @@ class View(Progress):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Nothing to end."""
+
+    def remark(self, sentence: str) -> None:
+        """Keep in mind what is shown."""
+        self.told.add(sentence)
+        super().remark(sentence)
 
     def interrupted(self) -> None:
         """Say so."""
@@ -95,58 +85,20 @@ class View(Progress):
 class Quiet(View):
     """Shows nothing."""
 
+    def remark(self, sentence: str) -> None:
+        """It is for the end."""
 
-class Lines(View):
-    """Lines of text: what runs, what came out, the time that has passed. For pipes, logs and plain terminals."""
+
+class Lines(View, Printed):
+    """Lines of text, for pipes, logs and plain terminals."""
 
     def __init__(self, console: Console, budget_s: float | None, trials: int | None) -> None:
-        super().__init__(console, budget_s, trials)
-        self._stage = ""
-        self._waiting: collections.deque[str] = collections.deque()
-        self._printing = False
+        View.__init__(self, console, budget_s, trials)
+        Printed.__init__(self, budget_s=budget_s)
 
-    def stage(self, words: str) -> None:
-        """Say it once."""
-        if words != self._stage:
-            self._stage = words
-            self._say(f"{self._clock()} {words}")
-
-    def opened(self, study: Study) -> None:
-        """What is there already."""
-        if study.trials:
-            self._say(f"{self._clock()} going on from {len(study.trials)} trials of an earlier run")
-
-    def remark(self, sentence: str) -> None:
-        """A line of its own."""
-        self._say(f"note: {sentence}")
-
-    def began(self, ask: Ask, finished: int) -> None:
-        """Which recipe is tried now."""
-        self._say(f"{self._clock()} trial {finished}: {ask.stage}: {ask.recipe}")
-
-    def ended(self, trial: Trial, study: Study) -> None:
-        """How it came out."""
-        if trial.state == "SKIPPED":
-            self._say(f"{self._clock()} trial {trial.number}: {trial.recipe}: skipped: {trial.reason}")
-            return
-        words = ": ".join(part for part in (outcome(trial), trial.reason) if part)
-        self._say(f"           {trial.state.lower()} {words} [{trial.seconds:.0f} s]")
-
-    def _clock(self) -> str:
-        passed = time.monotonic() - self.since
-        left = "" if self.budget_s is None else f"/{self.budget_s:.0f}"
-        return f"[{passed:4.0f}{left} s]"
-
-    def _say(self, text: str) -> None:
-        self._waiting.append(text)
-        if self._printing:  # a signal handler spoke while a line was being printed; streams do not take that
-            return
-        self._printing = True
-        try:
-            while self._waiting:
-                self.console.print(self._waiting.popleft(), markup=False, highlight=False, soft_wrap=True)
-        finally:
-            self._printing = False
+    def write(self, line: str) -> None:
+        """Print one line as it is, however wide."""
+        self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class Reflowing(Live):
@@ -206,7 +158,8 @@ class Board(View):
 
     def remark(self, sentence: str) -> None:
         """Above the view, where it stays."""
-        self.console.print(Text(f"note: {sentence}", style="yellow"))
+        super().remark(sentence)
+        self.console.print(Text(cleaned(f"note: {sentence}"), style="yellow"))
 
     def began(self, ask: Ask, finished: int) -> None:
         """Which recipe is tried now."""
@@ -236,7 +189,7 @@ class Board(View):
 
     def _row(self, trial: Trial) -> Table:
         style = STYLES[trial.state]
-        reason = trial.reason or ""
+        reason = cleaned(trial.reason or "")
         if len(reason) > LONGEST_REASON:
             reason = f"{reason[:LONGEST_REASON].rstrip()} ..."
         figures = outcome(trial) if trial.state == "COMPLETE" else ""
@@ -284,6 +237,11 @@ def _grid(console: Console) -> Table:
     return grid
 
 
+def on_terminal(stream: TextIO | None) -> bool:
+    """Whether ``stream`` leads to a terminal, and not to a file that ``FORCE_COLOR`` makes one for rich, as it is for CI."""
+    return stream is not None and stream.isatty()
+
+
 def view(console: Console, *, plain: bool, quiet: bool, budget_s: float | None, trials: int | None) -> View:
     """The view that fits: live only on a terminal that can move its cursor."""
     live = console.is_terminal and not console.is_dumb_terminal and not plain
@@ -295,7 +253,7 @@ def view(console: Console, *, plain: bool, quiet: bool, budget_s: float | None, 
 def waiting(words: str) -> Iterator[None]:
     """A spinner with ``words`` and the seconds on standard error while the context lasts; nothing where no one watches."""
     console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
+    if not on_terminal(sys.stderr) or not console.is_terminal or console.is_dumb_terminal:
         yield
         return
     with Reflowing(_Wait(words, console), console=console, refresh_per_second=REFRESHES, transient=True):
@@ -304,7 +262,7 @@ def waiting(words: str) -> Iterator[None]:
 
 class _Wait:
     def __init__(self, words: str, console: Console) -> None:
-        self._words, self._since = words, time.monotonic()
+        self._words, self._since = Text(cleaned(words)), time.monotonic()
         self._spinner = Spinner("dots" if _unicode(console) else "line")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 import trimtab
 from trimtab._json import dumps, to_json
@@ -51,7 +51,7 @@ def env_command(
     console.print(_machine_table(environment))
     console.print(_peaks_table(peaks))
     for note in peaks.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, emoji=False)
     console.print(_packages_table(environment))
     return 0
 
@@ -63,20 +63,25 @@ def _table(*headings: str) -> Table:
     return table
 
 
+def _add(table: Table, *cells: str) -> None:
+    """A row whose cells stand as they are: a compiler's name may hold what is markup to rich."""
+    table.add_row(*map(Text, cells))
+
+
 def _machine_table(found: Environment) -> Table:
     table = _table("machine", "")
     quota = "" if found.cpu_quota is None else f", quota {found.cpu_quota:g}"
-    table.add_row("cpu", f"{found.cpu} ({found.machine})")
-    table.add_row(
-        "cores", f"{found.usable_cores} usable of {found.logical_cores} logical, {found.physical_cores} physical{quota}"
+    _add(table, "cpu", f"{found.cpu} ({found.machine})")
+    _add(
+        table, "cores", f"{found.usable_cores} usable of {found.logical_cores} logical, {found.physical_cores} physical{quota}"
     )
-    table.add_row("instruction sets", ", ".join(found.isa) or "none that matters")
+    _add(table, "instruction sets", ", ".join(found.isa) or "none that matters")
     limit = "" if found.memory_limit_mb is None else f", limited to {found.memory_limit_mb / 1e3:.1f} GB"
-    table.add_row("memory", f"{found.memory_mb / 1e3:.1f} GB{limit}")
-    table.add_row("gpus", "; ".join(map(str, found.gpus)) or "none")
-    table.add_row("system", f"{found.os}, Python {found.python}")
-    table.add_row("c++ compiler", found.compiler or "none; torch.compile and AOTInductor need one (apt-get install g++)")
-    table.add_row("fingerprint", found.fingerprint)
+    _add(table, "memory", f"{found.memory_mb / 1e3:.1f} GB{limit}")
+    _add(table, "gpus", "; ".join(map(str, found.gpus)) or "none")
+    _add(table, "system", f"{found.os}, Python {found.python}")
+    _add(table, "c++ compiler", found.compiler or "none; torch.compile and AOTInductor need one (apt-get install g++)")
+    _add(table, "fingerprint", found.fingerprint)
     return table
 
 
@@ -87,17 +92,17 @@ def _peaks_table(peaks: Peaks) -> Table:
             rate.device if rate.threads is None else f"{rate.device}, {rate.threads} thread{'s' if rate.threads > 1 else ''}"
         )
         value = f"{rate.value:.1f} {rate.unit}" if rate.value is not None else f"not measured: {rate.reason}"
-        table.add_row(rate.kind, where, value)
+        _add(table, rate.kind, where, value)
     return table
 
 
 def _packages_table(found: Environment) -> Table:
     table = _table("package", "version", "what it would bring")
     for name, number in found.versions.items():
-        table.add_row(name, number, "")
+        _add(table, name, number, "")
     for item in late("environment").OPTIONAL:
         if not item.installed:
-            table.add_row(item.package, "not installed", escape(f"{item.brings} {item.command}"))
+            _add(table, item.package, "not installed", f"{item.brings} {item.command}")
     return table
 
 
@@ -116,6 +121,8 @@ def list_command(
         contracts = late("contracts")
         registry = getattr(contracts, kind.upper())
         rows = [_row(cls, contracts) for cls in registry.values()]
+    for note in registry.broken.values():
+        typer.echo(f"note: {note}", err=True)
     if json:
         typer.echo(dumps(rows))
         return 0
@@ -126,10 +133,8 @@ def list_command(
     for row in rows:
         fields = ", ".join(f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items())
         cells = (row["summary"], fields or "-", _here(row))
-        table.add_row(row["name"], ", ".join(_USES[mode] for mode in row["modes"]), *map(escape, cells))
+        _add(table, row["name"], ", ".join(_USES[mode] for mode in row["modes"]), *cells)
     Console(highlight=False).print(table)
-    for note in registry.broken.values():
-        typer.echo(f"note: {note}", err=True)
     return 0
 
 

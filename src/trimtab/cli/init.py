@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shlex
 from typing import Annotated
 
 import typer
@@ -11,7 +12,9 @@ from trimtab.intake.starter import write_starter
 
 
 def init_command(
-    kind: Annotated[str, typer.Argument(help="image, text, tabular, custom, or a folder with a transformers model")] = "custom",
+    kind: Annotated[
+        str, typer.Argument(help="model, image, text, tabular, custom, or a folder with a transformers model")
+    ] = "model",
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write [workload.py].")
     ] = None,
@@ -25,5 +28,6 @@ def init_command(
       trimtab init ./my-bert
     """
     path = write_starter(kind, output, force=force)
-    typer.echo(f"Wrote {path}. It runs as it is; what to replace is marked REPLACE. Try: trimtab optimize {path} --trials 3")
+    again = shlex.join(["trimtab", "optimize", str(path), "--trials", "3"])
+    typer.echo(f"Wrote {path}. It runs as it is; what to replace is marked REPLACE. Try: {again}")
     return 0

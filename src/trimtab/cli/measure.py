@@ -51,7 +51,7 @@ def measure_command(
         takes = [one for one in given if not _is_folder(one) and not is_python(one)] or given
         sides = [brought(one, inputs, shape, task) if one in takes and not _is_folder(one) else one for one in given]
         found = trimtab.compare(sides[0], sides[1] if vs is not None else None, seconds=most, width=narrow, trust=trust)
-    typer.echo(dumps(found) if json else str(found))
+    typer.echo(dumps(found) if json else plain(str(found)))
     return 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 import re
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -14,9 +14,10 @@ from rich.console import Console
 import trimtab
 from trimtab._fixes import no_file
 from trimtab._json import dumps
+from trimtab._plain import plain as cleaned
 from trimtab._units import megabytes, seconds
 from trimtab.cli._boundary import again
-from trimtab.cli._progress import view
+from trimtab.cli._progress import on_terminal, view
 from trimtab.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,12 +99,16 @@ def optimize_command(
         "timing_seconds": seconds(timing, "--timing"),
         "seed": seed,
     }
-    console = Console(stderr=json)
-    with view(console, plain=plain, quiet=quiet, budget_s=budget_s, trials=trials) as progress:
+    console = Console(stderr=json, emoji=False)
+    lines = plain or not on_terminal(sys.stderr if json else sys.stdout)
+    with view(console, plain=lines, quiet=quiet, budget_s=budget_s, trials=trials) as progress:
         limits = trimtab.Limits.parse(max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size)
         subject = brought(workload, inputs, shape, task)
         result = trimtab.optimize(subject, limits=limits, progress=progress, **options)
-    answer(result, console, json=json)
+    if json:
+        typer.echo(dumps(result))
+    else:
+        show(result, progress.told)
     if progress.cut_short and not quiet:
         console.print(f"interrupted before the search was done. To go on: {again(sys.argv[1:])}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
@@ -122,14 +127,6 @@ def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None,
     return trimtab.load_workload(workload, inputs=inputs, shapes=shapes, task=task)
 
 
-def answer(result: Result, console: Console, *, json: bool) -> None:
-    """Write the report and print the result."""
-    if json:
-        typer.echo(dumps(result))
-    else:
-        show(result)
-
-
 def _find(workload: str) -> None:
     """Miss a file before torch is imported, which takes seconds.
 
@@ -141,25 +138,31 @@ def _find(workload: str) -> None:
         raise no_file(path, "Check the path, or write a file to start from: trimtab init.")
 
 
-def show(result: Result) -> None:
-    """The answer, for reading."""
-    console = Console(highlight=False)
-    say = functools.partial(console.print, markup=False, soft_wrap=not console.is_terminal)
+def show(result: Result, told: Collection[str] = ()) -> None:
+    """The answer, for reading, without the notes that were ``told`` before."""
+    console, terminal = Console(highlight=False, emoji=False), on_terminal(sys.stdout)
+
+    def say(line: str = "") -> None:
+        console.print(cleaned(line), markup=False, soft_wrap=not terminal)
+
     say()
     for line in str(result.ladder()).splitlines():
         figures, _, recipe = line.rpartition("  ")
-        wide = console.is_terminal and len(line) > console.width
+        wide = terminal and len(line) > console.width
         say(f"{figures.rstrip()}\n            {recipe}" if wide else line)
     say()
     say(result.sentence)
     for note in result.all_notes():
-        say(f"note: {note}")
+        if note not in told:
+            say(f"note: {note}")
     artifact = result.best.artifact if result.best is not None else None
     if artifact is not None:
         say(f"artifact: {artifact.path}  (python {artifact.path}/run.py runs it without trimtab)")
     elif result.best is not None:
         why = result.best.confirmation.reason or result.best.trial.reason or "see the log of its confirmation"
         say(f"artifact: none; {why}")
+    for found in {each.recipe.hash: each for each in result.study.refused if each.log}.values():
+        say(f"refused:  {result.study.folder}/{found.log}  (log of {found.recipe} when it was measured again)")
     if result.report is not None:
         say(f"report:   {result.report}  (opens in any browser, without a network)")
     say(f"study:    {result.study.folder}  ({len(result.trials)} trials, {result.seconds:.0f} s)")

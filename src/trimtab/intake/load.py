@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -54,8 +53,7 @@ def load_workload(
     text = os.fspath(reference)
     given = {"inputs": inputs, "shapes": shapes, "task": task}
     if text.startswith(HF):  # before what looks at colons and suffixes, which a folder's name may have too
-        found = _from_folder(text.removeprefix(HF), inputs, shapes or {}, task)
-        return dataclasses.replace(found, reference=_words(text, given))
+        return _referred(_from_folder(text.removeprefix(HF), inputs, shapes or {}, task), _words(text, given))
     if _NAMED.search(text):
         _none_of(given, text, ())
         return read_script(text)
@@ -63,7 +61,7 @@ def load_workload(
     if path.suffix in (".pt2", ".onnx", *SCRIPTS):
         _none_of(given, text, ("inputs", "shapes"))
         found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
-        return dataclasses.replace(found, reference=_words(text, given))
+        return _referred(found, _words(text, given))
     raise UsageError(f"{text!r} is not a workload. Write {FORMS}.")
 
 
@@ -117,6 +115,12 @@ def _from_folder(
 def _name(text: str) -> str:
     """``text`` as a workload may be called."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "model"
+
+
+def _referred(found: Workload, words: tuple[str, ...]) -> Workload:
+    """``found`` with what stands for it, which nobody else may say of a workload."""
+    object.__setattr__(found, "reference", words)
+    return found
 
 
 def _words(text: str, given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trimtab._fixes import with_fix
+from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import flatten
 from trimtab._weights import tolerance
 from trimtab.contracts import require
@@ -154,6 +155,10 @@ def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str |
             return f"its output {number} has the shape {list(ours.shape)} where ONNX Runtime gives {list(other.shape)}"
         if ours.dtype != other.dtype:
             return f"its output {number} is {ours.dtype} where ONNX Runtime gives {other.dtype}"
+        if is_discrete(other.dtype):
+            if turned := too_many_differ(other, ours):
+                return f"its output {number} is not what ONNX Runtime gives: {turned}"
+            continue
         a, b = ours.double(), other.double()
         usual = _usual(b)
         if not torch.equal(_usual(a), usual) or not torch.equal(a[~usual].sign().nan_to_num(), b[~usual].sign().nan_to_num()):

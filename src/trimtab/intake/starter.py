@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import shlex
 
 import jinja2
 
 from trimtab.errors import UsageError
 
-KINDS = ("image", "text", "tabular", "custom")
+KINDS = ("model", "image", "text", "tabular", "custom")
 FOLDER = "folder"
 
 
@@ -33,7 +34,7 @@ def write_starter(kind: str, path: str | pathlib.Path | None = None, *, force: b
         raise UsageError(f"{target} is there already. Write to another file with -o, or overwrite it with --force.")
     if not target.parent.is_dir():
         raise UsageError(f"There is no folder {str(target.parent)!r} to write {target.name} into. Make it first.")
-    facts = {"file": str(target), "name": _word(target.stem)}
+    facts = {"file": shlex.quote(str(target)), "name": _word(target.stem)}
     text = render(kind, facts) if folder is None else render(FOLDER, facts | _folder_facts(folder))
     try:
         target.write_text(text, encoding="utf-8")
@@ -54,7 +55,7 @@ def _model_folder(kind: str) -> pathlib.Path:
     if not folder.is_dir():
         raise UsageError(
             f"{kind!r} is neither a kind of workload ({', '.join(KINDS)}) nor a folder with a transformers model in it. "
-            "For anything else, such as audio or series: trimtab init custom"
+            "For anything else, such as audio or series: trimtab init model"
         )
     if not (folder / "config.json").is_file():
         raise UsageError(

@@ -5,14 +5,21 @@ Source: https://www.kernel.org/doc/html/latest/power/powercap/powercap.html and 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import pathlib
+import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from trimtab.measure.timer import BLOCK_S, MAX_CALLS, Runner
+
 POWERCAP = pathlib.Path("/sys/class/powercap")
+METERED_S = 0.5
+"""How long a runner is metered: RAPL's counters move every millisecond, NVML's every 20 to 100."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +65,49 @@ class Meter:
             self._last[index] = now
             self._joules[index] += max(steps, 0) * counter.joules
         return sum(self._joules)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Energy:
+    """The joules of one call, or the reason why they are not known."""
+
+    subject_j: float | None = None
+    rival_j: float | None = None
+    scope: str | None = None
+    """What was counted."""
+    reason: str | None = None
+
+
+class Power:
+    """What is drawn while runners work, as far as ``meter`` counts it: one of :func:`energy_meter`."""
+
+    def __init__(self, meter: Meter | str) -> None:
+        self._meter = meter
+        self._watts = collections.defaultdict[str, list[float]](list)
+
+    def look(self, name: str, runner: Runner, call_s: float) -> None:
+        """Have ``runner`` make one call of about ``call_s`` after the other, and look what is drawn meanwhile."""
+        if isinstance(self._meter, str):
+            return
+        calls = max(1, min(MAX_CALLS, int(BLOCK_S / call_s)))
+        try:
+            begun, before, elapsed = time.perf_counter(), self._meter.joules(), 0.0
+            while elapsed < METERED_S:
+                runner.block(calls)
+                elapsed = time.perf_counter() - begun
+            self._watts[name].append((self._meter.joules() - before) / elapsed)
+        except OSError as error:
+            self._meter = f"Energy cannot be measured here: {error}."
+
+    def energy(self, subject_s: float, rival_s: float | None) -> Energy:
+        """That of calls of ``subject`` and ``rival``, the names that were looked at, which take so long."""
+        if isinstance(self._meter, str):
+            return Energy(reason=self._meter)
+        if not any(map(sum, self._watts.values())):
+            return Energy(reason="Energy cannot be measured here: its counters do not move.")
+        watts = {name: statistics.mean(found) for name, found in self._watts.items()}
+        rival_j = None if rival_s is None else watts["rival"] * rival_s
+        return Energy(subject_j=watts["subject"] * subject_s, rival_j=rival_j, scope=self._meter.scope)
 
 
 def energy_meter(powercap: pathlib.Path = POWERCAP) -> Meter | str:

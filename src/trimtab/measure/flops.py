@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 Formula = Callable[..., int]
@@ -47,6 +46,7 @@ def count_flops(
     """
     seen = _Seen()
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    counter.mod_tracker = _Untold()  # type: ignore[assignment]
     with torch.set_grad_enabled(gradients), seen, counter:
         model(*args, **(kwargs or {}))
     counts = {str(operator): count for operator, count in counter.get_flop_counts().get("Global", {}).items() if count}
@@ -55,21 +55,17 @@ def count_flops(
     return FlopCount(sum(ranked.values()), ranked, tuple(uncounted))
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers; memory that several of them share counts once, packed quantized weights too."""
-    spans: dict[int, set[tuple[int, int]]] = {}
-    sizes: dict[int, int] = {}
-    others = 0
-    for tensor in _weights(model):
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
-            others += tensor.numel() * tensor.element_size()
-            continue
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        start = tensor.storage_offset() * tensor.element_size()
-        spans.setdefault(storage.data_ptr(), set()).add((int(start), tensor.numel() * tensor.element_size()))
-    # A transposed view is another span of the same bytes, hence never more than the whole storage.
-    return others + sum(min(sum(size for _, size in parts), sizes[key]) for key, parts in spans.items())
+class _Untold:
+    """In place of the counter's own watch over modules, whose hooks cannot meet a leaf that ``torch.autograd.grad`` is asked for.
+
+    Only sums over all modules are read here.
+    """
+
+    parents: ClassVar = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -227,28 +223,3 @@ _OPERATORS: Mapping[Formula, str] = {
     _activated: "aten::_addmm_activation",
     _bilinear: "aten::_trilinear",
 }
-
-
-def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All tensors that hold weights, down to those inside tensor subclasses and packed quantized modules."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        yield from _plain(tensor)
-    for module in model.modules():
-        yield from _packed(module)
-
-
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor.detach()
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain(getattr(tensor, name))
-
-
-def _packed(module: nn.Module) -> list[torch.Tensor]:
-    """Weight and bias of a module of torch.ao.nn.quantized, which gives them through methods."""
-    methods = [getattr(module, name, None) for name in ("weight", "bias")]
-    if not type(module).__module__.startswith("torch.ao.nn.") or not callable(methods[0]):
-        return []
-    values = [method() for method in methods if callable(method)]
-    return [value for value in values if isinstance(value, torch.Tensor)]

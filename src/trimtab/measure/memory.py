@@ -6,18 +6,14 @@ import ctypes
 import dataclasses
 import gc
 import pathlib
-import sys
 import threading
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import psutil
 import torch
 
-try:
-    import resource
-except ImportError:  # Windows, where psutil knows the peak
-    resource = None  # type: ignore[assignment]
+from trimtab._machine import lifetime_mb
 
 _STATUS = pathlib.Path("/proc/self/status")
 _CLEAR = pathlib.Path("/proc/self/clear_refs")
@@ -108,7 +104,7 @@ class _Sampler(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="trimtab-memory", daemon=True)
         self._done = threading.Event()
-        self._mark = _lifetime_mb()
+        self._mark = lifetime_mb()
         self._peak = rss_mb()
 
     def run(self) -> None:
@@ -120,7 +116,7 @@ class _Sampler(threading.Thread):
         """The peak in MB, and how it was found."""
         self._done.set()
         self.join()
-        lifetime = _lifetime_mb()
+        lifetime = lifetime_mb()
         if lifetime > max(self._mark, self._peak):
             return lifetime, "lifetime high-water mark, which rose in the block"
         return max(self._peak, rss_mb()), f"samples every {_INTERVAL * 1e3:.0f} ms"
@@ -149,17 +145,6 @@ def _mark_mb() -> float:
     except OSError:
         return 0.0
     return next((int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM:")), 0.0)
-
-
-def _lifetime_mb() -> float:
-    """The highest resident memory since the process began, in MB; 0 where the system does not tell."""
-    info: Any = psutil.Process().memory_info()
-    if hasattr(info, "peak_wset"):
-        return float(info.peak_wset) / 1e6
-    if resource is None:
-        return 0.0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
 def _trim_heap() -> None:

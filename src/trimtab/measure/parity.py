@@ -11,7 +11,8 @@ import torch
 
 from trimtab._ties import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
 from trimtab._tree import Structure, flatten, names
-from trimtab.measure.slices import LOST, along, axes_of, inexact, lost
+from trimtab.measure.slices import LOST, REACHED, along, axes_of, inexact, lost
+from trimtab.measure.structures import unlike
 from trimtab.measure.values import finite, real, scale_of, signed_infinities, unrelated, without_masks
 from trimtab.measurement import Parity, Relative
 from trimtab.signature import TensorSpec, dtype_name
@@ -31,6 +32,11 @@ SLICE_ROUNDINGS = 64.0
 """Roundings of the output's size that a slice may be off by, however little it varies."""
 RELATIVE_FLOOR = 1e-3
 """Relative errors are taken where the reference is at least this share of its own root mean square."""
+PART = 1 << 24
+"""Elements of one batch that are looked at together, at most."""
+SCORE = "Give an evaluation, whose score then judges it."
+LOOK = "Let the score look at it, or have the model not return it."
+"""What to do about an output of which something is lost."""
 
 Tensor = torch.Tensor
 WORDS: dict[Relative, str] = {
@@ -76,6 +82,7 @@ def compare_outputs(
     max_error: float | None = None,
     scored: bool = False,
     specs: Sequence[TensorSpec] | None = None,
+    unlooked: Collection[str] = (),
 ) -> Parity:
     """Hold ``outputs`` against ``reference``: one nested value of tensors per batch, dimension 0 being the examples.
 
@@ -98,6 +105,9 @@ def compare_outputs(
     outputs, texts, numbers and the lengths of lists. Where ``specs`` describe the outputs, no run makes anything of them: a
     size that follows one of the inputs stays held, and so do texts and numbers, which a runtime keeps as it was built. Values
     are compared in those batches only whose sizes are the reference's; ``left_out`` counts the others.
+
+    ``unlooked`` are the names of outputs that the score does not look at. Of a recipe that is not ``exact`` these must not be
+    lost: no error of theirs may reach what they vary by, nor those of a tenth of their slices. ``aside`` says how far they are.
     """
     if len(reference) != len(outputs):
         return _refused(f"There are outputs for {len(outputs)} batches and references for {len(reference)}.", 0)
@@ -110,7 +120,7 @@ def compare_outputs(
     rows: dict[tuple[str, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     left_out = 0
     for number, ((ours, expected), (theirs, found)) in enumerate(zip(left, right, strict=True)):
-        reason = _structure(expected, found, lenient and specs is None)
+        reason = unlike(expected, found, lenient and specs is None)
         pairs = [] if reason else _pairs(ours, expected, theirs, found)
         reason = reason or _gates(pairs, free) or _nan_in_more(ours, theirs)
         if reason is not None:
@@ -120,8 +130,8 @@ def compare_outputs(
             continue
         for name, a, b in pairs:
             mine, other = rows.setdefault((name, a.dtype), ([], []))
-            mine.append(a)
-            other.append(b)
+            mine += _parts(a)
+            other += _parts(b)
     reason = None
     for (name, dtype), (mine, other) in rows.items():
         if not is_discrete(dtype):
@@ -132,11 +142,20 @@ def compare_outputs(
     reason = reason or next((r for each in figures if (r := _judge(each, exact, max_error, beside)) is not None), None)
     if reason is None and (exact or max_error is not None):
         reason = next((r for (name, _), pair in rows.items() if (r := _judge_slices(name, *pair, exact)) is not None), None)
-    return dataclasses.replace(_worst(figures, reason, n), left_out=left_out)
+    aside = [each for each in figures if lenient and each.continuous and each.name in unlooked]
+    reason = reason or next((r for each in aside if (r := _lost(each, *rows[each.name, each.dtype])) is not None), None)
+    return dataclasses.replace(_worst(figures, reason, n), left_out=left_out, aside=_aside(aside))
 
 
 def _refused(reason: str, n: int) -> Parity:
     return Parity(ok=False, reason=reason, n=n)
+
+
+def _parts(values: Tensor) -> Sequence[Tensor]:
+    """``values`` in pieces along the first axis, because each is held in double precision several times."""
+    if values.numel() <= PART or not values.dim():
+        return [values]
+    return torch.split(values, max(1, PART * len(values) // values.numel()))
 
 
 def _worst(found: Sequence[_Figures], reason: str | None, n: int) -> Parity:
@@ -187,38 +206,6 @@ def _pairs(
         return list(zip(where, ours, theirs, strict=True))
     other = dict(zip(there, theirs, strict=True))
     return [(name, leaf, other[name]) for name, leaf in zip(where, ours, strict=True) if name in other]
-
-
-def _structure(expected: Structure, found: Structure, lenient: bool, where: str = "The output") -> str | None:
-    """What differs between two structures, constants included; the names of classes may differ and, where that is ``lenient``,
-    texts, numbers and the lengths of lists."""
-    longer = len(expected.items) != len(found.items) and not (lenient and expected.kind == "list")
-    if expected.kind != found.kind or expected.keys != found.keys or longer:
-        return f"{where} is {_shape_of(found)}, but the reference is {_shape_of(expected)}."
-    alike = _alike if lenient else _equal_constants
-    if expected.kind == "constant" and not alike(expected.value, found.value):
-        return f"{where} is {found.value!r}, but the reference is {expected.value!r}."
-    keys = expected.keys or tuple(map(str, range(len(expected.items))))
-    pairs = zip(keys, expected.items, found.items, strict=False)  # one of two lists may be longer
-    return next((r for key, a, b in pairs if (r := _structure(a, b, lenient, f"{where}[{key}]")) is not None), None)
-
-
-def _shape_of(structure: Structure) -> str:
-    inside = ", ".join(structure.keys) or str(len(structure.items))
-    return f"a {structure.kind} of {inside}" if structure.items else f"a {structure.kind}"
-
-
-def _equal_constants(a: object, b: object) -> bool:
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
-    return a == b
-
-
-def _alike(a: object, b: object) -> bool:
-    """Whether a score may judge between two constants: both are texts, or both numbers, and what was finite still is."""
-    if isinstance(a, (bool, int, float)) and isinstance(b, (bool, int, float)):
-        return math.isfinite(b) or _equal_constants(a, b)
-    return (isinstance(a, str) and isinstance(b, str)) or _equal_constants(a, b)
 
 
 def _gates(pairs: Sequence[tuple[str, Tensor, Tensor]], free: Mapping[tuple[str, int], Collection[int]]) -> str | None:
@@ -359,7 +346,9 @@ def _judge_discrete(found: _Figures, exact: bool, max_error: float | None, besid
     )
 
 
-def _judge_slices(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor], exact: bool) -> str | None:
+def _judge_slices(
+    name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor], exact: bool, advice: str = SCORE
+) -> str | None:
     """Why some slices of this output are not good enough, which the rest of it hides."""
     dtype, axes = reference[0].dtype, axes_of([a.shape for a in reference])
     if is_discrete(dtype) or not axes:
@@ -377,6 +366,26 @@ def _judge_slices(name: str, reference: Sequence[Tensor], outputs: Sequence[Tens
         if useless and useless >= LOST * vary:
             return (
                 f"{name!r} is no better than a constant in {useless} {where}, of which {vary} vary: their errors reach what "
-                "they vary by, which the others hide. Give an evaluation, whose score then judges it."
+                f"they vary by, which the others hide. {advice}"
             )
     return None
+
+
+def _lost(found: _Figures, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
+    """Why an output that the score does not look at is not good enough: nothing is left of it, or of a part of it."""
+    if found.centred >= REACHED:
+        return (
+            f"{found.name!r}, which the score does not look at, has a centred error of {found.centred:.3g}, relative to "
+            f"{WORDS[found.relative_to]}: a constant would do as well. {LOOK}"
+        )
+    return _judge_slices(found.name, reference, outputs, exact=False, advice=LOOK)
+
+
+def _aside(found: Sequence[_Figures]) -> str | None:
+    """A clause on the outputs that the score does not look at, where they are off by more than rounding."""
+    found = [each for each in found if each.centred > TOLERANCE.get(each.dtype, TOLERANCE[torch.float32])[0]]
+    if not found:
+        return None
+    worst = max(found, key=lambda each: each.centred)
+    said = f"the score does not look at {worst.name!r}, which is off by {worst.centred:.2%} of {WORDS[worst.relative_to]}"
+    return said + (f", nor at {len(found) - 1} more that are off" if len(found) > 1 else "")

@@ -20,7 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from types import TracebackType
 from typing import Any, Self
 
-from trimtab.errors import MeasurementError
+from trimtab.errors import MeasurementError, TrimtabError
 from trimtab.measure.timer import MAX_CALLS, Runner
 
 LONGEST_PATH = 107
@@ -28,6 +28,8 @@ LONGEST_PATH = 107
 LONGEST_REQUEST = 4096
 LONGEST_ANSWER = 64 * MAX_CALLS
 _GONE = (EOFError, OSError, AuthenticationError)
+_FAILURES = (RuntimeError, ValueError, TypeError, ArithmeticError, LookupError, OSError, MemoryError, AssertionError)
+"""What a runner may raise that is no fault of the server; trimtab's own errors come beside."""
 
 
 def serve(runner: Runner, address: str | os.PathLike[str], authkey: bytes) -> None:
@@ -150,7 +152,7 @@ def _answer(runner: Runner, verb: str, calls: int) -> dict[str, Any]:
         }
     try:
         return {"ns": runner.block(calls)}
-    except (RuntimeError, ValueError, TypeError, ArithmeticError, LookupError, OSError, MemoryError, AssertionError) as error:
+    except (TrimtabError, *_FAILURES) as error:
         return {"error": _describe(error)}
 
 

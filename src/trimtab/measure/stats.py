@@ -44,7 +44,7 @@ FEW, MANY = 5, 200
 would be one resample's luck, the bounds are Student's t on their spread, and so the wider the fewer there are."""
 PATIENCE = 4.0
 """Times the seconds of a bootstrap that a slow metric may take, to be resampled at least :data:`FEW` times."""
-_UNUSABLE = (ValueError, TypeError, ArithmeticError, AssertionError, LookupError, RuntimeError)
+UNUSABLE = (ValueError, TypeError, ArithmeticError, AssertionError, LookupError, RuntimeError)
 """What a metric raises on a resample that it cannot judge, such as one with a single class."""
 
 
@@ -194,6 +194,7 @@ def bootstrap_drop(
     higher_is_better: bool = True,
     *,
     confidence: float = 0.95,
+    failed: float | None = None,
     resamples: int = 2000,
     seconds: float = 5.0,
 ) -> Drop:
@@ -202,7 +203,8 @@ def bootstrap_drop(
     ``metric_of(indices, which)`` is the metric over the examples at ``indices`` (int64, repeats possible), of the baseline for
     ``which`` 0 and of the candidate for 1. Both sides are resampled with the same indices. The interval is bias-corrected
     (Efron 1987, without acceleration) and widened for small n (Hesterberg 2015, "expanded percentile"). It is never narrower
-    than what a failure that n examples would not have shown, about 3/n of all, could do to the metric.
+    than what a failure that n examples would not have shown, about 3/n of all, could do to the metric: what it is worth itself,
+    its spread, or the way from it to ``failed``, the metric of a baseline that answers every example wrong.
 
     There are as many resamples, at most ``resamples``, as ``seconds`` allow; ``method`` says how many. Bounds from fewer than
     :data:`MANY` are wider. Where not even :data:`FEW` are done in :data:`PATIENCE` times the seconds, or most of them cannot be
@@ -220,7 +222,8 @@ def bootstrap_drop(
     found, tried = _resampled(metric_of, n, resamples, seconds)
     sign = 1 if higher_is_better else -1
     value, lost = sign * (sides[0] - sides[1]), sign * (found[:, 0] - found[:, 1])
-    worst = max(abs(sides[0]), abs(sides[1]), 3 * math.sqrt(n) * float(found[:, 0].std()) if len(found) else 0.0)
+    spread = 3 * math.sqrt(n) * float(found[:, 0].std()) if len(found) else 0.0
+    worst = max(abs(sides[0]), abs(sides[1]), spread, 0.0 if failed is None else abs(failed - sides[0])) or 1.0
     rare = worst * clopper_pearson_upper(0, n, confidence)
     low, upper = value - worst, value + worst
     if 2 * len(found) < tried:
@@ -270,7 +273,7 @@ def _resampled(metric_of: MetricOf, n: int, resamples: int, seconds: float) -> t
         indices = rng.integers(0, n, n)
         try:
             row = metric_of(indices, 0), metric_of(indices, 1)
-        except _UNUSABLE:
+        except UNUSABLE:
             continue
         if all(map(math.isfinite, row)):
             rows.append(row)

@@ -12,6 +12,9 @@ from trimtab.measurement import Relative
 
 HUGE = 1e30
 """A mask's -3.4e38 stands for minus infinity; figures that include it would say nothing about the rest."""
+MOST_ROUNDING = 2**-6
+"""Share of an output's size below which what it varies by may be rounding; 64 roundings of its dtype where that is less, as of
+bfloat16 it is not: they would be half of the size."""
 
 Tensor = torch.Tensor
 
@@ -49,22 +52,30 @@ def finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float]:
-    """What the reference varies by, over what, its root mean square, and its largest value."""
-    flat = [finite(a, a)[0] for a in reference]
-    count = max(1, sum(len(x) for x in flat))
-    size = math.sqrt(sum(float(x.square().sum()) for x in flat) / count)
-    peak = max((float(x.abs().max()) for x in flat if len(x)), default=0.0)
+    """What the reference varies by, over what, its root mean square, and its largest value; one batch at a time is held in
+    double precision."""
+    count, total, squares, peak = 0, 0.0, 0.0, 0.0
+    for x in map(_finite, reference):
+        count, total, squares = count + len(x), total + float(x.sum()), squares + float(x.square().sum())
+        peak = max(peak, float(x.abs().max()) if len(x) else 0.0)
+    count = max(1, count)
+    mean, size = total / count, math.sqrt(squares / count)
     dtype = reference[0].dtype
     eps = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 1e-12
-    least = 64 * eps * size  # less than that is rounding, and no variation
+    least = min(64 * eps, MOST_ROUNDING) * size
     over_examples = _spread_over_examples(reference)
     if over_examples > least:
         return over_examples, "examples", size, peak
-    mean = sum(float(x.sum()) for x in flat) / count
-    within = math.sqrt(sum(float((x - mean).square().sum()) for x in flat) / count)
+    within = math.sqrt(sum(float((x - mean).square().sum()) for x in map(_finite, reference)) / count)
     if within > least:
         return within, "output", size, peak
     return (size, "size", size, peak) if size else (1.0, "one", size, peak)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """The values that are finite, flat."""
+    x = real(tensor)
+    return x[signed_infinities(x).isfinite()]
 
 
 def _spread_over_examples(reference: Sequence[Tensor]) -> float:
@@ -72,15 +83,22 @@ def _spread_over_examples(reference: Sequence[Tensor]) -> float:
 
     Examples of different shapes, such as sentences of different length, have no elements in common: 0 as well.
     """
-    rows = [real(a) if a.dim() else real(a)[None] for a in reference]
-    if len({x.shape[1:] for x in rows}) > 1 or sum(len(x) for x in rows) < 2:
+    rows = [a if a.dim() else a[None] for a in reference]
+    if len({a.shape[1:] for a in rows}) > 1 or sum(len(a) for a in rows) < 2:
         return 0.0
-    usable = [signed_infinities(x).isfinite() for x in rows]
-    rows = [torch.where(ok, x, 0.0) for x, ok in zip(rows, usable, strict=True)]
-    counts = torch.stack([ok.sum(0) for ok in usable]).sum(0)
-    mean = torch.stack([x.sum(0) for x in rows]).sum(0) / counts.clamp(min=1)
-    squares = sum(float(torch.where(ok, x - mean, 0.0).square().sum()) for x, ok in zip(rows, usable, strict=True))
+    counts, total, squares = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.float64), 0.0
+    for x, usable in map(_usable, rows):
+        counts, total = counts + usable.sum(0), total + torch.where(usable, x, 0.0).sum(0)
+    mean = total / counts.clamp(min=1)
+    for x, usable in map(_usable, rows):
+        squares += float(torch.where(usable, x - mean, 0.0).square().sum())
     return math.sqrt(squares / max(1, int(counts.sum())))
+
+
+def _usable(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The values, and which of them are finite."""
+    x = real(tensor)
+    return x, signed_infinities(x).isfinite()
 
 
 def unrelated(reference: Tensor, output: Tensor, scale: float) -> int:

@@ -20,8 +20,8 @@ from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import flatten
 from trimtab._user_code import user_code
 from trimtab._weights import tolerance
-from trimtab.candidate import Candidate, call_model
-from trimtab.contracts import MODEL_ERRORS, Pass
+from trimtab.candidate import MODEL_ERRORS, Candidate, call_model
+from trimtab.contracts import Pass
 from trimtab.errors import CompileError, UsageError, WorkloadError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -34,15 +34,10 @@ class Threads(Pass):
         """More threads than cores only wait for each other."""
         if self.count < 1:
             return f"threads needs a count of at least 1, not {self.count}."
-        if self.count > (cores := usable_cores()):
+        if self.count > (cores := _machine.usable_cores()):
             return f"threads asks for {self.count} threads, and this process may use {cores} cores."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; whoever runs the settings sets the runtime's thread count."""
         return candidate.with_settings(threads=self.count)
-
-
-def usable_cores() -> int:
-    """Cores that this process may keep busy: what it may run on, within its cgroup's quota."""
-    return max(1, min(_machine.affinity(), int(_machine.cpu_quota() or _machine.affinity())))

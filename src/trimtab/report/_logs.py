@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from trimtab._json import to_json
@@ -38,9 +38,11 @@ def embedded(value: Any) -> str:
     return text
 
 
-def allowances(trials: Sequence[Trial]) -> list[int]:
-    """Bytes of the report that the texts of each trial may take; those that broke get more."""
-    weights = [BROKEN if trial.state in (State.FAILED, State.MISMATCH) else 1 for trial in trials]
+def allowances(trials: Sequence[Trial], refused: Collection[str] = ()) -> list[int]:
+    """Bytes of the report that the texts of each trial may take; those that broke, or whose recipe's hash is among ``refused``,
+    get more."""
+    broke = [trial.state in (State.FAILED, State.MISMATCH) or trial.recipe.hash in refused for trial in trials]
+    weights = [BROKEN if each else 1 for each in broke]
     total = max(LEAST, MOST - ROW * max(0, len(trials) - 200))
     return [min(EACH, total * weight // sum(weights)) for weight in weights]
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimtab._plain import plain
+from trimtab.confirm import Confirmation
 from trimtab.measurement import Comparison, Drop
 from trimtab.report import _words as words
-from trimtab.report._logs import LEAST, MOST, ROW, allowances, fitted, tail
+from trimtab.report._logs import LEAST, MOST, ROW, Tail, allowances, fitted, tail
 from trimtab.study import verdict
 from trimtab.study.record import Record
 from trimtab.trial import State, Trial
@@ -148,24 +149,43 @@ def _or_dash(text: str) -> str:
 
 def details(found: Sequence[Row], folder: pathlib.Path, record: Record) -> list[dict[str, Any]]:
     """What a click on each row shows beside its cells, within the bytes that a report has for it."""
-    allowed = allowances([row.trial for row in found])
-    return [_details(row, folder, record, most) for row, most in zip(found, allowed, strict=True)]
+    refused = [each.recipe.hash for each in record.refused]
+    again = {each.recipe.hash: each for each in (*record.refused, record.confirmation) if each is not None}
+    allowed = allowances([row.trial for row in found], refused)
+    return [
+        _details(row, folder, record, again.get(row.trial.recipe.hash), most) for row, most in zip(found, allowed, strict=True)
+    ]
 
 
-def _details(row: Row, folder: pathlib.Path, record: Record, most: int) -> dict[str, Any]:
+def _details(row: Row, folder: pathlib.Path, record: Record, again: Confirmation | None, most: int) -> dict[str, Any]:
     trial = row.trial
     texts = {
         "reason": fitted(row.reason, most // 4) if len(row.reason) > REASON else "",
         "notes": fitted(plain("\n".join(trial.notes)), most // 4),
         "traceback": fitted(plain(trial.traceback or "").strip("\n"), most // 3),
+        "again": "" if again is None else _again(again, folder, most // 2),
     }
     used = sum(len(text.encode()) for text in texts.values())
     log = tail(folder, trial.log, max(most // 4, most - used))
     if log is not None:
-        cut = f"the last {words.digits(len(log.text.encode()) / 1e3, 2)} kB of {words.digits(log.whole / 1e3, 2)} kB"
-        texts |= {"log": log.text, "path": f"{trial.log}, {cut}" if log.cut else str(trial.log)}
+        texts |= {"log": log.text, "path": _place(trial.log, log)}
     facts = [list(fact) for fact in _facts(trial, record)]
     return {name: text for name, text in texts.items() if text} | {"facts": facts}
+
+
+def _again(found: Confirmation, folder: pathlib.Path, most: int) -> str:
+    """What came of measuring it again, in at most ``most`` bytes of JSON: why it did not hold, and the end of its log."""
+    log = tail(folder, found.log, most // 2)
+    parts = [plain(found.reason or ""), plain(found.traceback or "").strip("\n")]
+    if log is not None:
+        parts.append(f"{_place(found.log, log)}:\n{log.text}")
+    return fitted("\n\n".join(part for part in parts if part), most)
+
+
+def _place(path: str | None, log: Tail) -> str:
+    """Where a log lies, and how much of it is shown."""
+    cut = f", the last {words.digits(len(log.text.encode()) / 1e3, 2)} kB of {words.digits(log.whole / 1e3, 2)} kB"
+    return f"{path}{cut if log.cut else ''}"
 
 
 def _facts(trial: Trial, record: Record) -> Iterator[tuple[str, str]]:

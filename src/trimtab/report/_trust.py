@@ -18,11 +18,14 @@ Fact = tuple[str, str]
 
 def confirmation(record: Record) -> list[Fact]:
     """What the winner showed when it was measured again, beside what it had shown in the search."""
-    return list(_confirmation(record))
+    return [*_confirmation(record), *_refused(record)]
 
 
 def _confirmation(record: Record) -> Iterator[Fact]:
     found, searched, terms = record.confirmation, record.winner, words.terms(record)
+    if found is None and record.refused:
+        yield "confirmation", "none: what was measured again did not hold"
+        return
     if found is None:
         yield "confirmation", f"none: nothing was measured again in fresh processes and {terms.again}"
         return
@@ -43,6 +46,15 @@ def _confirmation(record: Record) -> Iterator[Fact]:
     yield f"{terms.outputs} {terms.again}", words.parity(found.parity, record)
     if found.measured_at is not None:
         yield "measured again at", plain(found.measured_at)
+
+
+def _refused(record: Record) -> Iterator[Fact]:
+    """What else was measured again and did not hold, and where what it said lies in the run folder."""
+    for found in {each.recipe.hash: each for each in record.refused}.values():
+        if found != record.confirmation:
+            log = f" ({words.clipped(found.log, 120)})" if found.log else ""
+            why = words.clipped(found.reason or "the log says why", 400)
+            yield "refused when measured again", f"{words.clipped(str(found.recipe), 200)}: {why}{log}"
 
 
 def _source(mode: Mode, found: Confirmation) -> str:

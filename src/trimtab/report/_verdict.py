@@ -175,7 +175,7 @@ def _cost(record: Record) -> Iterator[Tile]:
         below = f"at most {words.lost(found.drop.upper, record)}; {scores}"
         yield Tile(terms.lost, words.lost(found.drop.value, record), below)
     elif found is not None and found.parity is not None and not labelled(record):
-        yield Tile(f"error of the {terms.outputs}", words.error(found.parity.centred_error), "of what they vary by")
+        yield Tile(f"error of the {terms.outputs}", words.error(found.parity.centred_error), f"of {found.parity.of}")
     if best is not None:
         yield Tile("size on disk", words.megabytes(best["size_mb"]), _from(first, "size_mb"))
         yield Tile("peak memory", words.megabytes(best["peak_mb"]), _from(first, "peak_mb"))

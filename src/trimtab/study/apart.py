@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import pathlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
-from trimtab._batches import Batch, tensors_of
+from trimtab._batches import Batch, leaves_of
 from trimtab.errors import UsageError
 from trimtab.splits import Splits
 from trimtab.workload import Evaluation
 
 MOST = 0.5
 """Share of the test examples from which on the two are one set: single doublets are in many real ones."""
+PLAIN = (bool, int, float, str, bytes, pathlib.PurePath)
+"""What of an item that is no tensor is known by how it is written: texts, numbers, names of files."""
 
 
 def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
@@ -48,24 +52,35 @@ def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
     return notes
 
 
-def _among(part: list[bytes], other: Iterable[bytes]) -> int:
-    known = set(other)
+def _among(part: list[bytes | None], other: Iterable[bytes | None]) -> int:
+    known = set(other) - {None}
     return sum(digest in known for digest in part)
 
 
-def _digests(batches: Iterable[Batch]) -> Iterator[bytes]:
-    """One for each example, or for each batch that must stay whole."""
+def _digests(batches: Iterable[Batch]) -> Iterator[bytes | None]:
+    """One for each example, or for each batch that must stay whole; ``None`` of what holds anything that cannot be compared."""
     for batch in batches:
-        leaves = [leaf.detach().cpu() for leaf in tensors_of(batch.inputs)]
-        if batch.rows and all(leaf.dim() and leaf.shape[0] == batch.rows for leaf in leaves):
-            yield from (_digest(leaf[row] for leaf in leaves) for row in range(batch.rows))
+        leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(batch.inputs)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if batch.rows and all(leaf.dim() and leaf.shape[0] == batch.rows for leaf in tensors):
+            yield from (_digest(_row(leaf, row) for leaf in leaves) for row in range(batch.rows))
         else:
             yield _digest(leaves)
 
 
-def _digest(tensors: Iterable[torch.Tensor]) -> bytes:
+def _row(leaf: Any, row: int) -> Any:
+    """The part of ``leaf`` for one row; a constant belongs to each of them."""
+    return leaf[row] if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _digest(leaves: Iterable[Any]) -> bytes | None:
     digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            digest.update(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif leaf is None or isinstance(leaf, PLAIN):
+            digest.update(f"{type(leaf).__name__} {leaf!r}\n".encode(errors="surrogatepass"))
+        else:
+            return None
     return digest.digest()

@@ -16,6 +16,7 @@ from trimtab._user_code import outside_workers
 from trimtab.errors import ArtifactError, StorageError, UsageError
 from trimtab.evaluate import Objective
 from trimtab.measure import pairs
+from trimtab.measure.energy import Energy, Power, energy_meter
 from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled, slow
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measurement import Comparison
@@ -41,16 +42,27 @@ class Timing:
     comparison: Comparison
     note: str | None = None
     """Why the two should not be compared, if there is a reason."""
+    energy: Energy | None = None
+    """What a call takes of it, where the machine counts that."""
 
     def __str__(self) -> str:
         found = self.comparison
         shown = f"{self.subject}: {_ms(found.candidate)}"
         if self.rival is None:
-            return f"{shown}\nnoise: it measures {_ratio(found)} of itself, over {found.pairs} pairs{self._advice}"
+            return f"{shown}\nnoise: it measures {_ratio(found)} of itself, over {found.pairs} pairs{self._spent}{self._advice}"
         verdict = "faster" if found.ratio.faster else "slower" if found.ratio.slower else "no difference that can be proven"
         verdict = f"speed-up {_ratio(found)} over {found.pairs} pairs: {verdict}"
         note = "" if self.note is None else f"\n{self.note}"
-        return f"{shown}\n{self.rival}: {_ms(found.rival)}\n{verdict}{note}{self._advice}"
+        return f"{shown}\n{self.rival}: {_ms(found.rival)}\n{verdict}{note}{self._spent}{self._advice}"
+
+    @property
+    def _spent(self) -> str:
+        if self.energy is None:
+            return ""
+        if self.energy.reason is not None:
+            return f"\n{self.energy.reason}"
+        rival = "" if self.energy.rival_j is None else f", {self.rival} {self.energy.rival_j:.3g} J"
+        return f"\nenergy of a call: {self.energy.subject_j:.3g} J{rival} ({self.energy.scope})"
 
     @property
     def _advice(self) -> str:
@@ -86,14 +98,17 @@ def compare(
     with _scratch() as place:
         sides = {"subject": subject, "rival": other}
         jobs = {name: _serve(what, trust, place / name) for name, what in sides.items()}
-        found, sizes = in_turns(jobs, objective=objective, seconds=seconds, width=width)
+        power = Power(energy_meter())
+        found, sizes = in_turns(jobs, objective=objective, seconds=seconds, width=width, power=power)
+    energy = power.energy(found.candidate.median / 1e3, None if rival is None else found.rival.median / 1e3)
     note = None
     if sizes["subject"] != sizes["rival"]:
         note = (
             f"They ran on inputs of different sizes, {_words(sizes['subject'])} and {_words(sizes['rival'])}, so this compares "
             "more than two models. --shape NAME=1x3x224x224 gives a model file the other's sizes."
         )
-    return Timing(subject=_name(subject), rival=None if rival is None else _name(rival), comparison=found, note=note)
+    against = None if rival is None else _name(rival)
+    return Timing(subject=_name(subject), rival=against, comparison=found, note=note, energy=energy)
 
 
 def _name(what: Workload | str | os.PathLike[str]) -> str:
@@ -105,7 +120,7 @@ def _words(sizes: Sequence[Sequence[int]]) -> str:
 
 
 def in_turns(
-    jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float
+    jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float, power: Power | None = None
 ) -> tuple[Comparison, dict[str, list[list[int]]]]:
     """Serve ``jobs["subject"]`` and ``jobs["rival"]``, each in its own process, and compare them; also says their sizes.
 
@@ -117,7 +132,7 @@ def in_turns(
     count = max(1, min(ROUNDS, int(seconds / LEAST_S)))
     rounds, sizes, most = list[Comparison](), dict[str, list[list[int]]](), count
     while len(rounds) < most:
-        found, sizes, alone = _round(jobs, objective=objective, seconds=seconds, count=count, width=width)
+        found, sizes, alone = _round(jobs, objective=objective, seconds=seconds, count=count, width=width, power=power)
         rounds.append(found)
         if alone:
             break
@@ -127,7 +142,13 @@ def in_turns(
 
 
 def _round(
-    jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, count: int, width: float
+    jobs: Mapping[str, Mapping[str, Any]],
+    *,
+    objective: Objective,
+    seconds: float,
+    count: int,
+    width: float,
+    power: Power | None,
 ) -> tuple[Comparison, dict[str, list[list[int]]], bool]:
     """One of ``count`` rounds that share ``seconds``; it takes all of them, and says so, where calls are slow."""
     with _scratch() as folder, Rivals({"objective": objective}, folder) as sides:
@@ -139,7 +160,11 @@ def _round(
         calls = [runner.block(1)[0] / 1e9 for runner in (subject, rival)]
         alone = count > 1 and slow(calls[0], calls[1], seconds / count)
         share = seconds if alone else seconds / count
-        return pairs.compare(subject, rival, width=width, seconds=share, process_noise=0.0), sizes, alone
+        found = pairs.compare(subject, rival, width=width, seconds=share, process_noise=0.0)
+        if power is not None:
+            for (name, runner), call_s in zip(runners.items(), calls, strict=True):
+                power.look(name, runner, call_s)
+        return found, sizes, alone
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from trimtab.evaluate import Objective
 from trimtab.explain import Explanation
 from trimtab.study import rounds, sentences, verdict
 from trimtab.study.probing import costs
+from trimtab.study.process import LOG
 from trimtab.study.result import ARTIFACT, TRIED, Best
 from trimtab.study.rivals import Rivals
 from trimtab.study.runoff import run_off
@@ -111,6 +112,7 @@ class _Ending:
         found = confirm(self.study, trial, self.eager, self.rivals, must_win=must_win, end=self.end)
         self.found[trial.recipe.hash] = found
         self.again[trial.recipe.hash] = verdict.seen_again(trial, found.confirmation)
+        self.study.refused += [] if found.confirmation.ok else [found.confirmation]
         return found
 
     def holding(self, trials: Sequence[Trial], *, must_win: bool) -> tuple[Best | None, list[str]]:
@@ -247,15 +249,17 @@ def confirm(
         "environment": to_json(study.environment),
     }
     outcome = rounds.beside(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash)
+    log = f"{CONFIRM_FOLDER}/{trial.recipe.hash}/{LOG}"
     if outcome.result is None and trial is eager and outcome.error == WorkloadError.__name__:
         raise WorkloadError(str(outcome.reason))
     if outcome.error == StorageError.__name__:
         raise StorageError(str(outcome.reason))
     if outcome.result is None:
-        reason = f"The confirmation failed: {outcome.reason}"
-        return Best(trial=trial, confirmation=Confirmation(recipe=trial.recipe, ok=False, reason=reason), artifact=None)
+        why = f"The confirmation failed: {outcome.reason}"
+        failed = Confirmation(recipe=trial.recipe, ok=False, reason=why, traceback=outcome.traceback, log=log)
+        return Best(trial=trial, confirmation=failed, artifact=None)
     at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    found = dataclasses.replace(from_json(Confirmation, outcome.result), measured_at=at)
+    found = dataclasses.replace(from_json(Confirmation, outcome.result), measured_at=at, log=log)
     _note_tried(study, trial)
     if found.undecided and once_more and not study.interrupted():
         return confirm(study, trial, eager, rivals, must_win=must_win, end=end, once_more=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import pickle
 import sys
 
 import cloudpickle
@@ -34,7 +33,7 @@ def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, str]:
     path = folder / "workload.pkl"
     try:
         path.write_bytes(cloudpickle.dumps(workload))
-    except (*MODEL_ERRORS, pickle.PickleError) as error:
+    except MODEL_ERRORS as error:
         reason = " ".join(str(error).split()).rstrip(".!")
         raise UsageError(
             f"The workload cannot be handed to worker processes: {reason}. Put it into a file and give its reference, such as "

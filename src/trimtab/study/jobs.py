@@ -18,7 +18,7 @@ from torch import nn
 
 from trimtab._json import dumps, from_json, to_json, write_json
 from trimtab._tree import cloned, flatten, unflatten
-from trimtab._weights import weights
+from trimtab._weights import weight_bytes, weights
 from trimtab.artifact import Golden, open_artifact, write_artifact
 from trimtab.candidate import resized
 from trimtab.confirm import Confirmation, confirm, in_round, load
@@ -45,7 +45,6 @@ from trimtab.evaluate import (
 from trimtab.explain import explain
 from trimtab.finding import Finding
 from trimtab.intake.load import load_workload
-from trimtab.measure.flops import weight_bytes
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
@@ -96,7 +95,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         evaluation = subject.workload.evaluation
         doublets = apart.check(subject.splits, evaluation)
         reference = refer(call, subject.splits.selection, evaluation)
-        if evaluation is not None and evaluation.test is not None:  # which else nobody would see before the search is over
+        if subject.splits.test is not subject.splits.selection:  # which else nobody would see before the search is over
             refer(call, subject.splits.test, evaluation)
         for args, kwargs in subject.candidate.calibration[:1]:
             with user_code("The model failed on the calibration data", BY_HAND):

@@ -30,6 +30,8 @@ JOB, RESULT, LOG = "job.json", "result.json", "log.txt"
 WORKER = "trimtab.study.worker"
 POLL_S, MEMORY_POLL_S = 0.05, 0.5
 """Looking at the memory of a process tree costs milliseconds, which must not disturb what is being timed."""
+TAIL = 20_000
+"""Bytes of a log, which may be of any size, that are looked at for its last lines."""
 DISK_FULL = 28
 """Exit code of a worker that could not write; the number of the system's own error."""
 
@@ -124,7 +126,8 @@ class WorkerProcess:
             if (used := _tree_mb(self.pid)) > memory_mb:
                 ended = self._ended(
                     f"It used {used:.0f} MB, more than its memory limit of {memory_mb:.0f} MB, and was killed; "
-                    "give it more with --worker-memory (in Python, worker_memory_mb=...) or make the model or batch smaller."
+                    "give it more with --worker-memory (in Python, worker_memory_mb=...), make the model or batch smaller, or "
+                    "have less data read: Evaluation(max_examples=...)."
                 )
                 return dataclasses.replace(ended, ended_by="memory", limit=memory_mb)
         return self._by_itself()
@@ -142,7 +145,9 @@ class WorkerProcess:
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines that it wrote to its log."""
-        text = (self.folder / LOG).read_bytes()[self._earlier :][-20_000:].decode("utf-8", "replace")
+        with (self.folder / LOG).open("rb") as log:
+            log.seek(max(self._earlier, log.seek(0, os.SEEK_END) - TAIL))
+            text = log.read().decode("utf-8", "replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def _by_itself(self) -> Outcome:

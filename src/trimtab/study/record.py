@@ -103,6 +103,8 @@ class Record:
     """Of a tuned training: those it is to have, as Python writes them."""
     tried: tuple[str, ...] = ()
     """The recipes that were confirmed, in that order: those that saw the test data."""
+    refused: tuple[Confirmation, ...] = ()
+    """What did not hold when it was measured again, in that order."""
 
     @property
     def winner(self) -> Trial | None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trimtab._batches import leaves_of
-from trimtab._weights import parts
+from trimtab._weights import parts, raw
 from trimtab.errors import WorkloadError
 from trimtab.reference import Reference
 from trimtab.subject import Subject
@@ -167,4 +167,4 @@ def _absorb(digest: hashlib.blake2b, items: Iterable[tuple[object, Any]]) -> Non
         digest.update(str(name).encode())
         if isinstance(tensor, torch.Tensor):
             for part in parts(tensor.detach()):
-                digest.update(part.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+                digest.update(raw(part).numpy().data)

@@ -37,14 +37,17 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
 def _cost(study: Study, found: Best) -> str:
     """What was lost for it, and what it needs where that was to be made less."""
     confirmation, limits, words = found.confirmation, study.options.limits, ""
-    error = None if confirmation.parity is None else confirmation.parity.centred_error
+    parity = confirmation.parity
+    error = None if parity is None else parity.centred_error
     if confirmation.drop is not None:
         lost_score = confirmation.drop
         words += f"; its score drops by {lost_score.show(lost_score.value)}, at most {lost_score.show(lost_score.upper)}"
-    elif error is not None and not found.trial.recipe.exact:
+    elif parity is not None and error is not None and not found.trial.recipe.exact:
         held = f" (limit {limits.max_error:.3g}; without labels max_drop {limits.max_drop} cannot be looked at)"
         shown = f"{error:.2%}" if error >= 1e-4 else f"{error:.1g}"
-        words += f"; its outputs are off by {shown} of what they vary by" + held * (limits.max_drop is not None)
+        words += f"; its outputs are off by {shown} of {parity.of}" + held * (limits.max_drop is not None)
+    if parity is not None and parity.aside is not None:
+        words += f"; {parity.aside}"
     first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
     if study.options.objective == "size" and first is not None and first.size_mb and found.trial.size_mb:
         words += f"; it has {found.trial.size_mb:.3g} MB, where the original has {first.size_mb:.3g} MB"

@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from trimtab._json import ESCAPED, from_json, to_json
-from trimtab.errors import StorageError, UsageError
+from trimtab.errors import StorageError, TrimtabError, UsageError
 from trimtab.study.space import parameters
 from trimtab.trial import State, Trial
 
@@ -26,6 +26,10 @@ STATES = {State.COMPLETE: TrialState.COMPLETE, State.STOPPED: TrialState.PRUNED}
 TRIAL = "trial"
 DRIVERS = {"psycopg": "pip install 'trimtab[postgres]'"}
 """Drivers that an extra of ours brings."""
+COMPLAINTS = (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, KeyError)
+"""What is raised where a database cannot be used; a KeyError is all that optuna says of what somebody deleted meanwhile."""
+ODD = (RuntimeError, AssertionError, LookupError, ValueError)
+"""What else optuna raises on opening a database that another version of it made, or somebody changed."""
 
 
 class Storage:
@@ -51,12 +55,18 @@ class Storage:
         """As it may be shown: without its password."""
         self.notes: list[str] = []
         """What there is to say about the trials that :meth:`trials` gave."""
+        if not _is_read(url):
+            raise StorageError(
+                f"The study's storage {self.url} cannot be opened: it cannot be read as a URL. Write signs such as @ : / {{ in "
+                "the password as %40 %3A %2F %7B."
+            )
         with self.guard("opened"), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             verbosity = optuna.logging.get_verbosity()
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             try:
-                storage = RDBStorage(url)
+                # which fills in what stands between braces; a connection that lay idle may have been cut by then
+                storage = RDBStorage(re.sub("([{}])", r"\1\1", url), engine_kwargs={"pool_pre_ping": True})
                 if fresh and name in optuna.get_all_study_names(storage):
                     optuna.delete_study(study_name=name, storage=storage)
                 self.study = optuna.create_study(
@@ -150,6 +160,7 @@ class Storage:
         Raises:
             StorageError: it cannot be used.
         """
+        met = COMPLAINTS + (ODD if verb == "opened" else ())
         try:
             yield
         except ImportError as error:
@@ -158,8 +169,9 @@ class Storage:
             raise StorageError(
                 f"The study's storage {self.url} needs the database driver {missing}, which is not installed: {hint}."
             ) from error
-        # of a study or trial that somebody deleted meanwhile optuna says no more than a KeyError
-        except (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, KeyError) as error:
+        except TrimtabError:
+            raise
+        except met as error:
             reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
             fix = "If the disk is full, free space." if verb == "written" else "Mend that, or choose another with --storage."
             raise StorageError(
@@ -170,15 +182,30 @@ class Storage:
 
 def in_file(path: pathlib.Path) -> str:
     """The URL of the SQLite file ``path``, whose name may hold what means something in a URL."""
-    return "sqlite:///" + re.sub("[%?#{}]", lambda sign: f"%{ord(sign[0]):X}", str(path))
+    quoted = re.sub("[%?#{}]", lambda sign: f"%{ord(sign[0]):X}", str(path))
+    url = f"sqlite:///{quoted}"
+    # before its version 2.1 SQLAlchemy takes such a name as it stands, and SQLite itself has to read it
+    return url if make_url(url).database == str(path) else f"sqlite:///file:{quoted}?uri=true"
 
 
 def shown(url: str) -> str:
     """``url`` as it may be shown and kept: without its password."""
     try:
-        return make_url(url.encode(errors=ESCAPED).decode()).render_as_string(hide_password=True)
-    except ArgumentError:
-        return url  # not a URL at all, which opening it will say
+        text = make_url(url.encode(errors=ESCAPED).decode()).render_as_string(hide_password=True)
+    except (ArgumentError, ValueError):  # not a URL at all, which opening it will say
+        return re.sub(r"(?s)^(\w*)\b.*@", r"\1://***@", url)
+    return re.sub("(?<=[?&]password=)[^&]*", "***", text)
+
+
+def _is_read(url: str) -> bool:
+    """Whether the parts of ``url`` can be told apart. What cannot be has a password in it, which the error repeats."""
+    try:
+        make_url(url)
+    except ArgumentError:  # which says of itself what is wrong
+        return True
+    except ValueError:  # what follows the last colon is no port
+        return False
+    return True
 
 
 def _numbered(trial: Trial, number: int) -> Trial:

@@ -16,6 +16,7 @@ from typing import Any
 from trimtab import errors
 from trimtab._json import ESCAPED, dumps, from_json, to_json
 from trimtab._machine import free_mb
+from trimtab.confirm import Confirmation
 from trimtab.contracts import BACKENDS
 from trimtab.environment import Environment
 from trimtab.errors import MeasurementError, WorkloadError
@@ -74,6 +75,8 @@ class Study:
         self.progress = progress or Progress()
         self.interrupted = interrupted
         self.notes: list[str] = []
+        self.refused: list[Confirmation] = []
+        """What did not hold when it was measured again."""
         self._began, self._started = time.monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         folder.mkdir(parents=True, exist_ok=True)
         self.memory_mb = options.worker_mb or 0.8 * free_mb()
@@ -85,7 +88,7 @@ class Study:
         self.prepared = self._prepare()
         self.startup_s = time.monotonic() - self._began
         self.notes += filter(None, [verdict.doubt(options.limits, self.prepared.score, self.prepared.share)])
-        for remark in (*(finding.message for finding in self.prepared.findings), *self.notes):
+        for remark in dict.fromkeys((*self.prepared.notes, *self.notes)):
             self.progress.remark(remark)
         claim(folder, self.prepared, self.environment, self._identity())
         self.storage = Storage(
@@ -207,6 +210,7 @@ class Study:
             environment=self.environment,
             trials=tuple(self._trials),
             notes=tuple(self.notes),
+            refused=tuple(self.refused),
         )
 
     def job(self) -> dict[str, Any]:
@@ -318,14 +322,9 @@ class Study:
 
     def plan(self, *, floor: float = 0.0, seconds: float | None = None, width: float = 0.03) -> Plan:
         """How trials are judged and measured."""
-        timing = seconds or self.options.timing_s
+        options, timing = self.options, seconds or self.options.timing_s
         return Plan(
-            objective=self.options.objective,
-            limits=self.options.limits,
-            floor=floor,
-            quick_s=timing / 4,
-            seconds=timing,
-            width=width,
+            objective=options.objective, limits=options.limits, floor=floor, quick_s=timing / 4, seconds=timing, width=width
         )
 
     def _deserves_another(self, trial: Trial) -> bool:

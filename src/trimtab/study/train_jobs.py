@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +21,13 @@ from trimtab.study import space
 from trimtab.study.imported import imports_noted
 from trimtab.study.jobs import READY, Job, authkey, read_workload
 from trimtab.study.sources import code_of
+from trimtab.train.checkpoint import SPARSE
 from trimtab.train.losses import Written, late
 from trimtab.train.objective import tensors
+from trimtab.train.prefetch import stored
 from trimtab.train.trial import confirm, try_recipe
-from trimtab.train.trying import TrainingSubject, Updates, prepared
+from trimtab.train.trying import TrainingSubject, prepared
+from trimtab.train.updates import Updates
 
 WRITTEN = "written.json"
 OTHER = 1
@@ -93,7 +97,8 @@ def settings_job(job: Job, folder: pathlib.Path) -> Any:
 
 def _meaning(subject: TrainingSubject, written: Written) -> list[str]:
     """What the figures of such a study stand for, where reports use the words of inference."""
-    rounding = max(t / abs(loss) if loss else 0.0 for t, loss in zip(written.tolerance, written.losses, strict=True))
+    known = [(t, abs(loss)) for t, loss in zip(written.tolerance, written.losses, strict=True) if math.isfinite(t + loss)]
+    rounding = max((t / size for t, size in known if size), default=0.0)
     return [
         "One call is one update of the parameters, with the wait for its data; every recipe has the same examples per update.",
         f"The loss at the end is the mean over the last {len(late(written.losses))} of {subject.updates} updates.",
@@ -112,7 +117,10 @@ def _fingerprint(subject: TrainingSubject, written: Written | None = None) -> st
     if written is not None:
         digest.update(" ".join(f"{loss:.3g}" for loss in written.losses[:8]).encode())
     for tensor in tensors([trainer.model.state_dict(), list(subject.batches)]):  # not all of a state need be tensors
-        digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        if tensor.layout in SPARSE:
+            digest.update(f"{tuple(tensor.shape)} {tensor.layout}".encode())
+        for part in stored(tensor):
+            digest.update(part.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -133,6 +133,7 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
             if found.confirmation.ok:
                 return "improved", _improved(found, lost), found
             lost.append(f"{trial.recipe}: {found.confirmation.reason}")
+            study.refused.append(found.confirmation)
     study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
     if not verdict.feasible(original, limits):
         return "limits_not_met", verdict.unmet(study.trials, limits), None

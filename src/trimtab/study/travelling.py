@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import tempfile
 
+from trimtab._user_code import writing
 from trimtab.contracts import Backend
 from trimtab.errors import ArtifactError, CompileError
 from trimtab.evaluate import Objective, runner_for
@@ -32,7 +33,8 @@ def baseline_speedup(
     runner = runner_for(written, subject.candidate, subject, objective)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         try:
-            written.save(pathlib.Path(name))
+            with writing():
+                written.save(pathlib.Path(name))
             travels = original.load(pathlib.Path(name), written.signature, written.settings)
         except (CompileError, ArtifactError):  # of which the artifact has its own words
             return None

@@ -23,7 +23,7 @@ from trimtab.train.feed import join, split
 from trimtab.train.losses import ROUNDING
 from trimtab.train.memory_errors import go_on, out_of_memory
 from trimtab.train.objective import Batch, examples, tensors
-from trimtab.train.rehearsal import Kept, rehearsal
+from trimtab.train.rehearsal import rehearsal
 from trimtab.train.rows import inside, length
 from trimtab.train.world import weighted
 
@@ -108,7 +108,7 @@ def _asked(trainer: Trainer, step: Step, group: Sequence[Batch]) -> Compared | N
     if world.any(not trials or any(map(is_lazy, trainer.model.parameters()))):  # which the first update is to make
         return None
     try:
-        with rehearsal(trainer.model), _evaluating(trainer), torch.no_grad():
+        with rehearsal(trainer.model, loss=trainer.objective.module), _evaluating(trainer), torch.no_grad():
             found = [one for trial in trials if (one := _compared(trainer, step, *trial)) is not None]
     finally:
         world.rest()
@@ -201,7 +201,6 @@ def _evaluating(trainer: Trainer) -> Iterator[None]:
     """A block with model and loss in evaluation mode, and whatever their owner has compiled as it was written."""
     loss = trainer.objective.loss
     modules = [*trainer.model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
-    kept = Kept(loss.buffers() if isinstance(loss, nn.Module) else ())
     modes = [(module, module.training) for module in modules]
     for module in modules:
         module.training = False
@@ -211,7 +210,6 @@ def _evaluating(trainer: Trainer) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        kept.put_back()
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[object]:

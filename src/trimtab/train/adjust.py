@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from trimtab._machine import usable_cores
 from trimtab.errors import WorkloadError
-from trimtab.passes.threads import usable_cores
 from trimtab.train.compiling import WORTH_S, CompiledStep
 from trimtab.train.crossing import why_not_read, why_not_shared
 from trimtab.train.draws import drew_in_worker
@@ -30,8 +30,9 @@ from trimtab.train.feed import Feed, Seekable
 from trimtab.train.loader import Loader
 
 if TYPE_CHECKING:
+    from trimtab.train.position import Position
     from trimtab.train.prepare import Ready
-    from trimtab.train.trainer import Position, Trainer
+    from trimtab.train.trainer import Trainer
 
 WINDOWS = 3
 """If nothing changed, each of three windows is faster than each of three others once in twenty times."""

@@ -226,7 +226,7 @@ class _Search:
             UsageError: none fits.
         """
         begun = time.perf_counter()
-        with rehearsal(self.trainer.model, self.trainer.optimizer), self.world.rehearsed():
+        with rehearsal(self.trainer.model, self.trainer.optimizer, loss=self.trainer.objective.module), self.world.rehearsed():
             stand_still(self.trainer.optimizer)
             entries = self._sweep(candidates, first_only)
             able = [entry for entry in entries if not entry.reason]
@@ -360,7 +360,7 @@ def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, devic
             return step.world.looked(lambda: step.objective(plain, batch))[0]
 
     with looked_at(step):
-        return choose(model, loss, budget_mb * 1e6, device, world=step.world)
+        return choose(model, loss, budget_mb * 1e6, device, beside=step.objective.module, world=step.world)
 
 
 def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:

@@ -50,6 +50,7 @@ def choose(
     budget: float,
     device: torch.device,
     *,
+    beside: nn.Module | None = None,
     world: World | None = None,
 ) -> Verified:
     """The cheapest plan found whose measured peak is at most ``budget`` bytes.
@@ -58,6 +59,7 @@ def choose(
 
     Args:
         forward: the loss of the batch that the budget is meant for.
+        beside: the module that computes it from what ``model`` gives, if it is one.
         world: the processes that train together; all of them run the same plans, those of the first.
 
     Raises:
@@ -66,7 +68,7 @@ def choose(
     """
     world = world or World()
     failed: BaseException | None = None
-    with rehearsal(model) as kept:
+    with rehearsal(model, loss=beside) as kept:
         try:
             traced = trace(model, forward, device)
         except DifferentiatedError as error:

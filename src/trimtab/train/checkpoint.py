@@ -307,9 +307,10 @@ def _damage(place: pathlib.Path) -> str | None:
 
 def _sync(path: pathlib.Path) -> None:
     """Have the system write ``path`` out, so that a power cut cannot leave a renamed folder with empty files."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+    folder = path.is_dir()
+    if os.name == "nt" and folder:  # Windows opens no folders, and writes out only what is open for writing
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR | getattr(os, "O_BINARY", 0))
     try:
         os.fsync(descriptor)
     finally:

@@ -16,6 +16,8 @@ from trimtab.train.objective import IGNORED
 
 LABELS = frozenset({"labels", "label_ids"})
 """Keys whose padding is :data:`~trimtab.train.objective.IGNORED`, unless said otherwise: losses leave it out."""
+TARGETS = frozenset({"label", "target", "targets", "tags"})
+"""Keys of which the same holds where they hold whole numbers, and ``pad`` is not a number of your own."""
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
@@ -33,7 +35,8 @@ class Collate:
     """
 
     pad: float | Mapping[str | int, float] = 0
-    """What sequences are filled up with; or by key (in tuples, by place), then 0 for the others. ``labels`` get -100 anyway."""
+    """What sequences are filled up with; or by key (in tuples, by place), then 0 for the others. ``labels`` get -100 anyway.
+    So do whole numbers that are targets, the second of a pair or by name, where nothing but 0 is said: 0 is a class, too."""
     mask: str | None = None
     """A key to be added to mappings: 1 for what is real, 0 for padding, int64, of the shape of the padded ``of``."""
     of: str = "input_ids"
@@ -57,17 +60,17 @@ class Collate:
         """
         return self.join(examples)
 
-    def join(self, items: Sequence[Any], path: tuple[str | int, ...] = ()) -> Any:
-        """The batch of ``items``, which stand at ``path`` in their examples."""
+    def join(self, items: Sequence[Any], path: tuple[str | int, ...] = (), *, targets: bool = False) -> Any:
+        """The batch of ``items``, which stand at ``path`` in their examples, perhaps as the targets there."""
         first = items[0]
         if isinstance(first, (torch.Tensor, np.ndarray)) and not _is_text(first):
-            return self._tensors(_as_tensors(items, path), path)
+            return self._tensors(_as_tensors(items, path), path, targets)
         if isinstance(first, _NUMBERS) and not isinstance(first, (np.str_, np.bytes_)):
             return _numbers(items, path)
         if isinstance(first, Mapping):
             return self._mappings(items, path)
         if isinstance(first, list) and any(_is_numbers(item) for item in items):
-            return self._tensors(_as_tensors(items, path), path)
+            return self._tensors(_as_tensors(items, path), path, targets)
         if isinstance(first, (tuple, list)):
             return self._sequences(items, path)
         return list(items)
@@ -81,7 +84,7 @@ class Collate:
                     f"Examples of one batch{_at(path)} have different keys: the first has {sorted(map(str, first))}, that at "
                     f"place {place} {theirs}. Let the dataset give the same keys for every example."
                 )
-        joined = {key: self.join([item[key] for item in items], (*path, key)) for key in first}
+        joined = {key: self.join([item[key] for item in items], (*path, key), targets=key in TARGETS) for key in first}
         if self.mask is not None and self.mask not in joined and self.of in joined:
             joined[self.mask] = self._mask([len(item[self.of]) for item in items], joined[self.of])
         if self.mask is not None and not path and not _has(joined, self.mask):
@@ -99,12 +102,14 @@ class Collate:
                 f"Examples of one batch{_at(path)} have different numbers of items ({', '.join(counts)}). Let the dataset give "
                 "the same for every example, or give collate=..."
             )
-        joined = [self.join(column, (*path, place)) for place, column in enumerate(zip(*items, strict=True))]
+        second = 1 if not path and type(first) is tuple and len(first) == 2 else None
+        columns = enumerate(zip(*items, strict=True))
+        joined = [self.join(column, (*path, place), targets=place == second) for place, column in columns]
         if isinstance(first, tuple):
             return type(first)(*joined) if hasattr(first, "_fields") else tuple(joined)
         return joined
 
-    def _tensors(self, tensors: list[torch.Tensor], path: tuple[str | int, ...]) -> torch.Tensor:
+    def _tensors(self, tensors: list[torch.Tensor], path: tuple[str | int, ...], targets: bool) -> torch.Tensor:
         shapes = {tensor.shape for tensor in tensors}
         ragged = len(shapes) > 1
         if len({(len(shape), shape[1:]) for shape in shapes}) > 1:
@@ -116,16 +121,16 @@ class Collate:
         whole = self.multiple > 1 and tensors[0].dim() == 1 and not tensors[0].is_floating_point()
         if not ragged and not whole:
             return torch.stack(tensors)
-        value = self._value(path)
+        value = self._value(path, targets and _is_whole(tensors[0]))
         padded = pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=self.side)
         missing = -padded.shape[1] % self.multiple
         return _padded(padded, missing, value, self.side) if missing else padded
 
-    def _value(self, path: tuple[str | int, ...]) -> float:
+    def _value(self, path: tuple[str | int, ...], labels: bool) -> float:
         key = path[-1] if path else ""
         if isinstance(self.pad, Mapping):
-            return self.pad.get(key, IGNORED if key in LABELS else 0)
-        return IGNORED if key in LABELS else self.pad
+            return self.pad.get(key, IGNORED if key in LABELS or labels else 0)
+        return IGNORED if key in LABELS or (labels and not self.pad) else self.pad
 
     def _mask(self, lengths: Sequence[int], padded: torch.Tensor) -> torch.Tensor:
         places = torch.arange(padded.shape[1])
@@ -178,6 +183,11 @@ def _is_numbers(item: Any) -> bool:
     while isinstance(item, list) and item:
         item = item[0]
     return isinstance(item, _NUMBERS)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether it is of whole numbers that may be below zero."""
+    return tensor.dtype.is_signed and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _is_text(item: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from trimtab.candidate import Candidate, Settings
 from trimtab.errors import CompileError
 from trimtab.measure.timer import LocalRunner, synchronizer
+from trimtab.signature import STORED
 from trimtab.train import prepare
 from trimtab.train.batch_size import plan_for
 from trimtab.train.clock import HostClock
@@ -88,16 +89,16 @@ class Double:
         """Seconds that a round takes, by the clock on the wall."""
         return sum(self.runner.block(1)) / 1e9
 
-    @torch.no_grad()
+    @torch.enable_grad()
     def evaluated(self) -> list[float]:
-        """The losses in evaluation mode, which draws no random numbers."""
+        """The losses in evaluation mode, which draws no random numbers; with gradients, which some losses are made of."""
         self.model.eval()
         try:
             with running(self.settings):
                 self.feed.begin(0)
                 batches = [batch for group in self.feed.groups() for batch in group]
                 with self.step.precision():
-                    return [float(self.step.objective(self.model, batch)[0]) for batch in batches]
+                    return [float(self.step.objective(self.model, batch)[0].detach()) for batch in batches]
         finally:
             self.modes.train(self.model)
 
@@ -110,16 +111,21 @@ class _Loss(nn.Module):
         self.model, self._objective, self._batch = model, objective, batch
 
     def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
-        """The loss; the tensors are those of the batch already."""
-        return self._objective(self.model, self._batch)[0]
+        """The loss; the tensors are those of the batch already. It may be made of gradients, whoever looks at it."""
+        with torch.enable_grad():
+            return self._objective(self.model, self._batch)[0].detach()
 
 
 def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
-    """A copy of what is trained as passes know it, to ask them for reasons: the loss of ``batch`` as a model of its tensors."""
+    """A copy of what is trained as passes know it, to ask them for reasons: the loss of ``batch`` as a model of its tensors.
+
+    Those that a runtime could not take, such as sparse ones, are left out: a training may have them.
+    """
     model, objective = copied(trainer.model, trainer.objective)
     moved = mover(trainer.device)(batch)
     trainer.modes.train(model)
-    made = Candidate.of(_Loss(model, objective, moved), tuple(tensors(moved)))
+    seen = tuple(tensor for tensor in tensors(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
+    made = Candidate.of(_Loss(model, objective, moved), seen)
     return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads", "autocast")})
 
 
@@ -132,9 +138,9 @@ def rounded(model: nn.Module, objective: Objective, settings: Settings, batch: B
         return None
     device, dtype = torch.device(settings.device), getattr(torch, str(settings.autocast))
     moved = mover(device)(batch)
-    with torch.no_grad(), kept_random(), running(settings), torch.autocast(device.type, dtype=dtype):
+    with torch.enable_grad(), kept_random(), running(settings), torch.autocast(device.type, dtype=dtype):
         outputs = objective.answered(model, moved)[2]
-    return too_coarse(outputs, moved[1], dtype, limit)
+    return too_coarse(outputs.detach() if isinstance(outputs, torch.Tensor) else outputs, moved[1], dtype, limit)
 
 
 def why_not_alone(trainer: Trainer) -> str | None:

@@ -54,7 +54,7 @@ def begin(trainer: Trainer, feed: Feed) -> None:
     if not (batch and goes_on):
         trainer.epoch_random = random_of(trainer, loader)
     _tell_who_began(trainer, loader)
-    feed.begin(trainer.position.epoch, 0 if goes_on else batch)
+    _start(trainer, feed, 0 if goes_on else batch)
     if batch and not goes_on and all(trainer.world.gathered(feed.short)) and not isinstance(loader, Iterator):
         trainer.note(other_length(batch, "fewer batches"))
         trainer.position.batch = batch = 0
@@ -67,6 +67,24 @@ def begin(trainer: Trainer, feed: Feed) -> None:
         trainer.note(_DREW)
     if now and batch:
         _set_random_of(trainer, loader, now)
+
+
+def take_back(trainer: Trainer, feed: Feed) -> None:
+    """Where no update of the epoch was made, the run that goes on begins it, and draws what this one drew for that."""
+    if not trainer.position.batch:
+        _set_random_of(trainer, feed.batches, trainer.epoch_random)
+
+
+def _start(trainer: Trainer, feed: Feed, skip: int) -> None:
+    """Start the epoch after its first ``skip`` batches, unless a signal has ended the loader's workers too."""
+    try:
+        feed.begin(trainer.position.epoch, skip)
+    except WorkloadError:
+        if not trainer.ending:
+            raise
+        take_back(trainer, feed)
+        feed.cut = True
+        trainer.world.stopping(True)
 
 
 def _tell_who_began(trainer: Trainer, loader: Any) -> None:

@@ -17,7 +17,7 @@ from trimtab.train.clock import Clock
 from trimtab.train.draws import datasets_of
 from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
-from trimtab.train.rows import inside, length, rows_of
+from trimtab.train.rows import fields_of, inside, length, rows_of, with_fields
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
@@ -83,12 +83,14 @@ class Feed:
         self.clock.enter("data")
         batches = self.batches
         _set_epoch(batches, epoch)
-        self.taken, self.cut = skip, False
+        self.taken, self.cut, self.short = skip, False, False
+        self._running = iter(())  # of the epoch before, which is not gone on with where this one cannot begin
         if isinstance(batches, Seekable):
             batches.seek(epoch, skip)
             skip = 0
-        running = self._watched(iter(batches)) if _draws_here(batches) else iter(batches)
-        self.short = sum(1 for _ in itertools.islice(running, skip)) < skip
+        with _READING:
+            running = self._watched(iter(batches)) if _draws_here(batches) else iter(batches)
+            self.short = sum(1 for _ in itertools.islice(running, skip)) < skip
         self._running = self._transfer.start(running, ahead=_may_run_ahead(batches))
 
     def renew(self) -> None:
@@ -246,7 +248,7 @@ def split(batch: Batch, size: int) -> list[Batch]:
         )
     number = -(-count // size)
     ends = list(itertools.accumulate(count // number + (part < count % number) for part in range(number)))
-    return [rebuilt(batch, _part(*bounds, count, rows)) for bounds in zip([0, *ends], ends, strict=False)]
+    return [_part(*bounds, count, rows)(batch) for bounds in zip([0, *ends], ends, strict=False)]
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -272,6 +274,8 @@ def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[in
         return np.concatenate(batches) if isinstance(first, np.ndarray) else type(first)(itertools.chain(*batches))
     if isinstance(first, Mapping):
         return {key: _joined([batch[key] for batch in batches], counts, rows) for key in first}
+    if (found := fields_of(first)) is not None:
+        return with_fields(first, {n: _joined([getattr(batch, n) for batch in batches], counts, rows) for n in found})
     if isinstance(first, (tuple, list)):
         items = [_joined(items, counts, rows) for items in zip(*batches, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else items
@@ -306,7 +310,8 @@ def _per_example(item: Any, count: int | None, rows: set[int]) -> bool:
         return item.ndim > 0 and count in (None, len(item))
     if not isinstance(item, (list, tuple)) or hasattr(item, "_fields") or count not in (None, len(item)):
         return False
-    return id(item) in rows or not any(isinstance(each, (torch.Tensor, np.ndarray, Mapping, list, tuple)) for each in item)
+    kinds = (torch.Tensor, np.ndarray, Mapping, list, tuple)
+    return id(item) in rows or not any(isinstance(each, kinds) or fields_of(each) is not None for each in item)
 
 
 def rebuilt(batch: Batch, change: Callable[[Batch], Batch]) -> Batch:
@@ -314,6 +319,8 @@ def rebuilt(batch: Batch, change: Callable[[Batch], Batch]) -> Batch:
     if isinstance(batch, Mapping):
         changed = {key: change(item) for key, item in batch.items()}
         return changed if type(batch) is dict else _like(batch, changed)
+    if (found := fields_of(batch)) is not None:
+        return with_fields(batch, {name: change(item) for name, item in found.items()})
     if isinstance(batch, tuple):
         items = [change(item) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)

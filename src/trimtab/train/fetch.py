@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from trimtab.errors import UsageError
-from trimtab.train.collate import Collate
+from trimtab.train.collate import TARGETS, Collate
 from trimtab.train.mapped import MappedTensors
 from trimtab.train.objective import Batch
 from trimtab.train.order import Index
@@ -79,7 +79,7 @@ class Columns:
                 places = places.pin_memory()  # so that nobody waits for the copy
             return column.index_select(0, places.to(column.device, non_blocking=column.is_cuda))
         chosen = range(len(column))[places] if isinstance(places, slice) else places.tolist()
-        return self.collate.join([column[place] for place in chosen], (name,))
+        return self.collate.join([column[place] for place in chosen], (name,), targets=name in TARGETS)
 
 
 class Examples:

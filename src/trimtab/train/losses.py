@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Written:
     losses: tuple[float, ...]
     """Of each update."""
     tolerance: tuple[float, ...]
-    """How far the loss of an exact run may be from it, at each update.
+    """How far the loss of an exact run may be from it, at each update; no number where rounding decides what is finite.
 
     Training amplifies rounding, by how much is the workload's own affair: a small learning rate does not, a large one does by
     orders of magnitude. So it is measured, on runs from parameters that were shaken by a few units in the last place."""
@@ -37,11 +37,12 @@ class Written:
     @classmethod
     def of(cls, losses: Sequence[float], shaken: Sequence[Sequence[float]]) -> Written:
         """``losses`` as written, and those of runs whose parameters were shaken."""
-        apart = [max((abs(other[i] - loss) for other in shaken), default=0.0) for i, loss in enumerate(losses)]
+        apart = [max((_gap(other[i], loss) for other in shaken), default=0.0) for i, loss in enumerate(losses)]
         reach = itertools.accumulate(apart, max)
+        sizes = [abs(loss) if math.isfinite(loss) else 0.0 for loss in losses]
         return cls(
             losses=tuple(losses),
-            tolerance=tuple(ROUNDING * abs(loss) + MARGIN * far for loss, far in zip(losses, reach, strict=True)),
+            tolerance=tuple(ROUNDING * size + MARGIN * far for size, far in zip(sizes, reach, strict=True)),
         )
 
     @property
@@ -51,8 +52,8 @@ class Written:
 
 
 def final(losses: Sequence[float]) -> float:
-    """The mean over the last fourth of the updates."""
-    return statistics.fmean(late(losses))
+    """The mean over the last fourth of the updates, but for those whose loss is not finite: the settings may allow such."""
+    return statistics.fmean(filter(math.isfinite, late(losses)))
 
 
 def late(losses: Sequence[float]) -> Sequence[float]:
@@ -62,9 +63,10 @@ def late(losses: Sequence[float]) -> Sequence[float]:
 
 def parity(written: Written, losses: Sequence[float], *, exact: bool) -> Parity:
     """How far ``losses`` are from those as written; an ``exact`` run is held to what rounding explains."""
-    apart = [abs(ours - theirs) for ours, theirs in zip(losses, written.losses, strict=True)]
-    far = [i for i, (gap, allowed) in enumerate(zip(apart, written.tolerance, strict=True)) if not gap <= allowed]
-    broken = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    pairs = list(zip(losses, written.losses, strict=True))
+    apart = [_gap(ours, theirs) for ours, theirs in pairs]
+    far = [i for i, (gap, allowed) in enumerate(zip(apart, written.tolerance, strict=True)) if gap > allowed]
+    broken = next((i for i, (ours, theirs) in enumerate(pairs) if math.isfinite(theirs) and not math.isfinite(ours)), None)
     reason = None
     if broken is not None:
         reason = f"The loss of update {broken + 1} is {losses[broken]}, where it is {written.losses[broken]:.6g} as written."
@@ -75,8 +77,7 @@ def parity(written: Written, losses: Sequence[float], *, exact: bool) -> Parity:
             f"a difference of {written.tolerance[i]:.2g}. It trains something else, as where BatchNorm or dropout see other "
             "batches."
         )
-    relative = [gap / max(abs(loss), 1e-12) for gap, loss in zip(apart, written.losses, strict=True)]
-    known = [(gap, ratio) for gap, ratio in zip(apart, relative, strict=True) if math.isfinite(gap)]
+    known = [(abs(ours - theirs), abs(ours - theirs) / max(abs(theirs), 1e-12)) for ours, theirs in _finite(pairs)]
     return Parity(
         ok=reason is None,
         reason=reason,
@@ -118,8 +119,20 @@ def increase(written: Written, losses: Sequence[float], limit: float) -> Drop:
 
     Both runs saw the same batches, so that each update is a pair.
     """
-    apart = [ours - theirs for ours, theirs in zip(late(losses), late(written.losses), strict=True)]
+    apart = [ours - theirs for ours, theirs in _finite(zip(late(losses), late(written.losses), strict=True))]
     n, value = len(apart), statistics.fmean(apart)
     half = t_quantile(0.975, n - 1) * statistics.stdev(apart) / math.sqrt(n)
     decided = True if value + half <= limit else False if value - half > limit else None
     return Drop(value=value, low=value - half, upper=value + half, n=n, limit=limit, decided=decided, of="loss")
+
+
+def _gap(one: float, other: float) -> float:
+    """How far two losses are apart; those that are not finite are all alike, and infinitely far from those that are."""
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other)
+    return math.inf if math.isfinite(one) or math.isfinite(other) else 0.0
+
+
+def _finite(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The pairs of which both are finite."""
+    return [pair for pair in pairs if all(map(math.isfinite, pair))]

@@ -13,11 +13,13 @@ from trimtab.errors import WorkloadError
 from trimtab.measure.memory import PeakMemory, PeakUse
 from trimtab.train.additive import ADVICE, Additive
 from trimtab.train.batch_size import micro_batch, parts, plan_for
-from trimtab.train.distributed.group import PeerMemoryError
+from trimtab.train.distributed.group import AgainError, PeerMemoryError
+from trimtab.train.draws import set_states, states_of
 from trimtab.train.memory_errors import out_of_memory, said
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.recompute import Recomputed, longest_chain
-from trimtab.train.rehearsal import Kept
+from trimtab.train.rehearsal import Kept, buffers_of_both, generators_of_both
+from trimtab.train.rows import length
 from trimtab.train.step import Step, Update
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ _ASSERTED = (
 )
 _SLACK = 1.05
 """A batch of so many times the elements of the one that the plan was made for gets a new plan."""
+_AGAIN = (
+    "Parameters that got a gradient in the first update got none in another. That was made again, and from now on the "
+    "processes look in each update for those without one."
+)
+_UNTOLD = "batch={}: batches are not taken apart of which nothing tells how many examples they have. Make the loader's smaller."
 _APART = "An update from parts is not that of the whole."
 
 
@@ -48,7 +55,8 @@ class Room:
         self.additive = Additive(trainer)
         self.fitting = Fitting(trainer, self.additive)
         self._recomputed: Recomputed | None = None
-        self._planned = 0
+        self._planned: int | None = None
+        """Elements of the largest batch that there is a plan for."""
         self._memory = PeakMemory(collect=False)  # which takes half a second, longer than some runs
         self._use: PeakUse | None = None
         self._begun = self._looked = False
@@ -99,15 +107,25 @@ class Room:
         settings, model = self.trainer.settings, self.trainer.model
         if settings.segments is not None:
             self._recomputed = Recomputed([longest_chain(model)], model.buffers(), segments=settings.segments)
+        untold = settings.batch is not None and any(length(batch) is None for batch in group)
         if settings.batch != "auto":
+            self.trainer.note_once(_UNTOLD.format(settings.batch) if untold else None)
+            return group
+        if self.trainer.world.any(untold):
+            self._leave_whole()
+            self.trainer.note_once(_UNTOLD.format(None))
             return group
         if self.additive.ask(ready.step, group):
             self._looked = self.trainer.objective.doubted = True
-            self.trainer.settings, self.trainer.decided["batch"] = dataclasses.replace(settings, batch=None), None
+            self._leave_whole()
             self.trainer.note(f"batch=None: batches are not taken apart, because that would change what is learnt. {self._why}")
             return group
         ready.feed.micro = micro_batch(self.trainer, ready.step, group, updates=ready.updates)
         return parts(group, ready.feed.micro)
+
+    def _leave_whole(self) -> None:
+        """Decide that batches are not taken apart."""
+        self.trainer.settings, self.trainer.decided["batch"] = dataclasses.replace(self.trainer.settings, batch=None), None
 
     def _in_parts(self, group: Sequence[Batch]) -> bool:
         """Whether this update is made from parts whose losses might not add up; the same in all processes.
@@ -145,7 +163,7 @@ class Room:
         Several processes do it once, at the first update, because they would have to ask each other at every one.
         """
         largest = max(group, key=_elements)
-        if self._planned and (_elements(largest) <= self._planned * _SLACK or step.world.processes > 1):
+        if self._planned is not None and (_elements(largest) <= self._planned * _SLACK or step.world.processes > 1):
             return
         if self._recomputed is not None:
             self._recomputed.undo()
@@ -167,8 +185,9 @@ class Fitting:
     tried again after :data:`AGAIN_AFTER` updates, because an unusually long batch or a neighbour may have been the reason, and
     ever more rarely where that fails.
 
-    Where batches are larger than any that fitted so far, torch's random generators and the model's buffers are kept, and put
-    back before a second try. Elsewhere, where hardly ever anything fails, that would only take time.
+    Where batches are larger than any that fitted so far, torch's random generators are kept, with those that model and loss
+    have, and the buffers of both, and put back before a second try. Elsewhere, where hardly ever anything fails, that would
+    only take time.
     """
 
     def __init__(self, trainer: Trainer, additive: Additive) -> None:
@@ -177,7 +196,7 @@ class Fitting:
         """Most examples at once."""
         self._least: int | None = None
         self._wait, self._since = AGAIN_AFTER, 0
-        self._fitted = 0
+        self._fitted = -1
         """Elements of the largest batch that fitted."""
 
     def __call__(self, step: Step, group: Sequence[Batch]) -> Update:
@@ -200,12 +219,17 @@ class Fitting:
             except (RuntimeError, MemoryError) as error:
                 if "device-side assert" in str(error):
                     raise WorkloadError(_ASSERTED) from error
-                if not out_of_memory(error):
+                again = isinstance(error, AgainError)
+                if not (again or out_of_memory(error)):
                     raise
-                self._may_split(step, size, error)
+                if not again:
+                    self._may_split(step, size, group, error)
             step.discard()  # outside the except block, whose traceback keeps the step's tensors alive
             if before is not None:
                 before.put_back()
+            if again:
+                self.trainer.note_once(_AGAIN)
+                continue
             size = -(-size // 2)
             group = parts(group, size)
         self._fitted = max(self._fitted, elements)
@@ -213,9 +237,14 @@ class Fitting:
             self._remember(size, largest, step, group)
         return update
 
-    def _may_split(self, step: Step, size: int, error: BaseException) -> None:
+    def _may_split(self, step: Step, size: int, group: Sequence[Batch], error: BaseException) -> None:
         words = said(error)
         if step.world.any(size == 1 and not isinstance(error, PeerMemoryError)):  # whoever ran out of memory has a larger one
+            if any(length(batch) is None for batch in group):
+                raise WorkloadError(
+                    f"A batch does not fit into memory ({words}), and nothing tells how many examples it has, so it cannot be "
+                    "taken apart. Make the loader's batches smaller, or recompute activations with Settings(activation_mb=...)."
+                ) from error
             raise WorkloadError(
                 f"A single example does not fit into memory ({words}). Recompute activations with Settings(activation_mb=...), "
                 "use a smaller model or shorter inputs."
@@ -256,17 +285,21 @@ class Fitting:
 
 
 class _Before:
-    """What a try may change that is not made anew: torch's random generators, and the model's buffers."""
+    """What a try may change that is not made anew: random generators of torch, the model and the loss, and buffers of both."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._device = trainer.device
-        self._buffers = Kept(trainer.model.buffers())
+        model, loss = trainer.model, trainer.objective.module
+        self._buffers = Kept(buffers_of_both(model, loss))
+        self._generators = generators_of_both(model, loss)
+        self._drawn = states_of(self._generators)
         self._host = torch.get_rng_state()
         self._gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
 
     def put_back(self) -> None:
         """As it was; memory of the GPU that is held but not used is given back."""
         self._buffers.put_back()
+        set_states(self._generators, self._drawn)
         torch.set_rng_state(self._host)
         if self._gpu is not None:
             torch.cuda.empty_cache()

@@ -87,7 +87,8 @@ class Meter:
         rank, text = slow or (None, "")
         if rank is not None and rank == self._slow and rank not in self._named:  # twice in a row: no passing noise
             self._named.add(rank)
-            self.trainer.note(text)
+            with self.trainer.world.together():  # all processes have the same figures, and so the same to tell
+                self.trainer.note(text)
         self._slow = rank
 
     def summary(self, ended: str) -> Summary:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.rows import length
+from trimtab.train.rows import fields_of, inside, length, with_fields
 from trimtab.workload import user_code
 
 Weight = float | torch.Tensor
@@ -34,6 +34,10 @@ IGNORED = -100
 _EITHER = (
     "Give the mean alone, or (mean, weight) where the weight says how much the mean is over, such as the number of tokens; "
     "other figures are for metrics=... and callbacks."
+)
+UNTOLD = (
+    "Nothing tells how many examples a batch has, so that all batches count alike. If they are not alike, return "
+    "(mean, weight) from loss(model, batch)."
 )
 _NOT_ALONE = (
     "One example has no statistics of its own. If it is what is left for the last batch, leave it out with drop_last=True; "
@@ -91,6 +95,8 @@ class Objective:
         """Whether nobody but the loss sees the model's outputs."""
         self._weighs = False
         """Whether what the last loss is a mean over was known."""
+        self.untold = False
+        """Whether a loss counted for one example because nothing told how many its batch had."""
         self.doubted = False
         """Whether it was told already that losses may count for something else than they are a mean over."""
         self._elementwise = _kind(loss) in _ELEMENTWISE
@@ -143,6 +149,7 @@ class Objective:
         if self.summed or not weighed:
             return loss, 1.0, outputs
         self._weighs = weight is not None
+        self.untold |= weight is None and length(batch) is None
         return loss, examples(batch) if weight is None else weight, outputs
 
     def doubt(self, group: Sequence[Batch], *, alone: bool) -> str | None:
@@ -156,10 +163,7 @@ class Objective:
         if self.summed or self._weighs:
             return None
         if any(length(batch) is None for batch in group):
-            return (
-                "Nothing tells how many examples a batch has, so that all batches count alike. If they are not alike, return "
-                "(mean, weight) from loss(model, batch)."
-            )
+            return UNTOLD
         if any(map(_ignores, group)):
             return (
                 f"Some targets are {IGNORED}. If the loss leaves them out, as torch's own do, its mean is over fewer than the "
@@ -207,10 +211,12 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def fresh(batch: Batch) -> Batch:
-    """``batch`` in dicts, lists and tuples of its own; the tensors and whatever else is in them are the same."""
+    """``batch`` in dicts, lists, tuples and dataclasses of its own; the tensors and whatever else is in them are the same."""
     if isinstance(batch, tuple) and not isinstance(batch, PackedSequence):
         items = [fresh(item) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if (found := fields_of(batch)) is not None:
+        return with_fields(batch, {name: fresh(item) for name, item in found.items()})
     if not isinstance(batch, (dict, UserDict, list)):
         return batch
     made: Any = copy.copy(batch)  # which keeps what a container of some other kind has besides its items
@@ -220,10 +226,10 @@ def fresh(batch: Batch) -> Batch:
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses."""
     if isinstance(batch, torch.Tensor):
         return [batch]
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    items = batch if isinstance(batch, PackedSequence) else inside(batch)
     return [tensor for item in items for tensor in tensors(item)]
 
 
@@ -233,7 +239,7 @@ def opaque(batch: Batch) -> bool:
         return False
     if isinstance(batch, (Mapping, tuple, list)):
         return any(map(opaque, batch.values() if isinstance(batch, Mapping) else batch))
-    return callable(getattr(batch, "to", None))
+    return callable(getattr(batch, "to", None)) or any(map(opaque, inside(batch)))
 
 
 def examples(batch: Batch) -> int:

@@ -14,31 +14,39 @@ from trimtab.train.draws import generators_of, set_states, states_of
 from trimtab.train.feed import Seekable, set_workers
 from trimtab.train.objective import Batch
 from trimtab.train.runtime import random_state, set_random_state
+from trimtab.workload import user_code
 
 PATIENCE_S = 2.0
 """After so many seconds no further batch is waited for."""
 
 
-def first_batches(loader: Iterable[Batch], count: int) -> tuple[list[Batch], Iterable[Batch]]:
+def first_batches(loader: Iterable[Batch], count: int, what: str = "The loader raised") -> tuple[list[Batch], Iterable[Batch]]:
     """Up to ``count`` batches from the beginning of ``loader``, fewer where it is slow, and a loader that still has them all.
 
     Generators of random numbers, torch's own and those of the loader and its samplers, are put back, so that the run draws what
     it would have drawn. What can be gone through only once gets its batches put back in front.
+
+    Raises:
+        WorkloadError: reading them failed; the message begins with ``what``.
     """
-    with untouched(loader) as peeked:
+    with untouched(loader, what) as peeked:
         batches = _some(iter(peeked), count)
     return batches, itertools.chain(batches, loader) if isinstance(loader, Iterator) else loader
 
 
 @contextlib.contextmanager
-def untouched(loader: Iterable[Batch]) -> Iterator[Iterable[Batch]]:
-    """A block that gets what gives the batches of ``loader``, from their beginning; no random generator shows it afterwards."""
+def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Iterator[Iterable[Batch]]:
+    """A block that gets what gives the batches of ``loader``, from their beginning; no random generator shows it afterwards.
+
+    Raises:
+        WorkloadError: reading them failed; the message begins with ``what``.
+    """
     peeked = copy.copy(loader) if isinstance(loader, torch.utils.data.DataLoader) else loader
     set_workers(peeked, running=False)  # it has workers of its own: random numbers of those that stay go on
     generators = generators_of(loader)
     before = states_of(generators)
     try:
-        with kept_random():
+        with user_code(what), kept_random():
             if isinstance(loader, Seekable):
                 loader.seek(0, 0)
             yield peeked

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.passes.channels_last import lay_out
-from trimtab.train import epoch, lengths, own_loss, rates
+from trimtab.train import epoch, given, lengths, own_loss, rates
 from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.checkpoint import refuse_strange
 from trimtab.train.clock import Clock, clock_for
 from trimtab.train.compiling import CompiledStep, CompileWatch
+from trimtab.train.distributed.devices import local_device
 from trimtab.train.feed import Feed, mover
 from trimtab.train.kernels import bring_state, use_kernels
 from trimtab.train.prefetch import transfer_for
@@ -64,9 +64,10 @@ def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None and not trainer.position.update)
     step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock, trainer.log_every)
     scheduler = trainer.scheduler = _scheduler(trainer, trainer.planned)
+    trainer.given.take_options(trainer.optimizer)
     made = Ready(feed, step, scheduler, clock, move, trainer.planned)
     if trainer.resuming is not None:
-        _load_rest(made, trainer.resuming, trainer.world)
+        _load_rest(made, given.over(trainer, trainer.resuming), trainer.world)
         if not trainer.world.take_unsent(trainer.resuming.get("unsent")):
             trainer.note("What the run before had left out of its compressed gradients is dropped: this one compresses none.")
     elif trainer.step_state is not None:
@@ -157,10 +158,7 @@ def check_device(name: str) -> None:
         UsageError: torch cannot put a tensor on it.
     """
     try:
-        device, local = torch.device(name), os.environ.get("LOCAL_RANK")
-        if device.type == "cuda" and device.index is None and local is not None:
-            device = torch.device("cuda", int(local))  # what is made on another process's GPU takes memory there
-        torch.empty(0, device=device)
+        torch.empty(0, device=local_device(name))  # what is made on another process's GPU takes memory there
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise UsageError(
@@ -234,6 +232,7 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "decided": trainer.decided,
         "kind": type(trainer.model).__qualname__,
         "optimizer_kind": type(trainer.optimizer).__qualname__,
+        **given.state_of(trainer),
     }
 
 
@@ -263,7 +262,9 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
         raise UsageError(
             f"The checkpoint in {folder} was made with {state['optimizer_kind']}, not {kind}. Give that optimizer."
         )
-    was, are = ([len(group["params"]) for group in groups] for groups in _groups(state, trainer.optimizer))
+    missing = given.missing_groups(trainer, state)
+    kept, now_there = state["optimizer"]["param_groups"], [*trainer.optimizer.param_groups, *missing]
+    was, are = ([len(group["params"]) for group in groups] for groups in (kept, now_there))
     if was != are:
         raise UsageError(
             f"The checkpoint in {folder} was made with optimizer groups of {_listed(was)} parameters, not of {_listed(are)}. "
@@ -272,6 +273,9 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     if (trainer.ema is None) != (state["ema"] is None):
         raise UsageError(f"The checkpoint in {folder} was made with{'' if state['ema'] else 'out'} ema=...; give the same.")
     world = trainer.world
+    for group in missing:
+        trainer.optimizer.add_param_group(group)
+    given.restore_flags(trainer, state)
     trainer.model.load_state_dict({name: world.part(value, now[name]) for name, value in state["model"].items()})
     own_loss.restore(trainer, state.get("loss", {}))
     world.seed = state["seed"]
@@ -284,6 +288,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     best = state["best"]
     trainer.best_parameters = None if best is None else {name: world.part(value, now[name]) for name, value in best.items()}
     vars(trainer.position).update(state["position"])
+    given.restore_best(trainer, state)
     if len(taken := state.get("taken", ())) == world.processes:
         trainer.position.batch = taken[world.index]
     _share_anew(trainer, state["processes"])
@@ -308,10 +313,6 @@ def _share_anew(trainer: Trainer, before: int) -> None:
 def _reshaped(now: Any, kept: Any) -> bool:
     """Whether two tensors differ in shape, if there is one yet; what a module keeps as its extra state need not be a tensor."""
     return isinstance(now, torch.Tensor) and isinstance(kept, torch.Tensor) and not is_lazy(now) and now.shape != kept.shape
-
-
-def _groups(state: Mapping[str, Any], optimizer: Optimizer) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    return state["optimizer"]["param_groups"], optimizer.param_groups
 
 
 def _listed(counts: list[int]) -> str:

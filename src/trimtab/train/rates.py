@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,12 @@ from trimtab.errors import UsageError
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
 
-_SCALE = "trimtab_lr_scale"
+SCALE = "trimtab_lr_scale"
 """Where a group of an optimizer keeps by how much its rates were multiplied; checkpoints keep it with the group."""
-_RATES = ("initial_lr", "max_lr", "min_lr", "lr")
+RATES = ("initial_lr", "max_lr", "min_lr", "lr")
 """What an optimizer and torch's schedulers call them in a group."""
+KEPT = ("base_lrs", "max_lrs", "_last_lr")
+"""What torch's schedulers call those that they keep for themselves, one for each group."""
 
 
 def fit_batches(trainer: Trainer, scheduler: LRScheduler | None) -> None:
@@ -45,25 +48,35 @@ def fit_batches(trainer: Trainer, scheduler: LRScheduler | None) -> None:
 @torch.no_grad()
 def scale(optimizer: Optimizer, scheduler: LRScheduler | None, wanted: float) -> bool:
     """Make the rates ``wanted`` times those that were given, whatever they are multiplied by now; whether that changes any."""
-    factors = [wanted / group.get(_SCALE, 1.0) for group in optimizer.param_groups]
+    factors = [wanted / group.get(SCALE, 1.0) for group in optimizer.param_groups]
     if all(factor == 1.0 for factor in factors):
         return False
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        for name in _RATES:
+        for name in RATES:
             if (rate := group.get(name)) is None:
                 continue
             if name == "lr" and isinstance(rate, torch.Tensor):
                 rate.mul_(factor)  # a compiled or captured update reads that very tensor
             else:
                 group[name] = rate * factor
-        group[_SCALE] = wanted
+        group[SCALE] = wanted
     _scale_schedule(scheduler, factors)
     return True
 
 
+def chosen(group: Mapping[str, Any]) -> str:
+    """What a group calls the rate that was chosen for it, from which a schedule makes the others."""
+    return next((name for name in ("max_lr", "initial_lr") if group.get(name) is not None), "lr")
+
+
+def multiplied(group: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """The rates of a group, ``factor`` times as large."""
+    return {name: group[name] * factor for name in RATES if group.get(name) is not None}
+
+
 def _scale_schedule(scheduler: Any, factors: list[float]) -> None:
     """The rates that a scheduler, and those inside it, keep for themselves, one for each group."""
-    for name in ("base_lrs", "max_lrs", "_last_lr"):
+    for name in KEPT:
         if rates := getattr(scheduler, name, None):
             setattr(scheduler, name, [rate * factor for rate, factor in zip(rates, factors, strict=False)])
     for inner in getattr(scheduler, "_schedulers", ()):

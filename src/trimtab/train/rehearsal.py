@@ -40,25 +40,35 @@ class Kept:
         return [tensor for tensor, kept in pairs if not _same(tensor, kept)]
 
 
+def buffers_of_both(model: nn.Module, loss: nn.Module | None) -> list[torch.Tensor]:
+    """What a forward pass may change: the buffers of ``model``, and those of a ``loss`` that is a module."""
+    return [*model.buffers(), *(() if loss is None else loss.buffers())]
+
+
+def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, Any]:
+    """The generators of random numbers in their modules."""
+    return {**generators_within("model", model), **generators_within("loss", loss)}
+
+
 @contextlib.contextmanager
-def rehearsal(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[Kept]:
+def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.Module | None = None) -> Iterator[Kept]:
     """A block after which the buffers of ``model`` and all random generators are as before, and gradients are gone.
 
-    With an ``optimizer``, its state, its options and the parameters of both are put back too, from copies that exist meanwhile.
-    The block gets what keeps the tensors.
+    So are those of a ``loss`` that is a module. With an ``optimizer``, its state, its options and the parameters of both are
+    put back too, from copies that exist meanwhile. The block gets what keeps the tensors.
     """
-    tensors = list(model.buffers())
+    tensors = buffers_of_both(model, loss)
     if optimizer is not None:  # which may have parameters of the loss, too
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         tensors += dict.fromkeys([*model.parameters(), *trained])
-    kept, random, generators = Kept(tensors), random_state(), generators_within("model", model)
+    kept, random, generators = Kept(tensors), random_state(), generators_of_both(model, loss)
     drawn = states_of(generators)
     state = None if optimizer is None else _optimizer_state(optimizer)
     options = [] if optimizer is None else _options(optimizer)
     try:
         yield kept
     finally:
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *(() if loss is None else loss.parameters())):
             parameter.grad = None
         kept.put_back()
         if optimizer is not None and state is not None:

@@ -6,6 +6,8 @@ that takes two. What lies beside it tells.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,8 +47,8 @@ def alone(item: Any) -> bool:
     first = item[0]
     if isinstance(first, (str, bytes)):
         return all(isinstance(each, (str, bytes)) for each in item)
-    if isinstance(first, Mapping):
-        alike = all(isinstance(each, Mapping) and each.keys() == first.keys() for each in item)
+    if (names := _names(first)) is not None:
+        alike = all(_names(each) == names for each in item)
         return alike and not (len(item) == 2 and _one_batch(item))  # inputs and targets may have the same names
     return isinstance(item, list) and _ragged(item)
 
@@ -55,7 +57,25 @@ def inside(batch: Any) -> list[Any]:
     """What a container holds."""
     if isinstance(batch, Mapping):
         return list(batch.values())
+    if (found := fields_of(batch)) is not None:
+        return list(found.values())
     return list(batch) if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) else []
+
+
+def fields_of(batch: Any) -> dict[str, Any] | None:
+    """What a dataclass holds, by name; ``None`` for anything else."""
+    if isinstance(batch, (type, Mapping)) or not dataclasses.is_dataclass(batch):
+        return None
+    names = [field.name for field in dataclasses.fields(batch)]
+    return {name: getattr(batch, name) for name in names if hasattr(batch, name)}
+
+
+def with_fields(batch: Any, items: Mapping[str, Any]) -> Any:
+    """A dataclass like ``batch`` that holds ``items``: as it is, because what its class does with new ones was done already."""
+    made = copy.copy(batch)
+    for name, item in items.items():
+        object.__setattr__(made, name, item)  # those of some are frozen
+    return made
 
 
 def _is_rows(item: Any, beside: list[Any]) -> bool:
@@ -66,7 +86,7 @@ def _is_rows(item: Any, beside: list[Any]) -> bool:
         return False
     count, axes = len(item), {_column(each) for each in item}
     others = [other for other in beside if other is not item and _is_list(other) and len(other) == count]
-    if any(isinstance(other[0], Mapping) and alone(other) for other in others):
+    if any(_names(other[0]) is not None and alone(other) for other in others):
         return True
     if axes == {count}:
         return False
@@ -86,13 +106,19 @@ def _column(item: Any) -> int | None:
     return int(item.shape[0]) if isinstance(item, (torch.Tensor, np.ndarray)) and item.ndim else None
 
 
+def _names(item: Any) -> Any:
+    """Under which names a mapping or a dataclass holds something."""
+    found = item if isinstance(item, Mapping) else fields_of(item)
+    return None if found is None else found.keys()
+
+
 def _is_list(item: Any) -> bool:
     return isinstance(item, (list, tuple)) and bool(item) and not hasattr(item, "_fields")
 
 
 def _one_batch(items: Any) -> bool:
     """Whether the tensors in mappings are all as long as each other, as those of a batch are."""
-    axes = {_column(value) for item in items for value in item.values()}
+    axes = {_column(value) for item in items for value in inside(item)}
     return len(axes) == 1 and None not in axes
 
 

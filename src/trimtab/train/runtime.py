@@ -84,6 +84,7 @@ def random_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
         "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "python": random.getstate(),
     }
@@ -94,6 +95,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
+    if torch.backends.mps.is_available() and state.get("mps") is not None:
+        torch.mps.set_rng_state(state["mps"].cpu())
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
     random.setstate(state["python"])

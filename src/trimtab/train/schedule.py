@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import copy
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,12 +13,18 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
+    CosineAnnealingLR,
     CyclicLR,
+    ExponentialLR,
     LambdaLR,
+    LinearLR,
     LRScheduler,
+    MultiStepLR,
     OneCycleLR,
+    PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 
 from trimtab.errors import UsageError
@@ -29,6 +36,8 @@ Schedule = Callable[[Optimizer, int], LRScheduler]
 
 ENDLESS = 10**7
 """Updates of a run that is timed for as long as somebody asks. No schedule has to last for it: at its end the rate stays."""
+_LONG, _LITTLE, _NOTHING = 100, 1e-3, 1e-6
+"""Updates of a run that is long enough to tell whether a schedule counts epochs, and shares of a rate that are too small."""
 _LENGTHS = (
     *("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones"),
     *("step_size", "milestones", "total_size", "step_ratio"),
@@ -67,7 +76,10 @@ def check_given(schedule: Any) -> None:
     if schedule is None or isinstance(schedule, LRScheduler):
         return
     name = getattr(schedule, "__name__", None) or repr(schedule)
-    fix = "Give one such as trimtab.train.schedule.cosine(), or a function: lambda optimizer, updates: StepLR(optimizer, 10)."
+    fix = (
+        "Give one such as trimtab.train.schedule.cosine(), or a function: "
+        "lambda optimizer, updates: StepLR(optimizer, updates // 3)."
+    )
     if not callable(schedule):
         raise UsageError(f"schedule is {name}, a {type(schedule).__name__}, and no schedule. {fix}")
     try:
@@ -171,6 +183,51 @@ def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStop
             f"with mode={mode!r}. Give both one mode: EarlyStopping(metric=..., mode={scheduler.mode!r}) names the "
             "figure; with a large patience it ends nothing."
         )
+
+
+def remark(scheduler: LRScheduler | None, updates: int | None, epoch: int | None) -> str | None:
+    """A sentence where ``scheduler``, which is stepped once per update, seems to have been made to be stepped once per epoch.
+
+    That shows in a run that is much longer than the schedule, or in a rate that next to nothing is left of long before its end.
+
+    Args:
+        updates: of the run in all, where that is known.
+        epoch: of those the ones in an epoch, where that is known.
+    """
+    if scheduler is None or updates is None or updates == ENDLESS or (found := _too_short(scheduler, updates)) is None:
+        return None
+    one = "updates" if epoch is None else f"{epoch:,} updates"
+    return (
+        f"The {found}, and the run has {updates:,}: it is stepped once per update. If it was made for epochs, multiply lengths "
+        f"by the {one} of one, and take the root of that degree of what every step multiplies the rate by."
+    )
+
+
+def _too_short(scheduler: LRScheduler, updates: int) -> str | None:
+    """What of ``scheduler``, or of one in it, is over long before ``updates`` of a run are made."""
+    if isinstance(scheduler, SequentialLR):
+        bounds = [0, *scheduler._milestones, updates]
+        spans = [min(end, updates) - begin for begin, end in itertools.pairwise(bounds)]
+        parts = zip(_inside(scheduler), spans, strict=True)
+    else:
+        parts = zip(_inside(scheduler), itertools.repeat(updates), strict=False)
+    if (found := next((words for part in parts if (words := _too_short(*part))), None)) is not None or updates < _LONG:
+        return found
+    name, short = type(scheduler).__name__, updates / 10
+    if isinstance(scheduler, StepLR) and scheduler.step_size < short:
+        left = scheduler.gamma ** (updates // scheduler.step_size)
+        return f"{name} changes the rate every {scheduler.step_size} updates" if left < _LITTLE else None
+    if isinstance(scheduler, MultiStepLR) and 0 < (last := max(scheduler.milestones, default=0)) < short:
+        return f"{name} changes the rate for the last time after {last} updates"
+    if isinstance(scheduler, CosineAnnealingLR) and scheduler.T_max < short:
+        return f"{name} goes from its largest rate to its smallest in {scheduler.T_max} updates"
+    if isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor:  # a warm-up
+        return None
+    if isinstance(scheduler, (LinearLR, PolynomialLR)) and scheduler.total_iters < short:
+        return f"{name} ends after {scheduler.total_iters} updates"
+    if isinstance(scheduler, ExponentialLR) and scheduler.gamma**updates < _NOTHING:
+        return f"{name} multiplies the rate by {scheduler.gamma:g} in each update"
+    return None
 
 
 def _ended(scheduler: LRScheduler) -> bool:

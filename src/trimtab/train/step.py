@@ -193,8 +193,10 @@ class Step:
         return self._apply(Update(loss, check, norm, True))
 
     def _kept_buffers(self) -> Kept:
-        """The model's buffers as they are now; the statistics of SyncBatchNorm are those of all, and stay alike."""
-        return Kept(() if self.settings.exact_batchnorm else self.model.buffers())
+        """The buffers as they are now; the statistics of SyncBatchNorm are those of all, and stay alike."""
+        loss = self.objective.module
+        own = () if loss is None else loss.buffers()
+        return Kept(own if self.settings.exact_batchnorm else [*self.model.buffers(), *own])
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """The precision that the forward pass runs in."""

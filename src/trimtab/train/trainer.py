@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -14,18 +13,20 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
 from trimtab.errors import StorageError, UsageError
-from trimtab.train import auto, epoch, lengths, prepare, progress, validation
+from trimtab.train import auto, epoch, lengths, prepare, progress, saving, validation
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed import alike
 from trimtab.train.distributed.processes import join
-from trimtab.train.events import Callback, Ended, Event, Remarked, Saved, Validated
+from trimtab.train.events import Callback, Ended, Event, Remarked, Validated
 from trimtab.train.feed import check_loader
+from trimtab.train.given import Given
 from trimtab.train.interrupt import interruptible
 from trimtab.train.memory import Room
 from trimtab.train.meter import Meter
 from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, Objective, in_step
+from trimtab.train.position import Position
 from trimtab.train.runtime import allocate, running
 from trimtab.train.schedule import Schedule
 from trimtab.train.step import Update
@@ -35,26 +36,6 @@ from trimtab.train.validation import Metric
 from trimtab.train.world import World
 
 _STEP = in_step("The model or its loss raised")
-
-
-@dataclasses.dataclass
-class Position:
-    """Where a run stands: between two updates."""
-
-    epoch: int = 0
-    batch: int = 0
-    """Batches of the epoch that were used."""
-    begun_by: int | None = None
-    """How many processes have begun the epoch, where others go on with it."""
-    update: int = 0
-    stale: int = 0
-    """Validations in a row without an improvement."""
-    best: float | None = None
-    skipped: int = 0
-    due: bool = False
-    """Whether the last epoch has come to its end, and its validation has not."""
-    drew: bool = False
-    """Whether the loader has drawn random numbers in the middle of the epoch, from where the model does."""
 
 
 class Trainer:
@@ -112,6 +93,7 @@ class Trainer:
         self.world.place(self.model, settings)
         self.objective = Objective(prepare.loss_on(loss, self.device))
         self.optimizer = prepare.optimizer_for(model, optimizer, self.objective.module, processes=self.world.processes)
+        self.given = Given.to(self)
         self.early_stopping, self.schedule = early_stopping, schedule
         self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
@@ -272,6 +254,7 @@ class Trainer:
         step, meter = ready.step, Meter(self, ready.clock, ready.updates)
         to_come = None if ready.updates is None else ready.updates - position.update
         schedules.check(ready.scheduler, to_come, None if held_out is None else self.early_stopping or EarlyStopping())
+        self.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
         step.discard()  # whatever was computed before this run
         first, began = position.epoch, position.update
         self._stop_if_stale()  # which the run that is gone on with had ended by
@@ -292,17 +275,18 @@ class Trainer:
     def _epoch(self, ready: prepare.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
         """What is left of the epoch; returns whether it is whole."""
         feed, position = ready.feed, self.position
-        for group in epoch.rounds(self, feed):
+        for group in saving.rounds(self, ready):
             update = self._update(ready, group)
             if not self.world.used:
                 break
             position.batch, position.update, position.drew = feed.taken, position.update + 1, feed.drew
             position.skipped += not update.applied
-            meter.count(update, group if self.world.counts else [])
+            with saving.saving(self, ready):
+                meter.count(update, group if self.world.counts else [])
             if not (update.applied or update.overflowed) and self.settings.nonfinite == "stop":
                 self.stop("The loss was not finite.")
             if self.checkpoint_every is not None and position.update % self.checkpoint_every == 0:
-                self._save(ready)
+                saving.save(self, ready)
             yield update
             if self.world.stopping(self.ending):
                 return False
@@ -319,10 +303,10 @@ class Trainer:
                 self._validate(held_out, ready)
         except Exception as error:
             if self.world.heard(error):
-                self._save(ready)
+                saving.save(self, ready)
             raise
         if self.checkpoint_every is None and not self.position.due:
-            self._save(ready)
+            saving.save(self, ready)
 
     def _update(self, ready: prepare.Ready, group: list[Batch]) -> Update:
         """One update, and what goes along with it."""
@@ -346,7 +330,7 @@ class Trainer:
             return
         prepare.settle(self)
         with contextlib.nullcontext() if self.ema is None else self.ema.shown(self.model):
-            found = validation.validate(self.model, self.objective, held_out, self.metrics, ready, lambda: self.interrupted)
+            found = validation.validate(self, held_out, ready)
             if found is None:
                 self.note("The validation was cut off; the run that goes on begins with it.")
                 return
@@ -369,24 +353,13 @@ class Trainer:
         if stopping is not None and stale >= stopping.patience:
             self.stop(f"The validation's {stopping.metric} did not improve {stale} times in a row.")
 
-    def _save(self, ready: prepare.Ready) -> None:
-        """Write a checkpoint, unless the last update was not finite."""
-        if self.checkpoints is None:
-            return
-        ready.clock.enter("other")
-        ready.step.check()
-        prepare.settle(self)
-        state, checkpoints = prepare.state_of(self, ready), self.checkpoints
-        path = self.world.led(lambda: checkpoints.save(self.position.update, state))
-        alike.tell(self, Saved(update=self.position.update, epoch=self.position.epoch, path=str(path)))
-
     def _finish(self, ready: prepare.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
         """The last checkpoint, then the parameters that the user is to have, then the summary."""
         newest = None if self.checkpoints is None else self.checkpoints.newest()
         made = self.position.update or self.decided  # else there is nothing to go on with
         old = newest is None or newest.name != f"update-{self.position.update:08d}" or self.position.due
         if made and self.world.any(old):
-            self._save(ready)
+            saving.save(self, ready)
         prepare.settle(self)
         self.step_state = ready.step.state_dict()
         self.shown.show(self.best_parameters)

@@ -13,7 +13,8 @@ from trimtab.measure.timer import Runner
 from trimtab.measurement import Comparison, Drop, Interval, Parity
 from trimtab.recipe import Recipe
 from trimtab.train.losses import Written, final, increase, parity
-from trimtab.train.trying import TrainingSubject, Updates
+from trimtab.train.trying import TrainingSubject
+from trimtab.train.updates import Updates
 from trimtab.trial import State, Trial
 
 

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import gc
 import itertools
-import os
+import math
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trimtab.candidate import Candidate, Settings
-from trimtab.errors import CompileError, UsageError, WorkloadError
-from trimtab.measure.timer import BLOCK_S, pace, synchronizer
+from trimtab.errors import CompileError, NonFiniteError, UsageError, WorkloadError
 from trimtab.recipe import Recipe
-from trimtab.train.adjust import workers_of
 from trimtab.train.auto import OFF
-from trimtab.train.clock import Clock, HostClock
 from trimtab.train.double import candidate, rounded
 from trimtab.train.events import Event, Progressed
 from trimtab.train.feed import Seekable
-from trimtab.train.losses import Written
+from trimtab.train.losses import Written, late
 from trimtab.train.objective import Batch, examples, tensors
-from trimtab.train.schedule import ENDLESS
 from trimtab.train.trainer import Trainer
 from trimtab.train.world import World
 from trimtab.workload import Training, Workload, user_code
@@ -42,10 +36,10 @@ REPEATS = 0.01
 """Relative difference between the first losses of two runs from the same seed that no rounding explains."""
 EPOCHS_APART = 1000
 """Between the batches of one seed and those of the next, for a loader whose order is that of the epoch."""
-WAITED = 0.1
-"""Share of an update that waiting for data takes where its batches were not there yet."""
-PATIENT = 4
-"""How many times as many batches as are read ahead no update has waited for, where the loader is taken to be fast enough."""
+_IN_PARTS = (
+    "There is not enough memory for whole batches beside what other processes hold on the device, such as the other side of "
+    "the comparison: an update was made in parts, whose time and losses say nothing of these settings. Give smaller batches."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +84,7 @@ class TrainingSubject:
         """The loss of each of the first updates under ``settings``; ``shake`` is the seed of a shake of the parameters.
 
         Raises:
-            WorkloadError: the model or the loss failed, or is not finite.
+            WorkloadError: the model or the loss failed, or is not finite, or there is no memory for whole batches.
         """
         found: list[float] = []
 
@@ -103,7 +97,14 @@ class TrainingSubject:
             shaken(trainer.model, shake)
         seeded(seed)
         with user_code("The training failed"):
-            trainer.fit(self.batches, steps=self.updates)
+            summary = trainer.fit(self.batches, steps=self.updates)
+        refuse_parts(trainer)
+        if len(found) < self.updates:
+            kind = NonFiniteError if settings.nonfinite == "stop" and trainer.position.skipped else WorkloadError
+            raise kind(
+                f"The training ended after update {len(found)} of the {self.updates} that are compared. {summary.ended} Mend "
+                "that, or compare fewer, with updates=..."
+            )
         return found
 
     def rounded(self, settings: Settings, limit: float) -> str | None:
@@ -116,9 +117,16 @@ class TrainingSubject:
         """The losses as written, and how far rounding alone would move them.
 
         Raises:
-            WorkloadError: a run differs from another by more, from the very first update on.
+            WorkloadError: a run differs from another by more, from the very first update on, or ends with losses that are not
+                finite.
         """
         losses = self.losses(self.settings, seed=seed)
+        last = late(losses)
+        if sum(map(math.isfinite, last)) < (least := min(2, len(last))):
+            raise NonFiniteError(
+                f"Of the last {len(last)} losses as written fewer than {least} are finite, so that others cannot be "
+                "compared with them. Lower the learning rate, or clip with Settings(clip_norm=1.0)."
+            )
         others = [self.losses(self.settings, seed=seed, shake=s) for s in SHAKEN]
         for other in others:
             if abs(other[0] - losses[0]) > REPEATS * abs(losses[0]):
@@ -134,7 +142,7 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
     """Build the model and the loader, and take the batches of the first ``updates`` in the order of ``seed``.
 
     Raises:
-        UsageError: the workload does not say how it is trained.
+        UsageError: the workload does not say how it is trained, or its model has parameters without a shape.
         WorkloadError: the user's own code raised, or the loader gives nothing.
     """
     training = workload.training
@@ -149,7 +157,13 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
         apart = 0 if seed is None else EPOCHS_APART * abs(seed - workload.seed)
         batches = first(loader(training), updates * settings.accumulate, epoch=apart)
     with user_code("The workload's model, loss or optimizer failed", "Make an update with them yourself."):
-        known = candidate(_trainer(workload, training, settings, workload.seed), settings, batches[0])
+        trainer = _trainer(workload, training, settings, workload.seed)
+        if lazy := [name for name, value in trainer.model.state_dict().items() if is_lazy(value)]:
+            raise UsageError(
+                f"{lazy[0]} has no shape before a forward pass, and what is compared must begin with the same parameters. Call "
+                "the model on a batch in the function that builds it."
+            )
+        known = candidate(trainer, settings, batches[0])
     return TrainingSubject(
         workload=workload,
         training=training,
@@ -159,76 +173,6 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
         candidate=dataclasses.replace(known, settings=settings),
         notes=(*workload.notes, *notes),
     )
-
-
-class _Timed(World):
-    """One process, that remembers the clock of its run."""
-
-    clock: Clock = HostClock()
-
-    def timed(self, clock: Clock) -> None:
-        """Take note of it."""
-        self.clock = clock
-
-
-class Updates:
-    """A runner whose call is one update, with all that belongs to it: waiting for data, the schedule, the meter.
-
-    A block gives the mean of its updates for each of them: where a loader with workers is the bottleneck batches come in
-    bursts, and the median of single updates would tell of a speed that no epoch has. A block then has whole bursts, and begins
-    when nothing is left of what the workers have read ahead while the other side had its turn: in an epoch nobody waits for
-    them.
-    """
-
-    def __init__(self, subject: TrainingSubject, settings: Settings, *, seed: int) -> None:
-        self.pid = os.getpid()
-        self._wait: Callable[[], None] = synchronizer(settings.device) or _nothing
-        self._world = _Timed()
-        trainer = subject.trainer(settings, seed, world=self._world)
-        seeded(seed)
-        begun = time.perf_counter()
-        batches = loader(subject.training)
-        self._workers = -(-(workers_of(batches) or 0) // settings.accumulate)
-        """Updates that a burst of batches is enough for: one batch from each worker."""
-        self._ahead = self._workers * _prefetched(batches)
-        """Updates for which batches may be ready when a block begins; 0 where that is nothing unusual."""
-        self._updates = trainer.updates(batches, steps=ENDLESS)
-        next(self._updates)
-        self._wait()
-        self.first_s = time.perf_counter() - begun
-        """What the first update took, with everything that had to be set up or compiled for it."""
-        self.notes = tuple(trainer.notes)
-
-    def block(self, calls: int) -> list[int]:
-        """Nanoseconds per update, over ``calls`` of them."""
-        with _uncollected():
-            if self._ahead:
-                self._drain()
-            made = -(-calls // self._workers) * self._workers if self._ahead else calls
-            begun = time.perf_counter_ns()
-            for _ in range(made):
-                next(self._updates)
-            self._wait()
-            return [(time.perf_counter_ns() - begun) // made] * calls
-
-    def _drain(self) -> None:
-        """Make updates until one has to wait for data. Where none has to, the loader is no bottleneck, and is not asked again.
-
-        What takes no time is not believed at once: for tiny updates it is a wait to be handed a batch that is there.
-        """
-        clock, begun = self._world.clock, time.perf_counter()
-        for made in range(1, PATIENT * self._ahead + 1):
-            clock.take()
-            next(self._updates)
-            spent = clock.take()
-            waited = spent["data"] > WAITED * sum(spent.values())
-            if waited and (made >= self._ahead or time.perf_counter() - begun > BLOCK_S):
-                return
-        self._ahead = 0
-
-    def pace(self) -> int:
-        """How fast the core is now."""
-        return pace()
 
 
 def decided(settings: Settings) -> tuple[Settings, list[str]]:
@@ -243,15 +187,27 @@ def decided(settings: Settings) -> tuple[Settings, list[str]]:
     return dataclasses.replace(settings, **auto), [f"What would decide itself is off in the settings as written: {names}."]
 
 
+class _Anew:
+    """Batches that a function gives which can be gone through once only: for each epoch it is called anew.
+
+    Args:
+        made: what it gave first, for the first epoch.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Batch]], made: Iterator[Batch]) -> None:
+        self._make, self._made = make, [made]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._made.pop() if self._made else iter(self._make())
+
+
 def loader(training: Training) -> Iterable[Batch]:
     """The loader; made anew if there is a function for it."""
-    made: Iterable[Batch] = training.data() if callable(training.data) else training.data
-    return made
-
-
-def _prefetched(batches: Iterable[Batch]) -> int:
-    """Batches that each worker of a loader reads ahead."""
-    return getattr(batches, "prefetch_factor", None) or getattr(batches, "prefetch", None) or 2
+    if not callable(training.data):
+        given: Iterable[Batch] = training.data
+        return given
+    made: Iterable[Batch] = training.data()
+    return _Anew(training.data, made) if isinstance(made, Iterator) else made
 
 
 def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch]:
@@ -282,6 +238,7 @@ def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch
 
 
 def _trainer(workload: Workload, training: Training, settings: Settings, seed: int, **more: Any) -> Trainer:
+    """A trainer of this process alone, wherever it was started: what is compared is no training of several processes."""
     seeded(seed)
     return Trainer(
         built(workload),
@@ -289,8 +246,14 @@ def _trainer(workload: Workload, training: Training, settings: Settings, seed: i
         optimizer=training.optimizer,
         schedule=training.schedule,
         settings=settings,
-        **more,
+        **{"world": World(), **more},
     )
+
+
+def refuse_parts(trainer: Trainer) -> None:
+    """Refuse figures of batches that were taken apart for want of memory."""
+    if trainer.room.fitting.limit is not None:
+        raise WorkloadError(_IN_PARTS)
 
 
 def built(workload: Workload) -> nn.Module:
@@ -319,19 +282,3 @@ def seeded(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """A block without the garbage collector, whose turn would come in one side's block and not in the other's."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _nothing() -> None:
-    return None

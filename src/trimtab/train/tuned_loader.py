@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from trimtab._machine import usable_cores
 from trimtab.errors import UsageError
 from trimtab.measure.stats import median_interval
 from trimtab.measurement import Interval
@@ -150,8 +150,7 @@ def _measure(trials: list[_Trial], deadline: float) -> list[str]:
 
 def _ways(most_workers: int | None) -> list[Way]:
     """Every alternative, the cheapest first."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = cores if most_workers is None else most_workers
+    most = usable_cores() if most_workers is None else most_workers
     if most < 0:
         raise UsageError(f"most_workers is {most}; it must be at least 0.")
     counts = sorted({count for count in (1, 2, 4, 8, 16, 32, most) if 0 < count <= most})

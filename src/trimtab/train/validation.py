@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.feed import Seekable, has_workers, keeps_workers, set_workers
-from trimtab.train.objective import Batch, Objective, Weight, call, examples, is_pair
+from trimtab.train.feed import Seekable, has_workers, keeps_workers, rebuilt, set_workers
+from trimtab.train.objective import UNTOLD, Batch, Weight, call, examples, is_pair
 from trimtab.train.peek import first_batches, kept_random
+from trimtab.train.world import wide
 from trimtab.workload import user_code
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ Metric = Callable[[Any, Any], Any]
 Move = Callable[[Batch], Batch]
 _READING, _END = user_code("The validation loader raised"), object()
 _MODEL = user_code("In validation the model or its loss raised")
+_NO_GRADIENT = "does not require grad"
+"""What torch says where something differentiates what was computed without gradients."""
 
 
 def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batch] | None:
@@ -55,40 +59,36 @@ def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batc
             f"together. Give it at least {len(lengths)} batches, smaller ones for instance."
         )
     if metrics and trainer.objective.calls_model:
-        with _READING:
-            first, held_out = first_batches(held_out, 1)
+        first, held_out = first_batches(held_out, 1, _READING.what)
         if world.any(any(not is_pair(batch) for batch in first)):
             raise UsageError(_no_pair(next(iter(metrics))))
     return held_out
 
 
 @torch.no_grad()
-def validate(
-    model: nn.Module,
-    objective: Objective,
-    batches: Iterable[Batch],
-    metrics: Mapping[str, Metric],
-    ready: Ready,
-    cut: Callable[[], bool],
-) -> dict[str, float] | None:
-    """The mean loss, weighted as in training, and the means of ``metrics``, over all of ``batches`` on all processes.
+def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[str, float] | None:
+    """The mean loss, weighted as in training, and the means of the metrics, over all of ``batches`` on all processes.
 
-    The model is in evaluation mode meanwhile, and each of its modules in the mode that it was in afterwards. ``None`` where
-    ``cut`` has come true in a process: it is asked before each batch.
+    The model, and a loss that is a module, are in evaluation mode meanwhile, and each of their modules in the mode that it was
+    in afterwards. ``None`` where the run was interrupted in a process: that is asked before each batch.
 
     Raises:
         WorkloadError: the loader, the model or a metric raised, there is no batch, or a metric gives something else than a
             value per example.
     """
-    modes, clock, world = [(module, module.training) for module in model.modules()], ready.clock, ready.step.world
+    objective, metrics, clock, world = trainer.objective, trainer.metrics, ready.clock, ready.step.world
+    answers, objective.untold = _Answers(trainer, ready), False
+
+    def cut() -> bool:
+        return trainer.interrupted
+
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
     values: dict[str, list[torch.Tensor]] = {name: [] for name in metrics}
     if isinstance(batches, Seekable):  # so that every validation, also one after a resumption, sees the same
         batches.seek(0, 0)
-    model.eval()
     try:
-        with world.together():
+        with _evaluating(trainer.model, objective.module), world.together():
             # It is the plain model that is called: only one whose shares must be gathered needs all processes at once.
             read = _read(batches, cut)
             for batch in world.rounds(read, None) if world.shared else read:  # which may be cut off, so nobody knows how many
@@ -96,31 +96,83 @@ def validate(
                     break
                 moved = ready.move(batch)
                 with ready.step.precision():
-                    with _MODEL:
-                        loss, weight, outputs = world.looked(functools.partial(objective.answered, model, moved))
-                    if metrics and outputs is None:
-                        outputs = _outputs(model, moved, metrics)
+                    loss, weight, outputs = answers(moved)
                     if not world.counts:  # it only helped others, who have more
                         continue
                     for name, metric in metrics.items():
                         values[name].append(_per_example(name, metric, outputs, moved))
-                losses.append(loss.detach())
+                losses.append(loss)
                 weights.append(weight)
     finally:
-        model.train(modes[0][1])  # some modules do more then than set a flag, such as take apart what eval() has merged
-        for module, mode in modes:
-            module.training = mode
         world.rest()
         clock.enter("other")
     if world.any(cut()):
         return None
     if not world.any(bool(losses)):
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
+    if objective.untold and len(losses) > 1:
+        trainer.note_once(UNTOLD)
     found = {"loss": float(world.mean(losses, weights, summed=objective.summed)[0])}
     for name, parts in values.items():
-        means, counts = [part.double().mean() for part in parts], [float(part.numel()) for part in parts]
+        means, counts = [wide(part).mean() for part in parts], [float(part.numel()) for part in parts]
         found[name] = float(world.mean(means, counts, summed=False)[0])
     return found
+
+
+class _Answers:
+    """What model and loss give for the batches of a validation, without gradients wherever they can do without.
+
+    Some cannot: a loss with a penalty on gradients, or a model whose forces are those of an energy. The first batch shows it.
+    """
+
+    def __init__(self, trainer: Trainer, ready: Ready) -> None:
+        self.trainer, self.world = trainer, ready.step.world
+        self._gradients: bool | None = None
+
+    def __call__(self, batch: Batch) -> tuple[torch.Tensor, Weight, Any]:
+        """The loss of ``batch``, its weight, and the outputs, where there are metrics that need them."""
+        with _MODEL:
+            try:
+                found = self._asked(batch, bool(self._gradients))
+            except RuntimeError as error:
+                if self._gradients is not None or _NO_GRADIENT not in str(error):
+                    raise
+                self._gradients = True
+            else:
+                self._gradients = bool(self._gradients)
+                return found
+            self.world.rest()
+            return self._asked(batch, True)
+
+    def _asked(self, batch: Batch, gradients: bool) -> tuple[torch.Tensor, Weight, Any]:
+        trainer = self.trainer
+        with torch.set_grad_enabled(gradients):
+            ask = functools.partial(trainer.objective.answered, trainer.model, batch)
+            loss, weight, outputs = self.world.looked(ask)
+            if trainer.metrics and outputs is None:
+                outputs = _outputs(trainer.model, batch, trainer.metrics)
+        return loss.detach(), weight, _detached(outputs) if gradients else outputs
+
+
+@contextlib.contextmanager
+def _evaluating(*modules: nn.Module | None) -> Iterator[None]:
+    """A block with ``modules`` in evaluation mode, and every module in them as it was afterwards."""
+    roots = [(module, module.training) for module in modules if module is not None]
+    modes = [(inner, inner.training) for module, _ in roots for inner in module.modules()]
+    for module, _ in roots:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module, mode in roots:
+            module.train(mode)  # some do more then than set a flag, such as take apart what eval() has merged
+        for module, mode in modes:
+            module.training = mode
+
+
+def _detached(outputs: Any) -> Any:
+    """``outputs`` without what their gradients would be computed from."""
+    return outputs.detach() if isinstance(outputs, torch.Tensor) else rebuilt(outputs, _detached)
 
 
 def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:
@@ -154,8 +206,7 @@ def _outputs(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> A
     """What the model gives for ``metrics``, where it is the loss that calls it."""
     if not is_pair(batch):
         raise UsageError(_no_pair(next(iter(metrics))))
-    with _MODEL:
-        return call(model, batch[0])
+    return call(model, batch[0])
 
 
 def _no_pair(name: str) -> str:

@@ -111,6 +111,8 @@ class World:
             return torch.stack(list(losses)).sum(), None
         count, value = weighted(losses, weights)
         count = torch.where(count > 0, count, 1.0)  # what stands for nothing has no gradient, and is no 0/0
+        if count.device != losses[0].device:  # it knows no wider numbers than its own
+            return (value / count).to(losses[0]), count.to(losses[0])
         return value / count, count
 
     def norm(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -195,9 +197,14 @@ class World:
 
 def weighted(losses: Sequence[torch.Tensor], weights: Sequence[Weight]) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the weights, and of the losses times their weights; a loss that weighs nothing counts for nothing."""
-    values = torch.stack(list(losses)).double()
+    values = wide(torch.stack(list(losses)))
     counts = torch.stack([_beside(values, weight) for weight in weights])
     return counts.sum(), torch.where(counts > 0, values * counts, 0.0).sum()
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in 64 bits; on the CPU where its device may have no such numbers, as Apple's and some of Intel's GPUs."""
+    return (tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()).double()
 
 
 def _beside(values: torch.Tensor, weight: Weight) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -17,13 +16,16 @@ from torch.nn.parameter import is_lazy
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.distributed.data import share
+from trimtab.train.distributed.devices import local_device
 from trimtab.train.memory_errors import no_second_try, out_of_memory
 from trimtab.train.objective import Weight
+from trimtab.train.prefetch import stored
 from trimtab.train.world import World, weighted
 
 T = TypeVar("T")
 
-FINE, OUT_OF_MEMORY, FAILED = range(3)
+FINE, AGAIN, OUT_OF_MEMORY, FAILED = range(4)
+"""How an update went in a process; what goes on with the worst of them is what all do."""
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed")
 
 
@@ -38,6 +40,10 @@ class PeerError(WorkloadError):
 
 class PeerMemoryError(torch.OutOfMemoryError):
     """Another process ran out of memory in this update, so that all of them try it again in smaller parts."""
+
+
+class AgainError(RuntimeError):
+    """All processes must make this update again, as it is."""
 
 
 class Group(World):
@@ -71,10 +77,7 @@ class Group(World):
 
     def device(self, name: str) -> torch.device:
         """The GPU of this process where the settings say just ``cuda``."""
-        device = torch.device(name)
-        if device.type == "cuda" and device.index is None:
-            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-        return device
+        return local_device(name)
 
     def place(self, model: nn.Module, settings: Settings) -> None:
         """See that all processes have the same model, and give BatchNorm the statistics of all where they must be exact."""
@@ -96,7 +99,7 @@ class Group(World):
                 f"{lazy[0]} has no shape before a forward pass, and all processes must begin with the same parameters. Call "
                 "the model on a batch in each of them before Trainer(...)."
             )
-        shapes = self.gathered([(name, tuple(getattr(value, "shape", ()))) for name, value in state.items()])
+        shapes = self.gathered([(name, _shapes(value)) for name, value in state.items()])
         if any(other != shapes[0] for other in shapes):
             raise WorkloadError(
                 "The processes have different models: their parameters differ in name or shape. Build the same one in each."
@@ -147,6 +150,7 @@ class Group(World):
         Raises:
             PeerMemoryError: another process ran out of memory in it.
             PeerError: another process failed in it.
+            AgainError: the update must be made again, because another process said so.
             WorkloadError: this one ran out of memory in an update, where the others cannot be told of it.
         """
         try:
@@ -157,7 +161,7 @@ class Group(World):
         try:
             stopping, used = map(bool, self._most(int(self._wish), int(self.counts)))
             self._stopping, self.used = stopping, used or model is None
-        except (PeerError, PeerMemoryError):
+        except (PeerError, PeerMemoryError, AgainError):
             if model is not None:
                 self.renew()
             raise
@@ -225,6 +229,7 @@ class Group(World):
     @torch.no_grad()
     def settle(self, buffers: Sequence[torch.Tensor]) -> None:
         """Of those that differ, give every process the mean, or the first one's where they are no floating point."""
+        buffers = [part for buffer in buffers for part in stored(buffer)]
         found = self.gathered([_digest(buffer) for buffer in buffers])
         alike = [found[rank] for rank in dist.get_process_group_ranks(self.data)]
         for buffer, *digests in zip(buffers, *alike, strict=True):
@@ -273,14 +278,12 @@ class Group(World):
         """The largest that any process gives, of each value.
 
         Raises:
+            AgainError: a process needs the update to be made again instead.
             PeerMemoryError: a process ran out of memory instead.
             PeerError: a process failed instead.
         """
         state, who, first, second = self._exchanged(FINE, 0, first, second)
-        if state == OUT_OF_MEMORY:
-            raise PeerMemoryError(f"The process of rank {who - 1} ran out of memory.")
-        if state == FAILED:
-            raise PeerError(f"The process of rank {who - 1} failed; its own message says why.")
+        _fail_as(state, who)
         return first, second
 
     def _failed(self, error: BaseException, *, update: bool) -> None:
@@ -289,7 +292,9 @@ class Group(World):
         Where that cannot be done, they are ended with this one: by torchrun, or because their connection to it breaks.
 
         Raises:
-            WorkloadError: it ran out of memory, and the others cannot make the update again because they cannot be told.
+            PeerMemoryError: the update was to be made again as it is, but another process ran out of memory in it.
+            PeerError: the same, but another process failed in it.
+            WorkloadError: it cannot be made again, because the others cannot be told that it failed here.
         """
         if lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or _is(error, self._told):
             return
@@ -298,9 +303,15 @@ class Group(World):
             self._unheard = error
             if out_of_memory(error):
                 raise no_second_try(error) from error
+            if isinstance(error, AgainError):
+                raise WorkloadError(str(error)) from error
             return
+        again, state, who = isinstance(error, AgainError), FINE, 0
+        own = AGAIN if again else OUT_OF_MEMORY if out_of_memory(error) else FAILED
         with contextlib.suppress(RuntimeError):  # the others may be gone too; what failed here is what counts
-            self._exchanged(OUT_OF_MEMORY if out_of_memory(error) else FAILED, dist.get_rank() + 1, 0, 0)
+            state, who, *_ = self._exchanged(own, dist.get_rank() + 1, 0, 0)
+        if again and state > own:
+            _fail_as(state, who)
 
     def _released(self) -> bool:
         """Whether the others, who may be in the midst of an update, now come to where they can be told that it failed here."""
@@ -322,8 +333,13 @@ class Group(World):
 def hand_out(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Give all processes of ``group`` what the first of them has in ``value``, also where that has gaps in memory, as a slice.
 
-    Gloo takes numbers as they lie in memory (https://github.com/pytorch/pytorch/issues/192920), and NCCL only those in a row.
+    Gloo takes numbers as they lie in memory (https://github.com/pytorch/pytorch/issues/192920), and NCCL only those in a row;
+    a sparse tensor crosses as those that it is made of.
     """
+    if (parts := stored(value))[0] is not value:
+        for part in parts:
+            hand_out(part, group)
+        return
     for dim, stride in enumerate(value.stride()):
         if not stride and value.shape[dim] > 1:  # expanded: one number seen in many places
             value = value.narrow(dim, 0, 1)
@@ -331,6 +347,16 @@ def hand_out(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> Non
     dist.broadcast(whole, group=group, group_src=0)
     if not value.is_contiguous():
         value.copy_(whole)
+
+
+def _fail_as(state: int, who: int) -> None:
+    """Fail as the process before number ``who`` has told; not at all where all is fine."""
+    if state == AGAIN:
+        raise AgainError(f"The process of rank {who - 1} needs this update to be made again.")
+    if state == OUT_OF_MEMORY:
+        raise PeerMemoryError(f"The process of rank {who - 1} ran out of memory.")
+    if state == FAILED:
+        raise PeerError(f"The process of rank {who - 1} failed; its own message says why.")
 
 
 def _patience() -> dt.timedelta | None:
@@ -344,6 +370,11 @@ def _patience() -> dt.timedelta | None:
 def _is(error: BaseException, other: BaseException | None) -> bool:
     """Whether ``error`` is ``other``, or tells of it in other words."""
     return other is not None and (error is other or error.__cause__ is other)
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    """The shape of a tensor, and those of what it is made of where it is sparse; none of what is no tensor."""
+    return [tuple(one.shape) for one in (value, *stored(value))] if isinstance(value, torch.Tensor) else []
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

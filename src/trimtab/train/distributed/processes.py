@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError, UsageError
+from trimtab.train.distributed.devices import local_device
 from trimtab.train.distributed.group import PeerError, PeerMemoryError, lost
 from trimtab.train.distributed.replicas import Replicas
 from trimtab.train.distributed.shards import Shards
@@ -76,7 +77,7 @@ def start(device: str = "cpu") -> None:
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         check_device(device)
-        torch.cuda.set_device(_local_rank())
+        torch.cuda.set_device(local_device(device).index or 0)
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     # torchrun keeps one store for all its attempts, and with it the addresses of processes that are gone; who connects to one
     # waits in vain, and uses up a restart. So each attempt has names of its own.
@@ -117,13 +118,6 @@ def _attempt(store: Store, rank: int, size: int) -> str:
     )
 
 
-def _local_rank() -> int:
-    """Which of this host's GPUs is that of this process; launchers other than torchrun may show each process only its own."""
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
-    return int(os.environ.get("SLURM_LOCALID", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
-
-
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -141,9 +135,20 @@ def _check(settings: Settings, mesh: DeviceMesh | None) -> None:
             f"Settings communication={settings.communication!r} keeps what it leaves out for later updates, which with "
             "autocast='float16' scale their gradients otherwise. Take autocast='bfloat16', or communication='float16'."
         )
+    if (sharded or (mesh is not None and mesh["data"].size() > 1)) and settings.memory_format == "channels_last":
+        raise UsageError(
+            "memory_format='channels_last' cannot be combined with a model that is shared out: FSDP2 takes parameters in "
+            "their usual layout only. Leave memory_format out, or replicate the model."
+        )
+    there = settings.device.partition(":")[0]
+    if mesh is not None and mesh.device_type != there:
+        raise UsageError(
+            f"Settings device is {settings.device!r}, but the mesh is of processes on {mesh.device_type!r}. Make it with the "
+            "settings of the run: mesh(model=2, settings=settings)."
+        )
     if mesh is not None and settings.communication is not None:
         raise UsageError("Settings communication cannot be combined with split layers; leave it at None.")
-    if settings.exact_batchnorm and torch.device(settings.device).type != "cuda":
+    if settings.exact_batchnorm and there != "cuda":
         raise UsageError(
             "exact_batchnorm over several processes is torch's SyncBatchNorm, which runs on GPUs only. Leave it off, or train "
             "on one process."

@@ -18,7 +18,7 @@ from trimtab.candidate import Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.clock import Clock
 from trimtab.train.distributed.exchange import Exchange, Narrow, in_a_row, shaped
-from trimtab.train.distributed.group import Group, hand_out
+from trimtab.train.distributed.group import AgainError, Group, hand_out
 from trimtab.train.distributed.powersgd import PowerSgd
 from trimtab.train.distributed.topk import TopK
 from trimtab.train.memory_errors import final
@@ -38,6 +38,10 @@ _NO_ROOM = (
     "The gradients fit into memory, but what their exchange takes beside them does not ({words}). Leave "
     "Settings(communication=...) out, share the model out with sharding='shard', or use a smaller one."
 )
+_NO_GRADIENT = (
+    "Some parameters got no gradient in this update, though all got one in the first. With several processes let them take "
+    "part in every update, for example by adding 0 * parameter.sum() to the loss."
+)
 _LATE: dict[str | None, str] = {"topk": "3.6 times", "powersgd": "1.19 times"}
 """What sends later what it leaves out now, and what AdamW makes of the loss then (``benchmarks/communication.py``)."""
 _SUMS = (torch.optim.SGD, torch.optim.ASGD)
@@ -56,6 +60,9 @@ class Replicas(Group):
     The first update runs without DDP: it shows whether some parameters get no gradient, which DDP must know, and whether a
     batch fits at all. An update that fails somewhere is tried again in that way, too. Then the gradients cross after everybody
     has said that he has his; a process that fails under DDP first sends zeros for what the others still wait for.
+
+    What the first update shows may not hold for a later one, as where layers are left out at random. The first in which that
+    shows is tried again too, and from then on DDP looks for parameters without a gradient in every update.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -67,10 +74,10 @@ class Replicas(Group):
         self._trained: list[bool] = []
         """Which of them :attr:`engine` knows to be trained."""
         self._delays, self._optimizer = False, ""
-        self._inside = False
-        """Whether an update is under way."""
+        self._inside = self._rehearsing = False
+        """Whether an update is under way, and whether it is only tried."""
         self._idle: bool | None = None
-        """Whether some parameters get no gradient; ``None`` until an update has shown it."""
+        """Whether some parameters get no gradient, at least at times; ``None`` until an update has shown it."""
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
         """The model as DDP has it; all begin with the parameters of the first, and draw random numbers of their own."""
@@ -95,10 +102,10 @@ class Replicas(Group):
             self._inside = model is not None
             yield
             if model is not None and engine is not None and not self.exchange.complete:
-                raise WorkloadError(
-                    "Some parameters got no gradient in this update, though all got one in the first. With several processes "
-                    "let them take part in every update, for example by adding 0 * parameter.sum() to the loss."
-                )
+                if self._idle or self._rehearsing:  # DDP has looked for them, or nobody could make the update again
+                    raise WorkloadError(_NO_GRADIENT)
+                self._idle = True
+                raise AgainError(_NO_GRADIENT)
             if model is not None:
                 self.exchange.landed()
             self._inside = False
@@ -156,9 +163,11 @@ class Replicas(Group):
         """A block whose updates leave nothing behind that is sent later; the next one is a first one again, without DDP."""
         parameters = dict(self._called.named_parameters())
         state = self.exchange.state_dict(parameters)
+        self._rehearsing = True
         try:
             yield
         finally:
+            self._rehearsing = False
             self._disengage()
             self.exchange.load_state_dict([state] * self.size, parameters)
 
@@ -201,9 +210,8 @@ class Replicas(Group):
     def _add_up(self) -> None:
         """Exchange the gradients that an update without DDP has left, in one bucket per dtype."""
         parameters = [p for p in self._called.parameters() if p.requires_grad]
-        idle = self.any(any(p.grad is None for p in parameters))
-        self._idle = idle or bool(self._idle)
-        if idle:
+        self._idle = self.any(bool(self._idle) or any(p.grad is None for p in parameters))
+        if self._idle:
             used = torch.tensor([p.grad is not None for p in parameters])
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.everyone)
             parameters = [p for p, some in zip(parameters, used.tolist(), strict=True) if some]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from trimtab.candidate import Settings
 from trimtab.contracts import require
-from trimtab.errors import UsageError
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.distributed.group import Group, hand_out
 from trimtab.train.kernels import use_kernels
 from trimtab.train.objective import Weight
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+
+COMPARED = 16
+"""Updates in which the processes compare each layer before they gather it. Later ones are compared once all has run, which is
+too late where a process calls more layers than another: it then waits."""
+_PRIME, _END = 2**61 - 1, -1
+_DIFFERENT = (
+    "The processes called different layers of the model in this update, though they must gather the parameters of each at the "
+    "same time. Have all of them run the same layers in every update, for example with layerdrop=0, or take "
+    "sharding='replicate'."
+)
 
 
 class Shards(Group):
@@ -44,6 +54,8 @@ class Shards(Group):
         self.averages = mesh is None or self.size > 1
         self.mesh = self._mesh() if mesh is None else mesh["data"]
         self._model: Any = None
+        self._compared = 0
+        """Updates whose layers were compared one by one."""
 
     def place(self, model: nn.Module, settings: Settings) -> None:
         """Leave of every parameter this process's share; the units are the elements of lists of layers, and what is left.
@@ -52,23 +64,46 @@ class Shards(Group):
 
         Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277
         """
+        kept = (settings.sharding, settings.communication, self.mesh)
+        if isinstance(within := vars(model).get("forward"), _Within):
+            self._model = within.root
+            if self._model.kept != kept:
+                raise UsageError(
+                    "An earlier Trainer has shared the model out already, with another sharding, communication or mesh. Give "
+                    "this one the same, or build the model anew."
+                )
+            return
         self.compare(model)
+        self._refuse_scalars(model)
         if settings.exact_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         fsdp = require("torch.distributed.fsdp")
         narrow = {} if settings.communication is None else {"reduce_dtype": getattr(torch, settings.communication)}
         options = {"mesh": self.mesh, "mp_policy": fsdp.MixedPrecisionPolicy(**narrow)}
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        within = [layer for layers in reversed(lists) for layer in layers]  # a unit within another comes first
-        units = [layer for layer in within if not isinstance(layer, (nn.ModuleList, nn.ModuleDict))]  # which nobody calls
         done: set[int] = set()
-        root = _Root(model) if self.size > 1 else model  # so that a loss may call any method of the model
-        for unit in (*units, root):
+        calls = _Calls()
+        root = _Root(model, calls, kept) if self.size > 1 else model  # so that a loss may call any method of the model
+        for index, unit in enumerate((*_units(model), root)):
             World.place(self, unit, settings)
             self._begin_alike([v for v in (*unit.parameters(), *unit.buffers()) if id(v) not in done])
             if self.size > 1:
                 self._model = fsdp.fully_shard(unit, **options)
+                if unit is not root:
+                    unit.register_forward_pre_hook(calls.hook(index), prepend=True)  # before that which gathers
             done.update(map(id, (*unit.parameters(), *unit.buffers())))
+
+    def _refuse_scalars(self, model: nn.Module) -> None:
+        """Refuse what cannot be shared out, before anything is.
+
+        Raises:
+            UsageError: a parameter is a single number without a dimension.
+        """
+        for name, parameter in model.named_parameters() if self.size > 1 else ():
+            if not parameter.dim():
+                raise UsageError(
+                    f"The parameter {name} is a number without a dimension along which it could be shared out. Make it of "
+                    "shape (1,), or take sharding='replicate'."
+                )
 
     @torch.no_grad()
     def _begin_alike(self, values: Sequence[torch.Tensor]) -> None:
@@ -82,6 +117,33 @@ class Shards(Group):
             torch.manual_seed(self.gathered(torch.initial_seed())[0] + self.rank)  # those with the same data draw the same
         return model
 
+    @contextlib.contextmanager
+    def together(self, model: nn.Module | None = None) -> Iterator[None]:
+        """A block that succeeds in all processes or in none; in that of an update all must call the same layers.
+
+        Raises:
+            WorkloadError: they did not; all processes say so.
+        """
+        calls: _Calls | None = None if model is None or self._model is None else self._model.calls
+        if calls is None:
+            with super().together(model):
+                yield
+            return
+        calls.begin(self._alike if self._compared < COMPARED else None)
+        try:
+            with super().together(model):
+                yield
+        finally:
+            calls.compare = None
+        self._compared += 1
+        self._alike(calls.digest)
+
+    def _alike(self, value: int) -> None:
+        """See that all processes give the same."""
+        most, least = self._most(value, -value)
+        if most != -least:
+            raise WorkloadError(_DIFFERENT)
+
     def exchanging(self, model: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[object]:
         """A block whose backward pass scatters gradients only if ``now``."""
         if self._model is not None:
@@ -90,7 +152,10 @@ class Shards(Group):
 
     def asked(self, ask: Callable[[], T]) -> T:
         """What ``ask`` gives, with the parameters of the whole model at hand that are in no list of layers."""
-        found: T = ask() if self._model is None else self._model(ask)
+        if self._model is None:
+            return ask()
+        found: T = self._model(ask)
+        self._model.calls.add(_END)
         return found
 
     def looked(self, ask: Callable[[], T]) -> T:
@@ -176,12 +241,54 @@ class Shards(Group):
         return found
 
 
-class _Root(nn.Module):
-    """What FSDP takes for the whole: its forward pass is whatever is asked for, and so is one of ``model`` by itself."""
+class _Calls:
+    """Which layers this process calls in an update, and in which order: the others must gather the same at the same time.
 
-    def __init__(self, model: nn.Module) -> None:
+    Where one calls another layer, what it gathers are parts of two, and where it calls one more, it waits without end.
+    """
+
+    def __init__(self) -> None:
+        self.digest = 0
+        """Of all calls since the update began."""
+        self.compare: Callable[[int], None] | None = None
+        """Sees that all processes call the same layer now."""
+
+    def begin(self, compare: Callable[[int], None] | None) -> None:
+        """An update begins."""
+        self.digest, self.compare = 0, compare
+
+    def hook(self, index: int) -> Callable[..., None]:
+        """What a layer calls before it runs."""
+        add = require("torch._dynamo").disable(self.add)  # as FSDP's own hooks are, beside which it runs
+        return lambda *_: add(index)
+
+    def add(self, index: int) -> None:
+        """Layer ``index`` is about to run, and not only again for the backward pass."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self.digest = (self.digest * 31 + index + 2) % _PRIME
+        if self.compare is not None:
+            self.compare(index)
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """What is gathered as one: the elements of lists of layers, each once; one that is within another comes first."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    within = dict.fromkeys(layer for layers in lists for layer in layers)
+    units = [layer for layer in within if not isinstance(layer, (nn.ModuleList, nn.ModuleDict))]  # which nobody calls
+    return sorted(units, key=lambda unit: sum(1 for _ in unit.modules()))
+
+
+class _Root(nn.Module):
+    """What FSDP takes for the whole: its forward pass is whatever is asked for, and so is one of ``model`` by itself.
+
+    Args:
+        kept: how the model is shared out.
+    """
+
+    def __init__(self, model: nn.Module, calls: _Calls, kept: tuple[Any, ...]) -> None:
         super().__init__()
-        self.model, self.inside = model, False
+        self.model, self.calls, self.kept, self.inside = model, calls, kept, False
         model.forward = _Within(self, model.forward)
 
     def forward(self, ask: Callable[[], T]) -> T:
@@ -198,12 +305,12 @@ class _Within:
 
     def __init__(self, root: _Root, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
-        self._root, self._forward = root, forward
+        self.root, self._forward = root, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._root.inside:
+        if self.root.inside:
             return self._forward(*args, **kwargs)
-        return self._root(functools.partial(self._forward, *args, **kwargs))
+        return self.root(functools.partial(self._forward, *args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Within:
         raise TypeError("a sharded model has only a part of its parameters in each process.")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 def mesh(model: int, settings: Settings = Settings()) -> DeviceMesh:
     """All processes as a grid: ``data`` x ``model``, where neighbours, which share a host, split layers between them.
 
+    ``settings`` are those of the run: on GPUs the grid is one of GPUs.
+
     Raises:
         UsageError: their number is no multiple of ``model``.
     """

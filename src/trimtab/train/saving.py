@@ -1,0 +1,56 @@
+"""When a checkpoint is written, and that what fails between two updates costs none of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trimtab.train import epoch, prepare
+from trimtab.train.distributed.alike import tell
+from trimtab.train.events import Saved
+from trimtab.train.objective import Batch
+
+if TYPE_CHECKING:
+    from trimtab.train.prepare import Ready
+    from trimtab.train.trainer import Trainer
+
+
+def save(trainer: Trainer, ready: Ready) -> None:
+    """Write a checkpoint, unless the last update was not finite."""
+    if trainer.checkpoints is None:
+        return
+    ready.clock.enter("other")
+    ready.step.check()
+    prepare.settle(trainer)
+    state, checkpoints = prepare.state_of(trainer, ready), trainer.checkpoints
+    path = trainer.world.led(lambda: checkpoints.save(trainer.position.update, state))
+    tell(trainer, Saved(update=trainer.position.update, epoch=trainer.position.epoch, path=str(path)))
+
+
+@contextlib.contextmanager
+def saving(trainer: Trainer, ready: Ready) -> Iterator[None]:
+    """A block between two whole updates; where it fails, a checkpoint is written first, as far as all processes can do that."""
+    try:
+        yield
+    except Exception as error:
+        made = trainer.position.update
+        unsaved = trainer.checkpoints is not None and made and trainer.checkpoints.update() != made
+        if trainer.world.heard(error) and trainer.world.any(bool(unsaved)):
+            epoch.take_back(trainer, ready.feed)
+            save(trainer, ready)
+        raise
+
+
+def rounds(trainer: Trainer, ready: Ready) -> Iterator[list[Batch]]:
+    """What is left of the epoch, as :func:`trimtab.train.epoch.rounds` gives it; the loader may fail before each update.
+
+    Of several processes the others may be in an update by then, which does not come to its end: there nothing can be saved.
+    """
+    groups = epoch.rounds(trainer, ready.feed)
+    while True:
+        with saving(trainer, ready) if trainer.world.processes == 1 else contextlib.nullcontext():
+            group = next(groups, None)
+        if group is None:
+            return
+        yield group

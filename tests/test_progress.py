@@ -1,0 +1,145 @@
+"""What a search tells while it runs: from Python, in a terminal, and where text comes from a stranger's file."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from rich.console import Console
+
+import trimtab
+from _faulty import run, write
+from trimtab.backends.eager import Eager
+from trimtab.cli._progress import Board, Lines, Quiet
+from trimtab.cli.optimize import show
+from trimtab.measurement import Interval
+from trimtab.optimizing import Interrupt
+from trimtab.recipe import Recipe
+from trimtab.study.progress import INTERRUPTED, Printed
+from trimtab.study.sampler import Ask
+from trimtab.trial import State, Trial
+
+STRANGE = "x.cpp:100: \x1b]0;owned\x07\x1b[31m no kernel"
+PLAIN = "x.cpp:100: "
+
+
+class Heard(trimtab.Progress):
+    """Keeps what it is told, in that order."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def remark(self, sentence: str) -> None:
+        self.said.append(sentence)
+
+    def began(self, ask: Ask, finished: int) -> None:
+        self.said.append("began")
+
+
+def test_a_search_from_python_is_seen_on_standard_error(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "def made(): return workload()", budget="2m")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(r"^\[ +\d+/120 s\] checking the workload with a dry run$", err, re.MULTILINE)
+    assert re.search(r"^\[ +\d+/120 s\] trial 0: as_written: eager", err, re.MULTILINE)
+    assert re.search(r"^ +complete 1\.00x \(1\.00 to 1\.00\), drop .* \[\d+ s\]$", err, re.MULTILINE)
+    run(tmp_path, "def made(): return workload()", progress=trimtab.Progress())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_first_ctrl_c_is_answered_once() -> None:
+    stream = io.StringIO()
+    interrupt = Interrupt(Printed(stream))
+    interrupt._handle(signal.SIGINT, None)
+    assert stream.getvalue().count(INTERRUPTED) == 1
+    with pytest.raises(KeyboardInterrupt):
+        interrupt._handle(signal.SIGINT, None)
+    assert stream.getvalue().count(INTERRUPTED) == 1
+
+
+def test_a_stream_that_nobody_reads_ends_no_search() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    Printed(Gone()).stage("searching")
+    closed = io.StringIO()
+    closed.close()
+    Printed(closed).stage("searching")
+
+
+def test_what_was_assumed_is_told_before_the_search(tmp_path: pathlib.Path) -> None:
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(8, 4).eval(), torch.ones(2, 8)), tmp_path / "net.pt")
+    progress = Heard()
+    workload = trimtab.load_workload(tmp_path / "net.pt", shapes={"input": "2x8"})
+    trimtab.optimize(workload, out=tmp_path / "run", trials=1, timing_seconds=0.3, progress=progress)
+    before = progress.said[: progress.said.index("began")]
+    assert any(sentence.startswith("The inputs are random numbers") for sentence in before)
+    assert len(set(before)) == len(before)
+
+
+def test_a_note_that_was_told_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Console(file=io.StringIO(), width=80)
+    views = Lines(screen, None, None), Board(screen, None, None), Quiet(screen, None, None)
+    for view in views:
+        view.remark("The inputs are random numbers.")
+    assert [len(view.told) for view in views] == [1, 1, 0]
+    log = f"confirm/{Recipe(backend=Eager()).hash}/log.txt"
+    result = types.SimpleNamespace(
+        ladder=lambda: "rung  recipe",
+        sentence=STRANGE,
+        all_notes=lambda: ["The inputs are random numbers.", "Another."],
+        best=None,
+        report=None,
+        study=types.SimpleNamespace(folder="runs/x", refused=[types.SimpleNamespace(recipe=Recipe(backend=Eager()), log=log)]),
+        trials=[],
+        seconds=1.0,
+    )
+    show(result, views[0].told)  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    assert "random" not in out
+    assert "note: Another." in out
+    assert "\x1b" not in out
+    assert f"{PLAIN}" in out
+    assert f"refused:  runs/x/{log}  (log of eager when it was measured again)" in out
+
+
+def test_text_of_a_model_file_commands_no_terminal() -> None:
+    trial = Trial(recipe=Recipe(backend=Eager()), state=State.FAILED, reason=STRANGE, speedup=Interval(9.0, 0.1, 50.0))
+    study = types.SimpleNamespace(trials=[trial], leader=None)
+    for kind in (Lines, Board):
+        screen = Console(file=io.StringIO(), width=200)
+        view = kind(screen, None, None)
+        view.ended(trial, study)  # type: ignore[arg-type]
+        view.remark(STRANGE)
+        said = screen.file.getvalue()  # type: ignore[attr-defined]
+        assert not re.search(r"[\x07\x1b]", said)
+        assert said.count(PLAIN) == 2
+    stream = io.StringIO()
+    Printed(stream).ended(trial, study)  # type: ignore[arg-type]
+    assert stream.getvalue() == f"           failed unclear (0.10 to 50.00): {PLAIN}]0;owned no kernel [0 s]\n"
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_file_is_no_terminal_whatever_colours_are_asked_for(variable: str, tmp_path: pathlib.Path) -> None:
+    def output(*words: str) -> subprocess.CompletedProcess[str]:
+        own = {**os.environ, variable: "1", "TERM": "xterm-256color"}
+        return subprocess.run(
+            [sys.executable, "-m", "trimtab", *words], capture_output=True, text=True, timeout=200, check=True, env=own
+        )
+
+    assert output("list", "checks").stderr == ""
+    if variable == "FORCE_COLOR":
+        workload = write(tmp_path, "def made(): return workload()")
+        options = ("--max-drop", "10%", "--trials", "1", "--timing", "300ms", "--out", str(tmp_path / "run"))
+        done = output("optimize", workload, *options)
+        assert "\x1b" not in done.stdout
+        assert "trial 0: as_written: eager" in done.stdout

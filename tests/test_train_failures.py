@@ -1,0 +1,171 @@
+"""What a loader or a callback raises is said, and costs no update that was made before it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pathlib
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from _ranks import on_ranks
+from _runs import COUNTED, EPOCH, Line, loader, told, trainer
+from trimtab import Settings, Trainer
+from trimtab.errors import WorkloadError
+from trimtab.train.batch_size import find_batch
+from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.events import Event, Progressed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Faulty(Dataset[Any]):
+    """Raises at one place, until it is mended."""
+
+    def __init__(self, fault: int | None, count: int = 32) -> None:
+        self.fault, self.count = fault, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if place == self.fault:
+            raise KeyError("corrupt")
+        return COUNTED[place % 32], COUNTED[place % 32]
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_what_a_loader_raises_as_it_starts_is_said() -> None:
+    context = multiprocessing.get_context("spawn")
+    unsent = DataLoader(Faulty(None), 4, num_workers=1, multiprocessing_context=context, collate_fn=lambda rows: rows)
+    with pytest.raises(WorkloadError, match=r"The loader raised: (PicklingError|AttributeError): Can't (get local|pickle)"):
+        trainer().fit(unsent, epochs=1)
+
+
+def test_what_a_loader_raises_as_it_is_gone_through_again_is_said(tmp_path: pathlib.Path) -> None:
+    trainer(checkpoint=tmp_path).fit(DataLoader(Faulty(None), 4), steps=4)
+    with pytest.raises(WorkloadError, match="The loader raised: KeyError: 'corrupt'"):
+        trainer(checkpoint=tmp_path).resume().fit(DataLoader(Faulty(1), 4), epochs=1)
+
+
+@pytest.mark.parametrize("settings", [Settings(autocast="auto"), Settings(optimizer="auto", batch="auto")])
+def test_what_a_loader_raises_where_it_is_looked_at_is_said(settings: Settings) -> None:
+    with pytest.raises(WorkloadError, match="The loader raised: KeyError: 'corrupt'"):
+        trainer(settings=settings).fit(DataLoader(Faulty(0), 4), epochs=1)
+    with pytest.raises(WorkloadError, match="The loader raised: KeyError: 'corrupt'"):
+        find_batch(trainer(), DataLoader(Faulty(0), 4))
+    metrics = {"right": lambda outputs, targets: outputs > targets}
+    made = trainer(loss=lambda model, batch: model(batch[0]).mean(), metrics=metrics)
+    with pytest.raises(WorkloadError, match="The validation loader raised: KeyError: 'corrupt'"):
+        made.fit(loader(), DataLoader(Faulty(0), 4), epochs=1)
+
+
+class Ending(Dataset[Any]):
+    """Sends the run SIGTERM as it is gone through again, and then raises as one does whose worker was ended too."""
+
+    def __init__(self) -> None:
+        self.armed = False
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.armed:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("DataLoader worker is killed by signal")
+        return COUNTED[place], COUNTED[place]
+
+
+@pytest.mark.own_process
+def test_a_signal_while_a_loader_is_gone_through_again_ends_the_run_where_it_stood(tmp_path: pathlib.Path) -> None:
+    data = Ending()
+    want = told(whole := trainer(), "loss")
+    whole.fit(DataLoader(data, 4, shuffle=True), epochs=2)
+    got = told(first := trainer(checkpoint=tmp_path), "loss")
+    first.fit(DataLoader(data, 4, shuffle=True), steps=EPOCH + 3)
+    data.armed = True
+    summary = trainer(checkpoint=tmp_path).resume().fit(DataLoader(data, 4, shuffle=True), epochs=2)
+    assert (summary.updates, summary.ended) == (0, "It was interrupted by SIGTERM.")
+    data.armed = False
+    rest = told(resumed := trainer(checkpoint=tmp_path).resume(), "loss")
+    resumed.fit(DataLoader(data, 4, shuffle=True), epochs=2)
+    assert got + rest == want
+
+
+@pytest.mark.parametrize(("accumulate", "updates"), [(1, 22), (4, 5)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_example_costs_no_update_before_it(
+    workers: int, accumulate: int, updates: int, tmp_path: pathlib.Path
+) -> None:
+    def made(**options: Any) -> Trainer:
+        return trainer(Line, settings=Settings(accumulate=accumulate), **options)
+
+    def data(fault: int | None) -> Any:
+        return DataLoader(Faulty(fault, 100), 4, num_workers=workers)
+
+    want = told(whole := made(), "loss")
+    whole.fit(data(None), epochs=1)
+    got = told(failed := made(checkpoint=tmp_path), "loss")
+    with pytest.raises(WorkloadError, match="The loader raised: KeyError"):
+        failed.fit(data(90), epochs=1)
+    assert Checkpoints(tmp_path).update() == updates
+    rest = told(resumed := made(checkpoint=tmp_path).resume(), "loss")
+    assert resumed.fit(data(None), epochs=1).updates == whole.position.update - updates
+    assert got + rest == want
+    assert torch.equal(resumed.model.layer.weight, whole.model.layer.weight)
+
+
+def test_a_loader_that_fails_before_anything_was_learnt_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(WorkloadError, match="The loader raised"):
+        trainer(checkpoint=tmp_path).fit(DataLoader(Faulty(0), 4), epochs=1)
+    assert Checkpoints(tmp_path).update() is None
+    trainer(checkpoint=tmp_path).fit(loader(), steps=3)
+    before = (tmp_path / "update-00000003").stat().st_mtime_ns
+    with pytest.raises(WorkloadError, match="The loader raised"):
+        trainer(checkpoint=tmp_path).resume().fit(DataLoader(Faulty(12), 4), epochs=1)
+    assert (tmp_path / "update-00000003").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("at", [5, EPOCH, EPOCH + 1])
+@pytest.mark.parametrize("every", [None, 4])
+def test_a_callback_that_fails_costs_no_update(every: int | None, at: int, tmp_path: pathlib.Path) -> None:
+    def fail(_: Trainer, event: Event) -> None:
+        if isinstance(event, Progressed) and event.update == at:
+            raise ConnectionError("offline")
+
+    want = told(whole := trainer(), "loss")
+    whole.fit(loader(), epochs=2)
+    got = told(cut := trainer(checkpoint=tmp_path, checkpoint_every=every), "loss")
+    cut.callbacks.append(fail)
+    with pytest.raises(ConnectionError, match="offline"):
+        cut.fit(loader(), epochs=2)
+    assert Checkpoints(tmp_path).update() == at
+    rest = told(resumed := trainer(checkpoint=tmp_path).resume(), "loss")
+    resumed.fit(loader(), epochs=2)
+    assert got + rest == want
+
+
+def failing_on_two(folder: pathlib.Path) -> dict[str, Any]:
+    def fail(_: Trainer, event: Event) -> None:
+        if isinstance(event, Progressed) and event.update == 3:
+            raise ConnectionError("offline")
+
+    made = trainer(checkpoint=folder / "run", callbacks=[fail], log_every=1, progress=False)
+    said = ""
+    try:
+        made.fit(loader(), epochs=2)
+    except (ConnectionError, WorkloadError) as error:
+        said = str(error)
+    again = trainer(checkpoint=folder / "run", progress=False).resume()
+    return {"said": said, "saved": again.position.update, "updates": again.fit(loader(), epochs=1).updates}
+
+
+def test_a_callback_that_fails_costs_several_processes_no_update(tmp_path: pathlib.Path) -> None:
+    first, second = on_ranks(failing_on_two, tmp_path)
+    assert (first["said"], first["saved"], first["updates"]) == ("offline", 3, 1)
+    assert "failed; its own message says why" in second["said"]
+    assert (second["saved"], second["updates"]) == (3, 1)
