@@ -56,7 +56,7 @@ def count_flops(
 
 
 class _Untold:
-    """In place of the counter's own watch over modules, whose hooks cannot meet a leaf that ``torch.autograd.grad`` is asked for.
+    """In place of the counter's own watch over modules: its hooks cannot meet a leaf that ``torch.autograd.grad`` is asked for.
 
     Only sums over all modules are read here.
     """
