@@ -272,8 +272,28 @@ def test_the_ladder_of_a_terminal_says_so_too() -> None:
     found = busy_server()
     best = next(t for t in found.trials if t.recipe.hash == found.best)
     said = str(result(list(found.trials), best).ladder()).splitlines()
-    assert said[-1] == "A latency is that of one call alone; examples a call, from the top: 1, 1, 8, 8."
-    assert len(str(result(list(record(8).trials), record(8).trials[2]).ladder()).splitlines()) == 5
+    assert said[-2] == "A latency is that of one call alone; examples a call, from the top: 1, 1, 8, 8."
+    assert len(str(result(list(record(8).trials), record(8).trials[2]).ladder()).splitlines()) == 6
+
+
+def test_a_score_on_other_data_is_said_to_be(tmp_path: pathlib.Path) -> None:
+    """The best rung is scored on the test data, and the others on the selection data: side by side they mislead."""
+    trials = list(record(8).trials)
+    said = str(result(trials, trials[2]).ladder()).splitlines()
+    assert said[-1] == "The score of best is on the test data, where the original scores 0.9760."
+    assert "on the test data" not in str(result(trials, trials[2], score=None, baseline_score=None).ladder())
+    found = record(8)
+    sentence = "The score of the best is on the test data, where the model as written has 97.60%."
+    assert _verdict.tested(found) == sentence
+    assert sentence in html(found, tmp_path)
+    assert sentence in " ".join(text(found).split())
+    assert found.confirmation is not None
+    for other in (
+        None,
+        dataclasses.replace(found.confirmation, again=False),
+        dataclasses.replace(found.confirmation, ok=False),
+    ):
+        assert _verdict.tested(dataclasses.replace(found, confirmation=other)) is None
 
 
 def test_a_throughput_has_its_interval_and_what_it_was_as_written() -> None:

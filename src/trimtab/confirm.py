@@ -62,6 +62,11 @@ class Confirmation:
     traceback: str | None = None
     """Of the exception that ended it, where one did."""
 
+    @property
+    def before(self) -> float | None:
+        """The score as written on the data of the confirmation; ``None`` where that is what the search saw, or has no score."""
+        return self.baseline_score if self.again and self.score is not None else None
+
 
 def confirm(
     recipe: Recipe,

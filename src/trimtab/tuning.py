@@ -36,10 +36,15 @@ class TrainingLadder:
     """As written, the best exact settings, the best of all; ``str()`` of it is a table."""
 
     rungs: tuple[Mapping[str, Any], ...]
+    before: float | None = None
+    """The loss as written from the parameters of the confirmation, where that of the best is from these."""
 
     def __str__(self) -> str:
         lines = [f"{'rung':<11} {'speed-up':<22} {'update':>10} {'final loss':>11} {'rise (up to)':>20}  recipe"]
-        return "\n".join([*lines, *map(_line, self.rungs)])
+        lines += map(_line, self.rungs)
+        if self.before is not None:
+            lines.append(f"The loss of best is from other parameters, where the settings as written reach {self.before:.6g}.")
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +57,8 @@ class Tuned(Result):
 
     def ladder(self) -> TrainingLadder:  # type: ignore[override]
         """As written, the best exact settings, the best of all; a training has no tuned form beside these."""
-        rungs = [rung for rung in super().ladder().rungs if rung["rung"] != "tuned"]
-        return TrainingLadder(tuple(rungs))
+        whole = super().ladder()
+        return TrainingLadder(tuple(rung for rung in whole.rungs if rung["rung"] != "tuned"), whole.before)
 
     def record(self) -> Record:
         """All that a report shows, the settings included."""

@@ -93,6 +93,8 @@ def _ladder(record: Record, screen: Screen) -> Iterator[str]:
     if words.alone(record):
         many = ", ".join(rung["examples a call"] for rung in found[:4])
         yield from screen.wrapped(f"A latency is that of one call alone; examples a call, from the top: {many}.", 1)
+    if said := _verdict.tested(record):
+        yield from screen.wrapped(said, 1)
 
 
 def _trials(record: Record, screen: Screen) -> Iterator[str]:

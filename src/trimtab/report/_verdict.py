@@ -234,6 +234,14 @@ def rungs(record: Record) -> list[dict[str, str]]:
     ]
 
 
+def tested(record: Record) -> str | None:
+    """What the score of the best rung is to be read beside, where it is of other data than those of the other rungs."""
+    found, terms = record.confirmation, words.terms(record)
+    if found is None or not found.ok or found.before is None:
+        return None
+    return f"The {terms.score} of the best is {terms.again}, where {terms.subject} has {words.score(found.before, record)}."
+
+
 def tally(record: Record) -> str:
     """``12 trials: 9 complete, 2 skipped, 1 failed``."""
     states = [trial.state.lower() for trial in record.trials]

@@ -42,6 +42,8 @@ class Ladder:
     """Whether the score is a share, so that its drop is shown in percent."""
     examples: tuple[int, ...] = ()
     """With how many examples the call of each latency was, where recipes take different numbers of them."""
+    before: float | None = None
+    """The original's score on the test data, where that of the best is of those."""
 
     def __str__(self) -> str:
         lines = [f"{'rung':<11} {'speed-up':<22} {'latency':>10} {'score':>8} {'drop (up to)':>18}  recipe"]
@@ -49,6 +51,8 @@ class Ladder:
         if len(set(self.examples)) > 1:
             many = ", ".join(map(str, self.examples))
             lines.append(f"A latency is that of one call alone; examples a call, from the top: {many}.")
+        if self.before is not None:
+            lines.append(f"The score of best is on the test data, where the original scores {self.before:.4f}.")
         return "\n".join(lines)
 
 
@@ -97,7 +101,12 @@ class Result:
         given = [trial.latency_ms.conditions.get("examples") for trial in shown if trial.latency_ms is not None]
         examples = tuple(number for number in given if isinstance(number, int))
         complete = len(examples) == len(shown)
-        return Ladder(tuple(rungs), share=self.study.prepared.share, examples=examples if complete else ())
+        return Ladder(
+            tuple(rungs),
+            share=self.study.prepared.share,
+            examples=examples if complete else (),
+            before=self.best.confirmation.before if self.best is not None and self.best.confirmation.ok else None,
+        )
 
     def _again(self, trial: Trial) -> Confirmation | None:
         """What ``trial`` showed when it was measured again, if it is what ships: one recipe has one figure on the ladder. What
