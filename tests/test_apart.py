@@ -90,6 +90,24 @@ def test_items_without_tensors_are_told_apart_by_what_they_hold(item: Callable[[
     assert apart.check(parts(things), things) == [], "nobody knows what they are"
 
 
+def test_items_of_tensors_without_bytes_in_one_place_are_not_compared() -> None:
+    def graphs(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        drawn = torch.Generator().manual_seed(seed)
+        edges = [torch.randint(0, 2, (5, 5), generator=drawn).float() for _ in range(24)]
+        return [(each.to_sparse(), each.sum()) for each in edges]
+
+    judged = Evaluation(data=graphs(0), test=graphs(1), score=right, run=lambda call, item: call(torch.zeros(1, 4)))
+    assert apart.check(parts(judged), judged) == []
+
+
+def test_values_that_are_read_as_conjugates_are_compared_by_what_is_read() -> None:
+    waves = torch.randn(24, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    given = [(wave[None].conj(), 0) for wave in waves]
+    judged = Evaluation(data=given, test=given, score=right, run=lambda call, item: call(torch.zeros(1, 4)))
+    with pytest.raises(UsageError, match="holds what data=... holds: 19 of its 24 inputs are the same"):
+        apart.check(parts(judged), judged)
+
+
 def test_rows_are_told_apart_by_the_constants_beside_them_too() -> None:
     inputs, targets = rows(60, 0)
     batches = {word: [({"x": inputs, "language": word}, targets)] for word in ("en", "de")}

@@ -352,6 +352,11 @@ def test_a_limit_that_is_far_too_generous_is_doubted_but_allowed() -> None:
     )
     assert verdict.doubt(Limits(max_drop=0.05), 0.9, share=True) is None
     assert verdict.doubt(Limits(max_drop=2.0), -14.2, share=False) is None
+    assert verdict.doubt(Limits(max_drop=0.01), -14.2, share=False) == (
+        "max_drop allows the score to drop by 0.01, in its own units (-14.2 as written). If 1% of it was meant, give 0.142."
+    )
+    assert verdict.doubt(Limits(max_drop=0.03), 27.3, share=False) is None, "more than a thousandth of it"
+    assert verdict.doubt(Limits(max_drop=0), 27.3, share=False) is None
     assert verdict.doubt(Limits(max_drop="mlperf-99"), 0.9, share=True) is None
 
 
@@ -376,6 +381,7 @@ def test_a_limit_that_nothing_can_be_held_against_is_told_of() -> None:
     [
         ((1.0, 0.0, 1.0), True, True),
         ((1.0, 0.0, 1.0), False, True),
+        ((0.0, 0.0), False, False),  # of no error at all nobody knows the unit
         ((0.2, 0.9), True, True),
         ((0.2, 0.9), False, False),
         ((-0.2, -0.9), True, False),

@@ -206,6 +206,25 @@ def test_training_mode_is_refused_even_where_the_program_swallows_errors() -> No
         Workload.capture(module, run)
 
 
+def test_a_program_that_works_as_it_is_asked_is_asked() -> None:
+    module = nn.Linear(2, 2).eval()
+    inputs = [torch.ones(rows, 2) for rows in (1, 2, 3)]
+    assert record(module, lambda: (module(x) for x in inputs)).seen == 3
+    assert record(module, lambda: map(module, inputs)).seen == 3
+
+
+def test_what_keep_raises_is_not_for_the_program_to_swallow() -> None:
+    module = nn.Linear(2, 2).eval()
+
+    def run() -> None:
+        for call in (lambda: module(input=torch.ones(1, 2)), lambda: module(torch.ones(1, 2))):
+            with contextlib.suppress(Exception):
+                call()
+
+    with pytest.raises(WorkloadError, match="keep raised when it was asked about call 1: IndexError: tuple index out of range"):
+        Workload.capture(module, run, keep=lambda call: call.args[0].shape[1] == 2)
+
+
 def test_the_hook_goes_when_the_program_raises() -> None:
     module = nn.Linear(2, 2).eval()
 

@@ -121,6 +121,15 @@ def test_plug_ins_that_cannot_be_loaded_are_told_beside_json(command, monkeypatc
         assert (code, err) == (0, "note: The pass 'old' cannot be loaded.\n")
 
 
+@pytest.mark.parametrize("line", ["report {}", "report {} --json", "compare runs/x {}", "optimize {}.py", "measure {}"])
+def test_a_path_that_cannot_be_looked_at_is_no_bug(line: str, command) -> None:
+    """pathlib raises where a name is too long, or a folder may not be entered."""
+    code, _, err = command(*shlex.split(line.format("x" * 300)))
+    assert code == 2
+    assert err.startswith("error[")
+    assert "is not a folder" in err or "There is no" in err
+
+
 def pressed(*_: object, **__: object) -> None:
     """What Ctrl-C does to whatever runs."""
     raise KeyboardInterrupt
@@ -233,6 +242,13 @@ def test_a_search_that_nobody_reads_goes_on_to_its_end(tmp_path: pathlib.Path) -
     for form in ("--json", "--text"):
         done = unread("-m", "trimtab", "report", str(run), form)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("forms", [("--text", "--json"), ("--text", "--open"), ("--json", "--open")])
+def test_a_report_has_one_form_at_a_time(command, forms: tuple[str, str], tmp_path) -> None:
+    code, _, err = command("report", str(tmp_path), *forms)
+    assert code == 2
+    assert "--text, --json and --open each ask for another form of the report. Give one of them." in " ".join(err.split())
 
 
 def test_a_pipe_of_our_own_that_breaks_is_a_bug(command, monkeypatch, tmp_path) -> None:

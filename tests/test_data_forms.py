@@ -15,13 +15,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from _labelled import X, Y, all_batches, classifier, top1
+from trimtab._fitted import Fitted
 from trimtab._tree import flatten
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.candidate import Candidate
 from trimtab.capture import Call, difference
 from trimtab.errors import InputError, UsageError, WorkloadError
-from trimtab.reference import Fitted, predict, refer
+from trimtab.reference import predict, refer
 from trimtab.signature import Dim
 from trimtab.splits import Batch, Splits, split
 from trimtab.subject import fresh, prepare

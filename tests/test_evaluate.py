@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from trimtab._fitted import Fitted
 from trimtab._json import dumps, from_json
 from trimtab.backends.eager import Eager, EagerExecutable
 from trimtab.candidate import Candidate
@@ -21,7 +22,7 @@ from trimtab.evaluate import TORCH_THREADS, Plan, apply_passes, evaluate, load_s
 from trimtab.intake.load import load_workload
 from trimtab.measure.timer import LocalRunner
 from trimtab.recipe import Recipe
-from trimtab.reference import Fitted, Reference, refer
+from trimtab.reference import Reference, refer
 from trimtab.signature import Dim, Signature
 from trimtab.study.sampler import as_written
 from trimtab.study.verdict import feasible

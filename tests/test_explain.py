@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ import trimtab
 from trimtab._json import from_json, to_json
 from trimtab._peaks import Peaks, Rate
 from trimtab.contracts import BACKENDS, PASSES, missing_package
+from trimtab.evaluate import apply_passes, save, start
 from trimtab.explain import TORCH, Explanation, explain
 from trimtab.recipe import Recipe
 from trimtab.subject import Subject, prepare
@@ -72,3 +75,32 @@ def test_a_peak_that_was_not_measured_is_said(subject: Subject) -> None:
         f"Not placed under the roofline: the bfloat16 peak at {threads} threads was not measured on this machine.",
     )
     assert explain(recipe, None, subject, peaks()).notes == ("Not placed under the roofline: its time was not measured.",)
+
+
+class Rows(nn.Module):
+    """Runs its layers row by row, which exporters unroll, so that their graphs are for one number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.layer(row) for row in x])
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_a_recipe_is_told_of_with_the_batch_that_it_runs(backend: str, tmp_path: pathlib.Path) -> None:
+    if package := missing_package(BACKENDS[backend].requires):
+        pytest.skip(f"{package} is not installed")
+    workload = trimtab.Workload(name="rows", model=Rows(), inputs=torch.randn(2, 64), dynamic={"x": {0: "batch"}})
+    subject = prepare(workload)
+    recipe = Recipe(passes=(PASSES["batch"](size=8),), backend=BACKENDS[backend]())
+    executable = start(recipe, apply_passes(recipe, subject.candidate))[0]
+    save(executable, tmp_path)
+    for files in (tmp_path, None):
+        found = explain(recipe, files, subject, peaks(float32=100.0, memory=20.0), seconds=1e-4)
+        assert found.operators
+        assert found.flops == 2 * 8 * 64 * 32
+        assert found.seconds == pytest.approx(4e-4)
+        assert found.roofline is not None
+        assert found.roofline.achieved == pytest.approx(found.flops / 4e-4 / 1e9)

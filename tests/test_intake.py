@@ -326,3 +326,47 @@ def test_a_task_has_as_many_classes_as_it_takes(tmp_path: pathlib.Path) -> None:
     workload = load_workload(f"hf:{tmp_path}", task="automatic-speech-recognition")
     dims = {dim.name: dim.max for dims in workload.dynamic.values() for dim in dims.values()}
     assert dims["decoder_length"] == 12
+
+
+@pytest.mark.parametrize("place", [6, 46], ids=["version", "name"])
+def test_a_damaged_archive_is_said_so(place: int, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    data = bytearray((files / "net.pt").read_bytes())
+    at = data.find(b"PK\x01\x02")  # the first entry of the list of records
+    data[at + 9] |= 8  # its name is UTF-8
+    data[at + place] = 0xFF
+    (tmp_path / "net.pt").write_bytes(data)
+    with pytest.raises(IntegrityError, match="is not an archive as torch writes it"):
+        load_workload(tmp_path / "net.pt", shapes={"images": "1x3x8x8"})
+
+
+def test_damaged_inputs_are_said_so(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    np.savez_compressed(tmp_path / "whole.npz", images=np.arange(40 * 192, dtype=np.float32).reshape(40, 3, 8, 8))
+    whole = (tmp_path / "whole.npz").read_bytes()
+    (tmp_path / "stream.npz").write_bytes(whole[:200] + b"\xff" * 30 + whole[230:])
+    at = whole.find(b"PK\x01\x02") + 6
+    (tmp_path / "version.npz").write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+    with (tmp_path / "huge.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (2**30, 2**30)})
+    for name in ("stream.npz", "version.npz", "huge.npy"):
+        with pytest.raises(UsageError, match=f"{name} cannot be read as inputs: "):
+            load_workload(files / "net.onnx", inputs=tmp_path / name)
+
+
+@pytest.mark.parametrize("model", ["net.pt", "net.onnx"])
+def test_inputs_larger_than_the_memory_are_not_made(model: str, files: pathlib.Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"An input of the shape \[\d+, 3, 8, 8\] takes [\d,]+ MB, and [\d,]+ MB are free here"
+    ):
+        load_workload(files / model, shapes={"images": "99999999999x3x8x8"})
+
+
+def test_configurations_of_transformers_that_make_no_sense(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.BertModel(transformers.BertConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"^There is no task 'poetry'"):
+        load_workload(f"hf:{tmp_path}", task="poetry")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, words in (({"hidden_size": "16"}, "hidden_size"), ({"num_attention_heads": 0}, "zero")):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UsageError, match=f"transformers cannot load .*{words}"):
+            load_workload(f"hf:{tmp_path}")

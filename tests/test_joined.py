@@ -159,6 +159,18 @@ def test_a_metric_may_return_an_array_of_no_axes() -> None:
     assert refer(nn.Linear(8, 2), [Batch(X, Y, 120)], judged).scores.n == 120
 
 
+def test_a_metric_that_keeps_what_it_was_asked_is_refused_before_anything_is_compared() -> None:
+    """It is fed both sides of every comparison, and so in the end finds them alike."""
+    right: list[float] = []
+
+    def running(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        right.extend((outputs.argmax(1) == targets).tolist())
+        return float(np.mean(right))
+
+    with pytest.raises(WorkloadError, match=r"for the same outputs and targets\. Have it keep nothing from call to call"):
+        refer(flat, batches(), Evaluation(data=[], metric=running))
+
+
 def confirmed(model: Any, data: list[Batch], evaluation: Evaluation) -> Any:
     """The drop of answers that are the reference's own."""
     with torch.no_grad():
@@ -195,6 +207,24 @@ def test_a_metric_may_write_to_what_is_as_long_as_it_is() -> None:
     lost = confirmed(lambda item: torch.cat([item, item[:1]]), data, Evaluation(data=[], metric=agreement))
     assert lost.value == 0
     assert set(seen) == {0.0}, "every resample is right too"
+
+
+def test_a_metric_that_works_in_place_judges_both_sides_alike() -> None:
+    def error(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return float((outputs.mul_(3).add_(1) - targets).square().mean())
+
+    data = [Batch(batch.inputs, 3 * flat(batch.inputs).detach() + 1, batch.rows) for batch in batches()]
+    lost = confirmed(flat, data, Evaluation(data=[], metric=error, higher_is_better=False))
+    assert lost.value == 0
+
+
+@pytest.mark.parametrize("kind", [float, bool, int, np.float32, np.bool_])
+def test_of_one_example_a_score_may_be_a_plain_number(kind: Any) -> None:
+    data = [Batch(batch.inputs[:1], batch.target[:1], 1) for batch in batches()]
+    found = refer(flat, data, Evaluation(data=[], score=lambda output, target: kind(output.argmax(1) == target))).scores
+    assert found is not None
+    right = [float(flat(batch.inputs).argmax(1) == batch.target) for batch in data]
+    assert found.each == tuple(right)
 
 
 @pytest.mark.parametrize("ordered", [False, True])

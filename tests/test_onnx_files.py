@@ -275,3 +275,72 @@ def test_the_proof_lets_near_ties_pass(tmp_path: pathlib.Path) -> None:
     session = intake._session(str(path))
     assert intake._apart(Turned(1), session, rows) is None
     assert "1.00% of its values differ, where 0.50% may" in str(intake._apart(Turned(10), session, rows))
+
+
+def calling(bodies: list[list[Any]], called: str) -> onnx.ModelProto:
+    """A graph of one call, and functions ``f0``, ``f1`` and so on with these nodes."""
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
+    functions = [helper.make_function("mine", f"f{i}", ["x"], ["y"], nodes, opsets) for i, nodes in enumerate(bodies)]
+    model = graph([helper.make_node(called, ["x"], ["y"], domain="mine")])
+    model.opset_import.append(opsets[1])
+    model.functions.extend(functions)
+    return model
+
+
+def call(number: int, given: str, made: str) -> Any:
+    return helper.make_node(f"f{number}", [given], [made], domain="mine")
+
+
+def test_functions_that_never_end_are_not_inlined(tmp_path: pathlib.Path) -> None:
+    path, relu = tmp_path / "f.onnx", [helper.make_node("Relu", ["x"], ["y"])]
+    doubled = [relu, *([call(i, "x", "a"), call(i, "a", "y")] for i in range(40))]
+    chained = [relu, *([call(i, "x", "y")] for i in range(5000))]
+    large = numpy_helper.from_array(np.zeros(1 << 20, np.float32))
+    heavy = [[helper.make_node("Constant", [], ["c"], value=large), *relu], *doubled[1:12]]
+    for bodies, called in (
+        (doubled, "f40"),
+        (chained, "f5000"),
+        (heavy, "f11"),
+        ([[call(0, "x", "y")]], "f0"),
+        ([[call(1, "x", "y")], [call(0, "x", "a"), call(0, "a", "y")]], "f1"),
+    ):
+        path.write_bytes(calling(bodies, called).SerializeToString())
+        with pytest.raises(
+            IntegrityError, match="holds functions that call each other too often or too deep: at most 2 GB and"
+        ):
+            trimtab.load_workload(path)
+    path.write_bytes(calling(chained[:60], "f59").SerializeToString())
+    assert torch.equal(
+        trimtab.load_workload(path).build_model()(torch.tensor([[-1.0, 2, -3, 4]])), torch.tensor([[0.0, 2, 0, 4]])
+    )
+
+
+def test_numbers_of_a_graph_do_not_grow_without_end(tmp_path: pathlib.Path) -> None:
+    path, node = tmp_path / "m.onnx", helper.make_node
+    number = numpy_helper.from_array(np.array(2**62, np.int64), "n0")
+    vector = numpy_helper.from_array(np.arange(8), "v0")
+    for nodes, words in (
+        ([node("Pow", ["n0", "n0"], ["p"])], "it takes a whole number to the power of 4611686018427387904"),
+        ([node("Mul", [f"n{i}", f"n{i}"], [f"n{i + 1}"]) for i in range(60)], "whole numbers beyond 64 bits"),
+        ([node("Concat", [f"v{i}", f"v{i}"], [f"v{i + 1}"], axis=0) for i in range(60)], "or with very many of them"),
+    ):
+        onnx.save(graph([*nodes, node("Relu", ["x"], ["y"])], initializer=[number, vector]), path)
+        with pytest.raises(UsageError, match=words):
+            trimtab.load_workload(path)
+
+
+def test_graphs_that_make_no_sense_are_refused_with_a_sentence(tmp_path: pathlib.Path) -> None:
+    path, relu = tmp_path / "m.onnx", helper.make_node("Relu", ["x"], ["y"])
+    short = TensorProto(name="w", data_type=1, dims=[4], raw_data=bytes(8))
+    weights = [numpy_helper.from_array(np.ones(4, np.float32), "f"), numpy_helper.from_array(np.array([3]), "three")]
+    numbers = [numpy_helper.from_array(np.array(i), name) for i, name in enumerate(("zero", "one"))]
+    for nodes, initializer, words in (
+        ([helper.make_node("Add", ["x", "w"], ["y"])], [short], "ValueError: cannot reshape array"),
+        ([helper.make_node("Constant", [], ["c"]), relu], [], "ValueError: not enough values"),
+        ([helper.make_node("Reshape", ["f", "three"], ["c"]), relu], weights, "RuntimeError: shape"),
+        ([helper.make_node("Div", ["one", "zero"], ["c"]), relu], numbers, "ZeroDivisionError"),
+        ([helper.make_node("Relu", ["x"], []), relu], [], "IndexError"),
+    ):
+        path.write_bytes(graph(nodes, initializer=initializer).SerializeToString())
+        with pytest.raises(IntegrityError, match=f"m.onnx holds no model that can be used: {words}.*Export the model again"):
+            trimtab.load_workload(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -221,11 +222,22 @@ def test_an_in_memory_model_through_the_api(tmp_path) -> None:
         ("m.py", {"worker_memory_mb": "4GB"}, "worker_memory_mb is '4GB'; it must be a plain number above zero"),
         ("m.py", {"trial_seconds": "5m"}, "trial_seconds is '5m'; it must be a plain number"),
         ("m.py", {"budget": [10]}, r"budget is \[10\]; it must be a plain number"),
+        ("m.py", {"trial_seconds": math.inf}, "trial_seconds is inf; it must have an end"),
+        ("m.py", {"timing_seconds": math.inf}, "timing_seconds is inf; it must have an end"),
+        ("m.py", {"storage": pathlib.Path("studies.db")}, r"storage is PosixPath\(.*; give the URL of a database, such as"),
+        ("m.py", {"storage": ""}, "storage is ''; give the URL of a database"),
+        ("m.py", {"progress": False}, "progress is False; give a trimtab.Progress, which by itself is silent"),
     ],
 )
 def test_arguments_of_the_wrong_type_are_refused(verb, workload: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         verb(workload, **options)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7"])
+def test_a_seed_that_no_sampler_takes_is_refused(seed: Any) -> None:
+    with pytest.raises(UsageError, match=f"seed is {seed!r}; it must be a whole number from 0 to 4294967295"):
+        trimtab.optimize("m.py", sampler="tpe", seed=seed)
 
 
 @pytest.mark.parametrize("name", ["latency_ms", "memory_mb", "max_error"])

@@ -88,6 +88,30 @@ def test_fold_bn_keeps_a_norm_that_the_example_does_not_reach() -> None:
     assert not any(module._forward_hooks for module in (*folded.modules(), *candidate.model.modules()))
 
 
+class Several(nn.Module):
+    """Leaves a norm out for a single row, as code does that met BatchNorm's complaint about it in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.last, self.last_norm = nn.Linear(8, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if len(x) > 1:
+            x = self.first_norm(x)
+        found: torch.Tensor = self.last_norm(self.last(x.relu()))
+        return found
+
+
+def test_fold_bn_keeps_a_norm_that_other_sizes_leave_out() -> None:
+    rows = torch.randn(8, 6)
+    folded = FoldBn().apply(Candidate.of(Several().eval(), (rows,), dynamic={"x": {0: Dim("batch")}})).model
+    assert isinstance(folded.first_norm, nn.BatchNorm1d)
+    assert isinstance(folded.last_norm, nn.Identity)
+    assert norms(FoldBn().apply(Candidate.of(Several().eval(), (rows,), dynamic={"x": {0: Dim("batch", min=2)}})).model) == 0
+
+
 def test_fold_bn_says_when_nothing_is_safe() -> None:
     candidate = Candidate.of(OnlyLies().eval(), (torch.randn(2, 3, 6, 6),))
     assert FoldBn().why_not(candidate) is None

@@ -172,6 +172,20 @@ def test_a_trial_opens_by_keyboard_shows_its_log_and_gives_the_focus_back(report
     assert button.evaluate("each => each === document.activeElement")
 
 
+def test_a_log_that_is_empty_is_not_said_to_be_missing(tmp_path: pathlib.Path, open_page: Open) -> None:
+    found = record(4, failed=0)
+    trials = tuple(dataclasses.replace(each, log=None) if each.number == 1 else each for each in found.trials)
+    with_logs(found, tmp_path, {0: "\n"})
+    dataclasses.replace(found, trials=trials).write(tmp_path)
+    page = open_page(write(tmp_path))
+    said = {0: f"Its log is empty: {found.trials[0].log}", 1: "No log of it lies in the run folder.", 2: "trial 2 says hello"}
+    for number, words in said.items():
+        place = f'#trials-table tbody tr:has(td[data-key="{number}"]:first-child) button'
+        page.locator(place).click()
+        assert words in page.get_by_role("dialog").inner_text()
+        page.keyboard.press("Escape")
+
+
 def test_a_point_of_the_front_tells_on_hover_and_opens_on_click(report: pathlib.Path, open_page: Open) -> None:
     page = open_page(report)
     chart = page.locator("#chart-pareto")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import html as escapes
+import json
+import math
 import pathlib
 import re
 import types
@@ -12,15 +14,18 @@ from typing import Any
 import pytest
 
 from _studies import comparison, record, with_logs
+from trimtab._json import from_json, to_json
 from trimtab.cli.report import compare_command, report_command
 from trimtab.confirm import Confirmation
 from trimtab.measurement import Drop, Interval, Parity
 from trimtab.report import _charts, _rows, _trust, _verdict, _words, html, side_by_side, text
+from trimtab.report._logs import tail
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Record
 from trimtab.study.result import busy
 from trimtab.study.training import finish
+from trimtab.trial import State
 from trimtab.workload import Limits
 
 
@@ -271,3 +276,124 @@ def test_commands_on_a_terminal_take_its_width_and_files_do_not(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == f"  {'':<22} {'LEFT left':<27} RIGHT right"
+
+
+# ---- what is said only where it is known
+
+
+def test_what_was_given_up_early_is_not_said_to_miss_a_limit(tmp_path: pathlib.Path) -> None:
+    trials = list(record(12, labels=False, failed=0).trials)
+    trials[3] = dataclasses.replace(trials[3], state=State.STOPPED, reason="Rule 'hopeless': it reaches 0.50x.", notes=())
+    trials[4] = dataclasses.replace(trials[4], size_mb=None, reason="It has no files.")
+    trials[5] = dataclasses.replace(trials[5], size_mb=40.0)
+    found = dataclasses.replace(record(12, labels=False, failed=0), trials=tuple(trials), limits=Limits(size_mb=10.0))
+    rows = _rows.rows(found)
+    ends = {rows[point.row].trial.number: point.hover.split("<br>")[-1] for point in _charts.points(found, rows)}
+    assert [ends[number] for number in (2, 3, 4, 5)] == [
+        "COMPLETE, within the limits",
+        "STOPPED",
+        "COMPLETE, not within the limits",  # a size that is not known cannot be said to keep one
+        "COMPLETE, not within the limits",
+    ]
+    free = dataclasses.replace(found, limits=Limits())
+    rows = _rows.rows(free)
+    ends = {rows[point.row].trial.number: point.hover.split("<br>")[-1] for point in _charts.points(free, rows)}
+    assert ends[4] == "COMPLETE, not in a form that ships"
+    page = said(found, tmp_path)
+    assert "rings miss a limit, were given up early or have no form that ships." in page
+    assert "Limits bind the upper bound" not in page
+    assert "Limits bind the upper bound of a drop, which is where a whisker ends" in said(record(8), tmp_path)
+
+
+def test_a_training_has_no_size_that_was_not_measured() -> None:
+    found = trained()
+    assert all("size" not in point.hover for point in _charts.points(found, _rows.rows(found)))
+    assert "not measured" not in text(found).split("TRIALS")[1].split("TRUST")[0]
+    assert "88.0 MB of memory" in text(found)
+    assert "88.0 MB of memory" in text(dataclasses.replace(record(12), objective="memory"))
+    assert "of memory" not in text(record(12))
+
+
+def test_settings_that_stay_have_no_speed_up_over_themselves() -> None:
+    stays = trained("kept_original", again=False, comparison=None, against_tuned=None)
+    assert not [tile for tile in _verdict.tiles(stays) if "speed-up" in tile.name]
+    assert "speed-up over as written" in {tile.name for tile in _verdict.tiles(trained())}
+
+
+def test_where_nothing_was_timed_nothing_is_said_to_be_measured() -> None:
+    for found in (record(0, status=None), record(4, failed=4, status="limits_not_met")):
+        assert _verdict.conditions(found).startswith("Nothing was timed on Example CPU 9000, last run on 2026-11-21, 2 threads")
+    assert _verdict.conditions(record(4)).startswith("Measured on Example CPU 9000")
+
+
+def test_the_noise_of_one_trial_is_one_figure() -> None:
+    name = "spread of the original against itself, over the trials"
+    assert dict(_trust.noise(record(1, failed=0, status=None)))[name] == "2.1%"
+    assert dict(_trust.noise(record(4, failed=0)))[name] == "2.1% to 2.1%, half of them up to 2.1%"
+
+
+def test_a_bound_that_is_not_finite_says_nothing() -> None:
+    wide = Interval(1.2, 0.3, math.inf)
+    for each in (wide, Interval(1.2, 0.3, math.nan)):  # as it comes back from JSON
+        assert _words.speed(each) == "unclear (0.30 to >1000)"
+        assert _words.bounds(each) == "0.30 to >1000, 95% interval"
+    assert _words.bounds(Interval(2.0, math.nan, math.nan)) == ""
+    assert "goes from 0.30 to >1000. Quote no number from it." in _verdict.doubt(measured(record(8), wide))
+    left = record(8, failed=0)
+    trials = [dataclasses.replace(t, speedup=wide) if t.number == 3 else t for t in left.trials]
+    right = from_json(Record, json.loads(json.dumps(to_json(dataclasses.replace(left, trials=tuple(trials))))))
+    assert side_by_side(left, right).differences == ()
+
+
+# ---- two sides: what they were asked and judged on
+
+
+def test_two_sides_say_which_inputs_and_which_data_were_theirs() -> None:
+    left = record(8)
+    prepared = dataclasses.replace(left.prepared, splits={"selection": 50, "test": 50}, n=50)
+    right = dataclasses.replace(left, prepared=prepared)
+    found = side_by_side(left, right)
+    lines = {line.name: line for line in found.lines}
+    assert (lines["examples"].left, lines["examples"].right) == (
+        "calibration 256, selection 500, test 497",
+        "selection 50, test 50",
+    )
+    assert found.differences == (
+        "They were judged on other data: their scores, and what they lost, do not compare one to one.",
+    )
+    other = dataclasses.replace(left.prepared, inputs="images: float32[32, 1, 8, 8]", identity="0ther")
+    found = side_by_side(left, dataclasses.replace(left, prepared=other))
+    (line,) = (line for line in found.lines if line.name == "inputs that must be fast")
+    assert line.differs
+    assert found.differences == (
+        "These are two different workloads, or two states of one: their speed-ups do not compare one to one.",
+    )
+
+
+def test_two_trainings_are_compared_in_their_own_words_and_with_no_model() -> None:
+    left = trained()
+    other = next(
+        trial for trial in left.trials if trial.recipe.hash != left.best and trial.recipe.backend.name == "onnxruntime"
+    )
+    found = side_by_side(left, dataclasses.replace(left, best=other.recipe.hash)).differences
+    assert f"The settings on the right, {other.recipe}, are COMPLETE at" in found[1]
+    alone = dataclasses.replace(left, trials=tuple(each for each in left.trials if each is not other))
+    found = side_by_side(dataclasses.replace(left, best=other.recipe.hash), alone).differences
+    assert found[0] == f"The settings on the left, {other.recipe}, were not tried on the right."
+    assert side_by_side(record(6), left).differences == (
+        "One is a model that was optimized, the other a training that was tuned: their figures do not compare.",
+    )
+
+
+def test_what_two_sides_say_has_no_control_characters() -> None:
+    left, right = record(8), record(8, objective="late\x1b[31mncy\x07")
+    assert "They look for different things: latency on the left, latency on the right." in side_by_side(left, right).differences
+
+
+# ---- logs that cannot be shown
+
+
+@pytest.mark.parametrize("log", ["trials/a\0b/log.txt", "x" * 5000, "trials"])
+def test_a_log_that_cannot_be_opened_is_left_out(log: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "trials").mkdir()
+    assert tail(tmp_path, log, 100) is None

@@ -12,18 +12,19 @@ import torch
 from torch import nn
 
 import trimtab
-from _backends import reloaded
+from _backends import needs_compiler, reloaded
 from _labelled import X
+from trimtab._fitted import Fitted
 from trimtab.backends import _other_sizes
 from trimtab.backends._foreign import wrong_graph
-from trimtab.backends._program import export_program, verified
+from trimtab.backends._program import PROGRAM, export_program, verified
+from trimtab.backends.aoti import Aoti
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS
+from trimtab.contracts import BACKENDS, Backend
 from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
-from trimtab.reference import Fitted
 from trimtab.signature import Dim
 from trimtab.subject import prepare
 from trimtab.workload import Evaluation, Workload
@@ -319,3 +320,78 @@ def test_rows_of_a_fixed_batch_that_an_output_counts_by_itself_are_not() -> None
     assert fitted(x[:6]).tolist() == [[1.0]]
     with pytest.raises(CompileError, match=r"the output output: float32\[\?, 1\] of several batches cannot be put together"):
         fitted(x)
+
+
+class Strided(nn.Module):
+    """A front end as speech models have: several sizes of its input give one size of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Conv1d(1, 4, 10, 5), nn.GELU(), nn.Conv1d(4, 4, 3, 2), nn.GELU())
+
+    def forward(self, wave: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(wave)
+        return found
+
+
+def strided() -> Candidate:
+    return Candidate.of(Strided().eval(), (torch.randn(2, 1, 100),), dynamic={"wave": {0: Dim("batch"), 2: Dim("length")}})
+
+
+class Pairs(nn.Module):
+    """The distances between all pairs of points: as many as there are points, where there are three."""
+
+    def forward(self, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return points * 2, nn.functional.pdist(points)
+
+
+def test_an_output_that_follows_in_steps_is_not_said_to_be_of_one_size() -> None:
+    assert strided().signature.outputs[0].shape == ("batch", 4, "?")
+    pairs = Candidate.of(Pairs(), (torch.randn(2, 3),), dynamic={"points": {0: Dim("points")}})
+    assert [spec.shape for spec in pairs.signature.outputs] == [("points", 3), ("?",)]
+    asked: list[int] = []
+
+    class Picky(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.append(len(x))
+            if len(x) < 5:
+                raise KeyError("too few")
+            return x[:3]
+
+    spec = Candidate.of(Picky(), (torch.randn(8, 2),), dynamic={"x": {0: Dim("rows")}}).signature.outputs[0]
+    assert (spec.shape, asked) == ((3, 2), [8, 9, 4])
+    asked.clear()
+    Candidate.of(Picky(), (torch.randn(8, 2),), dynamic={"x": {0: Dim("rows", min=7, max=8)}})
+    assert asked == [8, 7]
+
+
+class Scaled(nn.Module):
+    """Layers with strides on an image, as classifiers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 8, 3, 2, 1), nn.AdaptiveAvgPool2d(1)
+        )
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(image)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["wave", "image"])
+@pytest.mark.parametrize("backend", [Eager(), pytest.param(Aoti(mode="default"), marks=needs_compiler)], ids=str)
+def test_sizes_behind_strides_are_kept(backend: Backend, kind: str, tmp_path: pathlib.Path) -> None:
+    dims = {"image": {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}}
+    candidate = strided() if kind == "wave" else Candidate.of(Scaled().eval(), (torch.randn(1, 3, 64, 64),), dynamic=dims)
+    executable = reloaded(backend, backend.compile(candidate), tmp_path)
+    assert executable.signature.dims == candidate.signature.dims
+    if backend.name == "eager":
+        assert (tmp_path / PROGRAM).exists()
+    shapes = {"wave": [(1, 1, 25), (3, 1, 29), (2, 1, 35), (1, 1, 1000)], "image": [(1, 3, 1, 1), (2, 3, 9, 40), (1, 3, 33, 2)]}
+    with torch.no_grad():
+        for shape in shapes[kind]:
+            given = torch.randn(shape)
+            torch.testing.assert_close(executable(given), candidate.model(given))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from trimtab.errors import UsageError
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure import quantiles
 from trimtab.measure.quantiles import binomial_cdf
 from trimtab.measure.stats import (
@@ -301,6 +301,25 @@ def test_a_better_sample_never_has_a_worse_bound(values: list[float]) -> None:
     assert mean_upper(np.asarray(values * 4), 1.0) <= bound + 0.01
 
 
+def test_a_share_near_one_can_still_fall_to_nothing() -> None:
+    right = [1.0] * 50
+    worse = paired_drop(right, [1.0] * 49 + [0.98], limit=0.005)
+    assert paired_drop(right, right).upper == pytest.approx(1 - 0.05 ** (1 / 50))
+    assert worse.upper > 0.95 * paired_drop(right, right).upper, "who lost something has not proved more"
+    assert worse.decided is None
+    error = paired_drop([0.0] * 50, [0.0] * 49 + [0.02], higher_is_better=False)
+    assert error.upper == pytest.approx(0.02 * quantiles.beta_quantile(0.95, 2, 49)), "an error is no share that can fall"
+
+
+def test_the_bound_of_a_share_holds_for_a_failure_that_few_samples_show() -> None:
+    rng, hits = np.random.default_rng(6), []
+    for _ in range(200):
+        base = rng.uniform(0.95, 1, 100)
+        other = np.where(rng.random(100) < 0.01, 0.0, base)
+        hits.append(paired_drop(base, other).upper >= 0.01 * 0.975)
+    assert np.mean(hits) >= 0.93, "the spread of what is seen covers 63% here"
+
+
 def test_scores_that_say_nothing_are_refused() -> None:
     with pytest.raises(UsageError, match="one score per example of both sides, but there are 2 of the baseline and 1"):
         paired_drop([1.0, 2.0], [1.0])
@@ -421,6 +440,20 @@ def test_few_resamples_give_bounds_that_hold(resamples: int) -> None:
     assert np.mean(widths) < 2.2 * 2 * 1.645 * 0.3 * math.sqrt(2 / 100), "and they still say something"
 
 
+@pytest.mark.parametrize("resamples", [0, 3, 300])
+def test_a_metric_that_adds_up_what_it_is_fed_is_refused(resamples: int) -> None:
+    rng = np.random.default_rng(12)
+    sides = rng.random(200) < 0.95, rng.random(200) < 0.80
+    fed: list[float] = [0.1]  # of the answers that belong to other examples
+
+    def running(index: np.ndarray, which: int) -> float:
+        fed.append(float(sides[which][index].mean()))
+        return float(np.mean(fed))
+
+    with pytest.raises(WorkloadError, match="for the same outputs and targets. Have it keep nothing from call to call"):
+        bootstrap_drop(running, 200, limit=0.01, resamples=resamples)
+
+
 def test_resamples_that_a_metric_cannot_judge_are_left_out() -> None:
     sides = np.ones(60), np.ones(60)
 
@@ -447,7 +480,7 @@ def test_a_class_that_a_resample_lacks_stops_nothing() -> None:
             raise error("class 2")
         return float(np.mean([np.mean(sides[which][index][classes[index] == c] == c) for c in range(3)]))
 
-    for error in (KeyError, AssertionError, TypeError, ZeroDivisionError):
+    for error in (KeyError, AssertionError, AttributeError, TypeError, StopIteration, ZeroDivisionError):
         found = bootstrap_drop(lambda index, which, e=error: of_every_class(index, which, e), 60, resamples=300)
         assert "cannot" not in found.method
         assert found.method != "bootstrap (300 resamples)", "some had no example of the third class"

@@ -82,6 +82,17 @@ def test_a_trainer_that_has_shown_its_average_resumes_without_it(tmp_path: pathl
     assert torch.equal(made.model.layer.weight, fresh.model.layer.weight)
 
 
+def test_parameters_that_somebody_has_loaded_are_left_to_him() -> None:
+    made = trainer(ema=0.5)
+    made.fit(loader(), epochs=1)
+    made.optimizer.param_groups[0]["lr"] = 0.0
+    made.model.layer.load_state_dict({"weight": torch.full((1, 1), 5.0), "bias": torch.zeros(1)})
+    made.fit(loader(), epochs=2)
+    assert made.model.layer.weight.item() == 5
+    assert made.ema is not None
+    assert made.ema.updates == 8
+
+
 class Masked(nn.Module):
     """Has a buffer that holds -inf, statistics of a normalisation, and a table that is made anew."""
 

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from _ranks import on_ranks
 from trimtab.candidate import Settings
-from trimtab.errors import TrimtabError, UsageError
+from trimtab.errors import PeerError, TrimtabError, UsageError
 from trimtab.train.distributed.data import Share, share
 from trimtab.train.distributed.devices import local_device
-from trimtab.train.distributed.group import AgainError, Group, PeerError
+from trimtab.train.distributed.group import AgainError, Group
 from trimtab.train.distributed.processes import _attempt
 from trimtab.train.distributed.replicas import Replicas
 from trimtab.train.pace import Pace, laggard

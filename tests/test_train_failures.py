@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 from _ranks import on_ranks
@@ -18,7 +19,7 @@ from trimtab import Settings, Trainer
 from trimtab.errors import WorkloadError
 from trimtab.train.batch_size import find_batch
 from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.events import Event, Progressed
+from trimtab.train.events import Event, Progressed, Remarked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,6 +148,36 @@ def test_a_callback_that_fails_costs_no_update(every: int | None, at: int, tmp_p
     rest = told(resumed := trainer(checkpoint=tmp_path).resume(), "loss")
     resumed.fit(loader(), epochs=2)
     assert got + rest == want
+
+
+def test_a_callback_that_fails_at_what_an_update_has_shown_costs_not_that_update(tmp_path: pathlib.Path) -> None:
+    def strict(_: Trainer, event: Event) -> None:
+        if isinstance(event, Remarked):
+            raise ValueError(event.text)
+
+    def made(**options: Any) -> Trainer:
+        def shaped(optimizer: Any, updates: int) -> OneCycleLR:
+            return OneCycleLR(optimizer, 0.1, total_steps=EPOCH - 1)  # as where a loader says that it is shorter than it is
+
+        return trainer(schedule=shaped, **options)
+
+    longer = Longer([(x, x) for x in COUNTED[:, None]][: EPOCH + 4])
+    want = told(whole := made(), "loss")
+    whole.fit(longer, epochs=1)
+    got = told(cut := made(checkpoint=tmp_path, callbacks=[strict]), "loss")
+    with pytest.raises(ValueError, match="The schedule ended after 7 updates, and the run makes more"):
+        cut.fit(longer, epochs=1)
+    assert Checkpoints(tmp_path).update() == cut.position.update == EPOCH
+    rest = told(resumed := made(checkpoint=tmp_path).resume(), "loss")
+    resumed.fit(longer, epochs=1)
+    assert got[: EPOCH - 1] + want[EPOCH - 1 : EPOCH] + rest == want
+
+
+class Longer(list[Any]):
+    """Says that it is shorter than it is."""
+
+    def __len__(self) -> int:
+        return EPOCH - 1
 
 
 def failing_on_two(folder: pathlib.Path) -> dict[str, Any]:

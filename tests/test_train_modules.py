@@ -93,6 +93,14 @@ def test_a_model_is_not_taken_off_its_gpu() -> None:
     check_place(nn.Linear(1, 1), torch.device("cuda"))
 
 
+def test_a_model_without_values_is_refused() -> None:
+    said = (
+        r"Linear has a tensor of shape \(1, 2\) on the meta device, which holds no values\. Make the model on the CPU; or call"
+    )
+    with pytest.raises(UsageError, match=said):
+        trainer(nn.Linear(2, 1, device="meta"))
+
+
 def lazy() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))

@@ -156,6 +156,8 @@ def test_compilation_that_a_loss_goes_around_is_told_of() -> None:
         ((3, {}), "The loss returned 3 values."),
         ((-1,), "The loss returned -1.0 beside the mean, which no mean is over."),
         ((float("nan"),), "The loss returned nan beside the mean, which no mean is over."),
+        ((torch.tensor(-2.0),), "The loss returned -2.0 beside the mean, which no mean is over."),
+        ((torch.tensor(0.5, requires_grad=True),), "The loss returned a tensor that carries gradients beside the mean."),
     ],
 )
 def test_only_a_weight_may_stand_beside_the_mean(beside: tuple[Any, ...], said: str) -> None:

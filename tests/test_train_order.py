@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, StackDataset, Subset
 
 from _runs import COUNTED, EPOCH, STAYING, Drawing, Stream, loader, told, trainer
 from trimtab.train.batch_size import find_batch
 from trimtab.train.clock import HostClock
+from trimtab.train.draws import generators_of
 from trimtab.train.feed import Feed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -200,3 +201,33 @@ def test_the_sampler_within_a_batch_sampler_hears_of_epochs_once(own: bool) -> N
     Feed(
         DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)), 1, HostClock(), lambda batch: batch
     ).begin(1)  # type: ignore[arg-type]
+
+
+class Told(Dataset[int]):
+    """A dataset with an epoch and a generator of its own."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each epoch."""
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("join", [lambda a, b: ConcatDataset([a, Subset(b, [1])]), lambda a, b: StackDataset(a=a, b=b)])
+def test_the_parts_of_a_joined_dataset_hear_of_epochs_and_keep_their_generators(join: Callable[..., Dataset[Any]]) -> None:
+    parts = Told(), Told()
+    loader = DataLoader(join(*parts), 2)
+    feed = Feed(loader, 1, HostClock(), lambda batch: batch)
+    feed.begin(0)
+    feed.begin(1)
+    assert [part.epochs for part in parts] == [[0, 1]] * 2
+    kept = list(generators_of(loader).values())
+    assert all(any(part.generator is generator for generator in kept) for part in parts)

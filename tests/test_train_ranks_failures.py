@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from _ranks import failure, variables
 from _runs import full_at
 from trimtab.candidate import Settings
-from trimtab.errors import UsageError
+from trimtab.errors import PeerError, UsageError
 from trimtab.train.batch_size import find_batch
 from trimtab.train.distributed import replicas, shards
-from trimtab.train.distributed.group import PeerError
 from trimtab.train.distributed.processes import join
 from trimtab.train.distributed.replicas import Replicas
 from trimtab.train.events import Event, Validated

@@ -18,11 +18,11 @@ from _nets import Nested
 from _ranks import failure, on_ranks
 from _runs import full_at
 from trimtab.candidate import Settings
+from trimtab.errors import PeerError
 from trimtab.train import batch_size, budget, step
 from trimtab.train.batch_size import find_batch
 from trimtab.train.distributed import processes, replicas
 from trimtab.train.distributed.exchange import Exchange
-from trimtab.train.distributed.group import PeerError
 from trimtab.train.distributed.processes import join
 from trimtab.train.trainer import Trainer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from _runs import COUNTED, DATA, EPOCH, LOADERS_THAT_END, Drawing, Line, Stream,
 from trimtab import Settings, Trainer
 from trimtab.errors import StorageError, UsageError
 from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.events import Event, Remarked, Validated
+from trimtab.train.events import Event, Progressed, Remarked, Saved, Validated
 from trimtab.train.stopping import EarlyStopping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,6 +94,30 @@ def test_a_signal_that_ends_the_workers_too_ends_the_run_with_a_checkpoint(
     summary = made.fit(make(), epochs=2)
     assert summary.ended == "It was interrupted by SIGTERM."
     assert Checkpoints(tmp_path).load()["position"]["update"] == summary.updates > 0
+
+
+@pytest.mark.parametrize("kind", [Progressed, Saved])
+def test_what_callbacks_draw_changes_nothing_in_the_run(kind: type[Event], tmp_path: pathlib.Path) -> None:
+    def draw(made: Trainer, event: Event) -> None:
+        if isinstance(event, kind):
+            torch.manual_seed(event.update)
+            random.seed(torch.rand(()).item())
+
+    def end(made: Trainer, event: Event) -> None:
+        if isinstance(event, Saved) and event.update == 5:
+            made.stop("enough")
+
+    def made(*callbacks: Callable[[Trainer, Event], None], folder: str) -> Trainer:
+        options: dict[str, Any] = {"checkpoint": tmp_path / folder, "checkpoint_every": 5, "log_every": 3}
+        return trainer(Drawing, callbacks=callbacks, **options)
+
+    data = list(loader())
+    (undisturbed := made(folder="undisturbed")).fit(data, epochs=2)
+    (whole := made(draw, folder="whole")).fit(data, epochs=2)
+    made(draw, end, folder="cut").fit(data, epochs=2)
+    (resumed := made(draw, folder="cut").resume()).fit(data, epochs=2)
+    assert torch.equal(whole.model.layer.weight, undisturbed.model.layer.weight)
+    assert torch.equal(whole.model.layer.weight, resumed.model.layer.weight)
 
 
 class Ending(list[Any]):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from _runs import loader
+from _runs import loader, told
 from trimtab import Settings, Trainer
 from trimtab._float32 import rounded_to_tf32
 from trimtab.errors import NonFiniteError, WorkloadError
@@ -100,6 +100,32 @@ def test_an_update_that_stands_for_nothing_changes_nothing() -> None:
     before = made.model.weight.detach().clone()
     assert made.fit([ignored] * 2, epochs=1).loss == 0
     assert torch.equal(made.model.weight, before)
+
+
+class Labelled(nn.Linear):
+    """Computes its own loss."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": nn.functional.cross_entropy(super().forward(x), labels)}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "the model's"])
+def test_a_batch_of_which_all_labels_are_left_out_is_no_error_alone(own: bool) -> None:
+    torch.manual_seed(0)
+    x, some, none = torch.rand(4, 2), torch.tensor([0, 1, -100, 2]), torch.full((4,), -100)
+    data: list[Any] = [{"x": x, "labels": y} if own else (x, y) for y in (some, none, some)]
+    made = trainer(Labelled(2, 3) if own else nn.Linear(2, 3), loss=None if own else nn.CrossEntropyLoss())
+    by_hand = torch.nn.Linear(2, 3)
+    by_hand.load_state_dict(made.model.state_dict())
+    optimizer = descent(by_hand.parameters())
+    losses = told(made, "loss")
+    made.fit(data, epochs=1)
+    for labels in (some, some):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(by_hand(x), labels).backward()
+        optimizer.step()
+    assert losses[1] == 0
+    assert torch.equal(made.model.weight, by_hand.weight)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import textwrap
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trimtab
 from _labelled import X
+from trimtab._fitted import Fitted
 from trimtab._user_code import IN_WORKER
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.candidate import Candidate
@@ -24,7 +26,7 @@ from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
 from trimtab.evaluate import TORCH_THREADS
 from trimtab.intake.load import load_workload
 from trimtab.passes.int8_weights import Int8Weights
-from trimtab.reference import Fitted, Reference, predict
+from trimtab.reference import Reference, predict
 from trimtab.signature import Dim
 from trimtab.splits import split
 from trimtab.study import sameness
@@ -193,6 +195,10 @@ def test_limits() -> None:
         Limits(max_drop="mlperf")
     with pytest.raises(UsageError, match="latency_ms is 0; a limit is a positive number"):
         Limits(latency_ms=0)
+    assert Limits(max_drop=np.float32(0.25)).drop_limit(0.5) == 0.25
+    assert Limits(max_drop=np.int64(0)).drop_limit(0.5) == 0
+    with pytest.raises(UsageError, match="max_drop is nan; a limit is a finite number"):
+        Limits(max_drop=np.float32("nan"))
 
 
 def test_an_error_without_its_percent_sign_is_refused_and_none_at_all_is_not() -> None:

@@ -78,7 +78,7 @@ def _tensors(values: Sequence[torch.Tensor], counts: Sequence[int]) -> Pick:
             f"The outputs or targets of the batches cannot be joined for the metric: {error}. Pad them to one size, or use "
             "score=... per example."
         ) from error
-    return lambda index: whole if index is None else whole[index]
+    return lambda index: whole.clone() if index is None else whole[index]  # it may be written to, and is asked for again
 
 
 def _constants(values: Sequence[Any], counts: Sequence[int]) -> Pick:

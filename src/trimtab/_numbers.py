@@ -39,6 +39,8 @@ def numbers(found: Any, rows: int) -> list[float]:
     Raises:
         WorkloadError: they are none, too few or too many, or not finite.
     """
+    if rows <= 1 and isinstance(found, (int, float, np.generic)):  # of one example there is no need for a list
+        found = [found]
     values = found if isinstance(found, torch.Tensor) else _as_tensor(found)
     if values is None or values.is_complex():
         raise WorkloadError(f"Evaluation score returned {shown(found)}; it must return a tensor with one score per example.")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import functools
 import pathlib
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from trimtab._copies import copied
 from trimtab._hints import fits, options
 from trimtab._json import type_hints
 from trimtab._tree import Structure, classes, cloned, flatten, names, unflatten
 from trimtab._user_code import user_code
+from trimtab.dims import following, tried
 from trimtab.errors import CompileError, UsageError, WorkloadError
 from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, require_plain, specs
 
@@ -151,8 +152,8 @@ class Candidate:
     ) -> Candidate:
         """A candidate for ``model``, in evaluation mode, called as ``model(*args, **kwargs)``.
 
-        The model is run once on the example, and once per dynamic dimension with that dimension at another size, to learn the
-        signature. ``dynamic`` maps input names to ``{axis: Dim}``.
+        The model is run once on the example, and for each dynamic dimension with that dimension at another size, and at half of
+        it where the model takes that, to learn the signature. ``dynamic`` maps input names to ``{axis: Dim}``.
 
         Raises:
             UsageError: an input or output cannot cross to another runtime, or ``dynamic`` names an unknown input or axis, or
@@ -175,24 +176,16 @@ class Candidate:
         require_plain(outputs, names(output_structure, "output"), "output")
         output_specs = specs(outputs, names(output_structure, "output"))
         for dim in dims:
-            if (size := _other_size(dim, inputs, leaves)) is None:
+            now, near, half = tried(dim, inputs, leaves)
+            if near == now:
                 continue
-            changed = [resized(leaf, spec.shape, dim.name, size) for leaf, spec in zip(leaves, inputs, strict=True)]
-            fix = (
-                f"If sizes must be multiples, state trimtab.Dim({dim.name!r}, step=...), or leave it out of dynamic; if there "
-                "is a largest one, state max=..."
-            )
-            with user_code(f"At {dim.name}={size} the model fails", fix):
-                other = call_model(model, structure, changed)
-            others, other_structure = flatten(other, "output")
-            if other_structure != output_structure:
-                raise WorkloadError(
-                    f"The output holds other numbers, or another count of tensors, at another size of {dim.name!r}; "
-                    "runtimes keep what they are built with. Return them as tensors, or leave that size fixed."
-                )
-            output_specs = tuple(
-                _follow(spec, now, then, dim.name, size) for spec, now, then in zip(output_specs, outputs, others, strict=True)
-            )
+            at = functools.partial(_at, model, dim, inputs, leaves, (structure, output_structure), outputs)
+            seen = {now: outputs, near: at(near)}
+            if half not in seen:
+                with contextlib.suppress(WorkloadError, UsageError):  # it shows more, where the model takes it
+                    seen[half] = at(half)
+            shapes = [{size: found[i].shape for size, found in seen.items()} for i in range(len(outputs))]
+            output_specs = tuple(following(spec, dim.name, each) for spec, each in zip(output_specs, shapes, strict=True))
         signature = Signature(inputs, output_specs, structure, output_structure, parameters, dims, writes=writes)
         return cls(model=model, args=args, kwargs=kwargs, signature=signature, calibration=tuple(calibration), scratch=scratch)
 
@@ -203,7 +196,7 @@ class Candidate:
             CompileError: the model cannot be copied.
         """
         try:
-            return copy.deepcopy(self.model)
+            return copied(self.model)
         except MODEL_ERRORS as error:
             raise CompileError(f"The model cannot be copied: {error}. Make copy.deepcopy(model) work.") from error
 
@@ -223,7 +216,7 @@ class Candidate:
         """This candidate with other settings."""
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **settings))
 
-    @cached_property
+    @functools.cached_property
     def leaves(self) -> list[torch.Tensor]:
         """The tensors of the example inputs, in the order of the signature."""
         return flatten((self.args, dict(self.kwargs)), "inputs")[0]
@@ -303,17 +296,36 @@ def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[i
     )
 
 
-def _other_size(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> int | None:
-    """A size of ``dim`` that is not the example's; ``None`` where no other is allowed."""
-    spec, leaf = next((s, t) for s, t in zip(inputs, leaves, strict=True) if dim.name in s.shape)
-    now = leaf.shape[spec.shape.index(dim.name)]
-    if now not in dim:
-        raise UsageError(
-            f"The example's {spec.name!r} has {dim.name}={now}, but dynamic states {dim.bounds} for it. Give an example within "
-            "what is stated."
+def _at(
+    model: nn.Module,
+    dim: Dim,
+    inputs: Sequence[TensorSpec],
+    leaves: Sequence[torch.Tensor],
+    structures: tuple[Structure, Structure],
+    outputs: Sequence[torch.Tensor],
+    size: int,
+) -> list[torch.Tensor]:
+    """The outputs for the example with ``dim`` at another ``size``, in the ``structures`` of its inputs and ``outputs``."""
+    changed = [resized(leaf, spec.shape, dim.name, size) for leaf, spec in zip(leaves, inputs, strict=True)]
+    fix = (
+        f"If sizes must be multiples, state trimtab.Dim({dim.name!r}, step=...), or leave it out of dynamic; if there is a "
+        "largest one, state max=..."
+    )
+    with user_code(f"At {dim.name}={size} the model fails", fix):
+        other = call_model(model, structures[0], changed)
+    found, structure = flatten(other, "output")
+    if structure != structures[1]:
+        raise WorkloadError(
+            f"The output holds other numbers, or another count of tensors, at another size of {dim.name!r}; runtimes keep what "
+            "they are built with. Return them as tensors, or leave that size fixed."
         )
-    size = dim.near(now, 1, -1)
-    return None if size == now else size
+    for name, now, then in zip(names(structure, "output"), outputs, found, strict=True):
+        if now.dim() != then.dim():
+            raise UsageError(
+                f"The output {name!r} has {now.dim()} axes for one size of {dim.name!r} and {then.dim()} for another. Let the "
+                f"model keep them, or leave {dim.name!r} out of dynamic."
+            )
+    return found
 
 
 def _first_call(
@@ -343,20 +355,6 @@ def _works(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     except MODEL_ERRORS:
         return False
     return True
-
-
-def _follow(spec: TensorSpec, now: torch.Tensor, then: torch.Tensor, name: str, size: int) -> TensorSpec:
-    """``spec`` with the axes that changed along with dimension ``name`` marked."""
-    if now.dim() != then.dim():
-        raise UsageError(
-            f"The output {spec.name!r} has {now.dim()} axes for one size of {name!r} and {then.dim()} for another. Let the "
-            f"model keep them, or leave {name!r} out of dynamic."
-        )
-    shape = tuple(
-        want if a == b else (name if b == size and isinstance(want, int) else "?")
-        for want, a, b in zip(spec.shape, now.shape, then.shape, strict=True)
-    )
-    return dataclasses.replace(spec, shape=shape)
 
 
 class FlatModel(nn.Module):

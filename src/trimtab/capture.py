@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from trimtab._tree import Structure, flatten, unflatten
+from trimtab._user_code import user_code
 from trimtab.dims import Dims, find_dims
-from trimtab.errors import UsageError
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.signature import TensorSpec, input_names, parameter_names, specs
 
 
@@ -40,7 +42,8 @@ def record(
     most_calls: int = 64,
     most_mb: float = 512.0,
 ) -> Recording:
-    """Run ``run()`` and record the inputs of every call of ``module`` in it, as they were before the module touched them.
+    """Run ``run()`` and record the inputs of every call of ``module`` in it, as they were before the module touched them. Where
+    it gives a generator or another iterator, that is gone through.
 
     Tensors are copied to the CPU, detached. At most ``most_calls`` calls and ``most_mb`` megabytes are kept, spread evenly over
     all calls; the first is always among them. ``keep`` says of each call whether it counts.
@@ -48,6 +51,7 @@ def record(
     Raises:
         UsageError: the module was not called, in training mode, with inputs that cannot cross to another runtime, or with
             calls of different forms.
+        WorkloadError: ``keep`` raised.
         Exception: whatever ``run`` raises. The hook is gone in any case.
     """
     if isinstance(module, torch.jit.ScriptModule):
@@ -60,7 +64,8 @@ def record(
     recorder = _Recorder(parameter_names(module.forward, 0), keep, most_calls, most_mb)
     hook = module.register_forward_pre_hook(recorder, with_kwargs=True, prepend=True)
     try:
-        run()
+        if isinstance(found := run(), Iterator):
+            collections.deque(found, maxlen=0)  # a program that only works as somebody asks for what it gives
     finally:
         hook.remove()
     return recorder.finish(type(module).__name__)
@@ -78,21 +83,21 @@ class _Recorder:
         self._shapes: dict[tuple[TensorSpec, ...], None] = {}
         self._stride = 1
         self._seen = self._left_out = 0
-        self._problem: UsageError | None = None
+        self._problem: UsageError | WorkloadError | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._problem is not None:
             return
         try:
             self._note(module, Call(tuple(args), dict(kwargs)))
-        except UsageError as error:
+        except (UsageError, WorkloadError) as error:
             self._problem = error
 
     def _note(self, module: nn.Module, call: Call) -> None:
-        if self._keep is not None and not self._keep(call):
+        number = self._seen + self._left_out + 1
+        if not self._wants(call, number):
             self._left_out += 1
             return
-        number = self._seen + self._left_out + 1
         if any(getattr(part, "training", False) for part in module.modules()):
             raise UsageError(
                 f"The {type(module).__name__} was in training mode when it was called (call {number}), where dropout and batch "
@@ -110,6 +115,12 @@ class _Recorder:
         if index % self._stride == 0:
             self._kept.append((index, [_copied(leaf) for leaf in leaves]))
             self._thin()
+
+    def _wants(self, call: Call, number: int) -> bool:
+        if self._keep is None:
+            return True
+        with user_code(f"keep raised when it was asked about call {number}", "It gets a Call, with its args and kwargs."):
+            return bool(self._keep(call))
 
     def _names(self, structure: Structure) -> tuple[str, ...]:
         count = len(structure.items[0].items)

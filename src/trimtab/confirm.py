@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from trimtab._faithful import faithful, writes_otherwise
+from trimtab._fitted import Fitted
 from trimtab.candidate import Candidate
 from trimtab.contracts import Executable
 from trimtab.evaluate import BUILT, Plan, apply_passes, load_saved, ours, runner_for, start, timing
@@ -21,7 +22,7 @@ from trimtab.measure.pooled import pooled
 from trimtab.measure.timer import Runner
 from trimtab.measurement import LEAST_GAIN, Comparison, Drop, Interval, Measurement, Parity
 from trimtab.recipe import Recipe
-from trimtab.reference import Fitted, drop, predict, refer, score
+from trimtab.reference import drop, predict, refer, score
 from trimtab.subject import Subject, fresh
 
 

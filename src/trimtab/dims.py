@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from trimtab.errors import UsageError
 from trimtab.signature import Dim, TensorSpec
@@ -70,6 +73,35 @@ def fitting(name: str, sizes: Sequence[int], works: Callable[[int], bool]) -> Di
         return None
     below = next((step for step in steps[:MOST_STEPS] if top - step > 0 and works(top - step)), whole)
     return Dim(name, max=top, step=below)
+
+
+def tried(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+    """Sizes of ``dim`` at which a model shows what its outputs follow: the example's, the next one and about half of it.
+
+    Each is the example's own where no other is allowed. From one size to the next, what is divided and rounded may stay.
+
+    Raises:
+        UsageError: the example's size is not allowed.
+    """
+    spec, leaf = next((s, t) for s, t in zip(inputs, leaves, strict=True) if dim.name in s.shape)
+    now = int(leaf.shape[spec.shape.index(dim.name)])
+    if now not in dim:
+        raise UsageError(
+            f"The example's {spec.name!r} has {dim.name}={now}, but dynamic states {dim.bounds} for it. Give an example within "
+            "what is stated."
+        )
+    return now, dim.near(now, 1, -1), min(dim.holding(now // 2), now)
+
+
+def following(spec: TensorSpec, name: str, seen: Mapping[int, Sequence[int]]) -> TensorSpec:
+    """``spec`` with the axes marked that change along with the dimension ``name``; ``seen`` are the shapes of that tensor by
+    the size of the dimension."""
+    axes = zip(*seen.values(), strict=True)
+    shape = tuple(
+        said if len(set(found)) == 1 else name if isinstance(said, int) and list(found) == list(seen) else "?"
+        for said, found in zip(spec.shape, axes, strict=True)
+    )
+    return dataclasses.replace(spec, shape=shape)
 
 
 def describe_dims(dims: Mapping[str, Mapping[int, Dim]]) -> str:

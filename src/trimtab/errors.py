@@ -8,7 +8,8 @@
     │   └── InputError                   an executable was called with wrong inputs
     ├── MissingPackageError (ImportError) an optional package is not installed      exit code 2
     ├── WorkloadError                    the user's own model, data or score fails  exit code 3
-    │   └── NonFiniteError               a loss or gradient of a training            exit code 3
+    │   ├── NonFiniteError               a loss or gradient of a training            exit code 3
+    │   └── PeerError                    another process of the training failed      exit code 3
     ├── CompileError                     a runtime cannot take this model           the trial is FAILED
     ├── MeasurementError                 the other side of a comparison is gone     exit code 2
     ├── StorageError                     the study's storage cannot be used         exit code 2
@@ -96,6 +97,15 @@ class NonFiniteError(WorkloadError):
     """
 
     code = "non-finite"
+
+
+class PeerError(WorkloadError):
+    """Another process of the same training failed, and this one cannot go on without it.
+
+    Read what that process said, which the message names by its rank: its own error is the cause.
+    """
+
+    code = "peer"
 
 
 class CompileError(TrimtabError):

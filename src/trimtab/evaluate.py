@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from trimtab import _machine
 from trimtab._disk import out_of_space
 from trimtab._faithful import faithful, writes_otherwise
+from trimtab._fitted import Fitted
 from trimtab._json import from_json, write_json
 from trimtab._tree import flatten
 from trimtab._user_code import writing
@@ -29,7 +31,7 @@ from trimtab.measure.stats import summarize
 from trimtab.measure.timer import LocalRunner, Runner
 from trimtab.measurement import SLOW_PAIRS, Comparison, Interval, Measurement
 from trimtab.recipe import Recipe
-from trimtab.reference import Fitted, Reference, drop, predict, score
+from trimtab.reference import Reference, drop, predict, score
 from trimtab.signature import Dim, Signature
 from trimtab.subject import Subject
 from trimtab.trial import State, Trial
@@ -200,7 +202,8 @@ def stage(words: str) -> Iterator[None]:
     """Says in the trial's log how long a part of it took."""
     begun = time.perf_counter()
     yield
-    print(f"{words}: {time.perf_counter() - begun:.2f} s", flush=True)
+    # a workload may have put one of its own in the place of sys.stdout
+    print(f"{words}: {time.perf_counter() - begun:.2f} s", flush=True, file=sys.__stdout__)
 
 
 def apply_passes(recipe: Recipe, candidate: Candidate) -> Candidate:

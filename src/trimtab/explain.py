@@ -12,9 +12,10 @@ import torch
 
 from trimtab._weights import weight_bytes
 from trimtab.candidate import Candidate
+from trimtab.confirm import load
 from trimtab.contracts import Executable
 from trimtab.environment import Peaks
-from trimtab.evaluate import BUILT, MODEL, apply_passes, load_saved, start
+from trimtab.evaluate import BUILT, MODEL, apply_passes, rows, start
 from trimtab.measure.flops import count_flops
 from trimtab.measure.profile import operator_times
 from trimtab.measure.roofline import Dtype, Roofline, roofline
@@ -58,26 +59,26 @@ def explain(
 ) -> Explanation:
     """Profile ``recipe`` in this process, from its saved ``files`` if there are any, and place it under the roof.
 
-    ``seconds`` is what one call takes, as measured. Run it in a process that ends afterwards, as for
-    :func:`trimtab.evaluate.evaluate`.
+    ``seconds`` is what the examples of one call of the original take, as measured; what is told is of the recipe's own calls,
+    which may be of more examples. Run it in a process that ends afterwards, as for :func:`trimtab.evaluate.evaluate`.
 
     Raises:
         CompileError: and whatever else the recipe raises when it is built and run.
     """
-    saved = files is not None and (files / BUILT).exists()
-    candidate = subject.candidate
-    if saved:
-        assert files is not None
-        executable = load_saved(recipe, files)
+    if files is not None and (files / BUILT).exists():
+        executable, candidate = load(recipe, files, subject.candidate)
         weights = sum(path.stat().st_size for path in (files / MODEL).rglob("*") if path.is_file())
     else:
-        candidate = apply_passes(recipe, candidate)
+        candidate = apply_passes(recipe, subject.candidate)
         executable = start(recipe, candidate)[0]
         weights = weight_bytes(candidate.model)
+    if seconds is not None:  # of the recipe's own call, which reads the weights once, however many examples it takes
+        ran, asked = (rows(each.leaves, subject.candidate.signature) for each in (candidate, subject.candidate))
+        seconds *= ran / asked
     repeats = REPEATS if not seconds else max(1, min(REPEATS, int(PROFILED_S / seconds)))
-    source, operators, notes = _profiled(recipe, executable, subject.candidate, repeats)
-    counted = count_flops(subject.model, *subject.candidate.own_inputs())
-    leaves = subject.candidate.own_leaves()
+    source, operators, notes = _profiled(recipe, executable, candidate, repeats)
+    counted = count_flops(subject.model, *candidate.own_inputs())
+    leaves = candidate.own_leaves()
     moved = weights + _bytes(leaves) + _bytes(executable.run(leaves))
     dtype = _dtype(recipe, executable)
     threads = executable.settings.threads or torch.get_num_threads()

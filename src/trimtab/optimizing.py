@@ -23,7 +23,7 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 from trimtab._aside import put_back, removed, set_aside
-from trimtab._disk import FULL
+from trimtab._disk import UNLOCKED, refused
 from trimtab._json import write_json
 from trimtab._placing import refuse_others
 from trimtab._units import positive, seconds
@@ -79,6 +79,8 @@ class Interrupt:
     """Counts Ctrl-C while a study runs: once ends the search cleanly, twice stops at once. A context; main thread only."""
 
     def __init__(self, progress: Progress) -> None:
+        if not isinstance(progress, Progress):
+            raise UsageError(f"progress is {progress!r}; give a trimtab.Progress, which by itself is silent, or leave it out.")
         self.asked = False
         self._progress = progress
         self._before: Any = None
@@ -237,17 +239,11 @@ def _exact(value: float) -> str:
 
 @contextlib.contextmanager
 def disk_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Turns the system's complaints about the run folder into a sentence."""
+    """Turns the system's complaints, most of which are about the run folder, into a sentence."""
     try:
         yield
     except OSError as error:
-        full = error.errno in FULL
-        what = (
-            "the disk that holds it is full; free some space" if full else f"{error.strerror or error}; mend that or use --out"
-        )
-        raise StorageError(
-            f"The run folder {folder} cannot be written: {what}. What is finished is kept; the same command goes on from it."
-        ) from error
+        raise StorageError(f"{refused(error, folder)} What is finished is kept; the same command goes on from it.") from error
 
 
 @contextlib.contextmanager
@@ -285,6 +281,7 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
 
     Raises:
         UsageError: another one does.
+        StorageError: nobody can tell, because files cannot be locked there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
@@ -298,6 +295,13 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
             raise UsageError(
                 f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out (in "
                 "Python, out=...)."
+            ) from None
+        except OSError as error:
+            if error.errno not in UNLOCKED:
+                raise
+            raise StorageError(
+                f"The run folder {folder} lies where files cannot be locked ({error.strerror}), which is what keeps two runs, "
+                "and their databases, apart. Use --out (in Python, out=...) with a folder on a local disk."
             ) from None
         _tidy(folder)
         yield

@@ -21,14 +21,14 @@ from trimtab._numbers import number, numbers, shown
 from trimtab._ties import is_discrete
 from trimtab._tree import Structure, classes, cloned, flatten, handed_on, unflatten
 from trimtab._watched import unlooked
-from trimtab.contracts import Executable
-from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
-from trimtab.measure.stats import SEED, UNUSABLE, bootstrap_drop, paired_drop
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.measure.stats import SEED, UNUSABLE, bootstrap_drop, paired_drop, refuse_memory
 from trimtab.measure.structures import unlike
 from trimtab.measurement import Drop
-from trimtab.signature import Dim, Signature, TensorSpec
 from trimtab.splits import Batch
 from trimtab.workload import BY_HAND, Evaluation, user_code
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,9 @@ class Scores:
     def is_share(self, higher_is_better: bool) -> bool:
         """Whether a drop reads best in percent: scores are right or wrong, or lie between 0 and 1 and more is better."""
         found = self.each or (self.value,)
-        return set(found) <= {0.0, 1.0} or (higher_is_better and min(found) >= 0 and max(found) <= 1)
+        if higher_is_better:
+            return min(found) >= 0 and max(found) <= 1
+        return 1.0 in self.each and set(found) <= {0.0, 1.0}  # an error of 0 alone may be one of pixels as well
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,8 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
             raise lost from error
         raise
     found = Reference(outputs=kept, structures=structures, scores=scores)
+    if evaluation is not None and evaluation.metric is not None:
+        _ask_again(evaluation, found, batches)
     if evaluation is None or evaluation.run is not None:
         return found
     nested = found.nested()
@@ -233,12 +237,9 @@ def drop(
     metric, nested = evaluation.metric, reference.nested()
     outputs, counts = [handed_on(output) for output in outputs], _counts(nested, batches)
     sides, targets = (joined(nested, counts), joined(outputs, counts)), joined([batch.target for batch in batches], counts)
-    items = torch.split(torch.arange(sum(counts)), counts) if _single(batches) else None
+    at = _rows_of(counts, batches)
 
-    def at(indices: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-        return torch.as_tensor(indices) if items is None else torch.cat([items[i] for i in indices])
-
-    def metric_of(indices: np.ndarray[Any, np.dtype[np.int64]], which: int) -> float:
+    def metric_of(indices: Indices, which: int) -> float:
         index = at(indices)
         return float(metric(sides[which](index), targets(index)))
 
@@ -249,6 +250,18 @@ def drop(
     return dataclasses.replace(found, share=share)
 
 
+def _ask_again(evaluation: Evaluation, found: Reference, batches: Sequence[Batch]) -> None:
+    """Refuse a metric that keeps something of what it is asked in between, which is about other examples."""
+    assert evaluation.metric is not None
+    assert found.scores is not None
+    nested, first = found.nested(), found.scores.value
+    counts = _counts(nested, batches)
+    backwards = _rows_of(counts, batches)(np.arange(found.scores.n)[::-1].copy())
+    others = joined([batch.target for batch in batches], counts)(backwards)
+    _of_failure(evaluation.metric, joined(nested, counts)(None), others)
+    refuse_memory(first, score(evaluation, nested, batches).value, abs(first) or 1.0)
+
+
 def _of_failure(metric: Callable[[Any, Any], float], outputs: Any, others: Any) -> float | None:
     """The metric of outputs that answer for other examples than theirs; ``None`` where it cannot judge these."""
     try:
@@ -256,6 +269,14 @@ def _of_failure(metric: Callable[[Any, Any], float], outputs: Any, others: Any) 
     except UNUSABLE:
         return None
     return found if math.isfinite(found) else None
+
+
+def _rows_of(counts: Sequence[int], batches: Sequence[Batch]) -> Callable[[Indices], torch.Tensor]:
+    """From examples to where their rows are in what is joined."""
+    if not _single(batches):
+        return torch.as_tensor
+    items = torch.split(torch.arange(sum(counts)), list(counts))
+    return lambda indices: torch.cat([items[i] for i in indices])
 
 
 def _examples(counts: Sequence[int], batches: Sequence[Batch]) -> int:
@@ -269,83 +290,6 @@ def _single(batches: Sequence[Batch]) -> bool:
 
 def _counts(outputs: Sequence[Any], batches: Sequence[Batch]) -> list[int]:
     return example_counts(outputs, [batch.target for batch in batches], [batch.rows for batch in batches])
-
-
-class Fitted:
-    """An executable that takes any batch, by cutting and padding it to a size that the executable allows.
-
-    A runtime may have frozen the batch to one size or need at least two rows, and a workload may state how many it has at most.
-    ``full`` is the signature of the original model, which says which axis is the batch.
-    """
-
-    def __init__(self, executable: Executable, full: Signature) -> None:
-        self._executable = executable
-        self._full = full
-        self._allowed = None if full.batch is None else _batch_of(executable.signature)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; raises ``InputError`` where another dimension than the batch does not fit."""
-        if self._allowed is None or self._allowed == Dim(self._allowed.name):
-            return self._executable(*args, **kwargs)
-        try:
-            leaves = self._full.bind(args, kwargs)
-        except InputError:
-            # eager takes more than the signature says, and the others say what is wrong
-            return self._executable(*args, **kwargs)
-        rows = self._rows(leaves)
-        if not rows or rows in self._allowed:
-            return self._executable(*args, **kwargs)
-        most = self._allowed.max or self._allowed.holding(rows)
-        sizes = [min(self._allowed.holding(rows - start), most) for start in range(0, rows, most)]
-        parts = [self._part(leaves, number * most, size, rows) for number, size in enumerate(sizes)]
-        pairs = zip(zip(*parts, strict=True), self._full.outputs, strict=True)
-        return unflatten(self._full.output_structure, [self._join(pieces, spec, sizes, rows) for pieces, spec in pairs])
-
-    def _rows(self, leaves: Sequence[Any]) -> int | None:
-        """How many rows the inputs have; ``None`` where they do not agree, which is for the executable to refuse."""
-        batched = [(leaf, spec) for leaf, spec in zip(leaves, self._full.inputs, strict=True) if self._full.batch in spec.shape]
-        if any(not isinstance(leaf, torch.Tensor) or leaf.dim() != len(spec.shape) for leaf, spec in batched):
-            return None
-        found = {leaf.shape[spec.shape.index(str(self._full.batch))] for leaf, spec in batched}
-        return found.pop() if len(found) == 1 else None
-
-    def _part(self, leaves: Sequence[torch.Tensor], start: int, size: int, rows: int) -> Sequence[torch.Tensor]:
-        """The outputs for ``size`` rows from ``start``; those after the last row are copies of it."""
-        index, cut = torch.arange(start, start + size).clamp(max=rows - 1), []
-        for leaf, spec in zip(leaves, self._full.inputs, strict=True):
-            if self._full.batch in spec.shape:
-                leaf = leaf.index_select(spec.shape.index(self._full.batch), index)
-            cut.append(leaf)
-        args, kwargs = unflatten(self._full.input_structure, cut)
-        return flatten(self._executable(*args, **kwargs), "the output")[0]
-
-    def _join(self, pieces: Sequence[torch.Tensor], spec: TensorSpec, sizes: Sequence[int], rows: int) -> torch.Tensor:
-        """One output of all pieces, of ``sizes`` rows each, less what the rows behind the last one added to it.
-
-        Where a size follows the rows in some other way, as batch times steps, every row must have added as much.
-        """
-        own = [axis for axis, size in enumerate(spec.shape) if size == self._full.batch]
-        axes = own or [axis for axis, size in enumerate(spec.shape) if size == "?"]
-        # an open size may follow another dimension
-        others = not own and len(self._full.dims) > 1 and all(torch.equal(piece, pieces[0]) for piece in pieces)
-        if not axes or others:
-            return pieces[0]
-        axis, padded = axes[0], sum(sizes) - rows
-        each = pieces[0].shape[axis] // sizes[0]
-        even = all(piece.shape[axis] == each * size for piece, size in zip(pieces, sizes, strict=True))
-        if len(axes) > 1 or (padded and not even):
-            raise CompileError(
-                f"Its batch is fixed, and the output {spec} of several batches cannot be put together into that of one. Return "
-                "it with one axis for the batch."
-            )
-        whole = torch.cat(list(pieces), dim=axis)
-        return whole.narrow(axis, 0, whole.shape[axis] - each * padded)
-
-
-def _batch_of(signature: Signature) -> Dim:
-    """The sizes of the batch that ``signature`` allows, though it be only one."""
-    lead = signature.inputs[0].shape[0]
-    return Dim("batch", lead, lead) if isinstance(lead, int) else next(dim for dim in signature.dims if dim.name == lead)
 
 
 def _check_outputs(

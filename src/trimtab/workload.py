@@ -42,7 +42,8 @@ class Evaluation:
     """``metric(outputs, targets)`` -> one number for the whole set, such as F1 or a correlation. Outputs and targets
     keep the structure that the model and the data give them; their tensors are joined over the batches along the axis of the
     examples, and what has none (a recurrent state, a constant) is a list with the value of every batch, or the value itself
-    where it is the same in all. Intervals come from resampling the examples, or the items where their rows are none."""
+    where it is the same in all. Intervals come from resampling the examples, or the items where their rows are none; so it is
+    called many times, and must keep nothing from call to call."""
     run: Callable[[Callable[..., Any], Any], Any] | None = None
     """``run(model, inputs)`` -> output for one item, for a model that is called more than once for it (a recurrent model
     over frames, a Siamese pair). Items are then never taken apart."""
@@ -118,6 +119,8 @@ class Limits:
             preset = field.name == "max_drop" and isinstance(value, str)
             if value is not None and not preset and not isinstance(value, numbers.Real):
                 raise UsageError(f"{field.name} is {value!r}; a limit is a plain number, without a unit.")
+            if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):  # such as one of numpy
+                object.__setattr__(self, field.name, value := float(value))
             if isinstance(value, float) and not math.isfinite(value):
                 way_out = "Give a large one, such as 1e9" if field.name.startswith("max_") else "Leave it out for none"
                 raise UsageError(f"{field.name} is {value}; a limit is a finite number. {way_out}.")
@@ -238,7 +241,8 @@ class Workload:
 
         Args:
             module: the very object that the program calls, in evaluation mode.
-            run: called once, without arguments; it may call the module as often as it likes.
+            run: called once, without arguments; it may call the module as often as it likes. An iterator that it returns, such
+                as a generator, is gone through.
             model: what is optimised, where that is not ``module`` itself, such as a function that builds it; worker processes
                 get it pickled.
             name, evaluation, calibration, dynamic, seed: as in the constructor; they go before what was recorded.
@@ -248,7 +252,7 @@ class Workload:
 
         Raises:
             UsageError: the module was never called, was in training mode, or its calls cannot be used; says why.
-            WorkloadError: ``run`` raised; its exception is the cause.
+            WorkloadError: ``run`` or ``keep`` raised; its exception is the cause.
         """
         with user_code("The program to capture raised", "Let it run to its end by itself first."):
             found = record(module, run, keep=keep, most_calls=most_calls, most_mb=most_mb)

@@ -61,12 +61,10 @@ def export_program(candidate: Candidate, *, plain: bool = False) -> tuple[Export
         CompileError: the model cannot be exported at all, for example because control flow depends on data.
     """
     signature = candidate.signature
-    if signature.dims:
-        try:
-            program = _export(candidate, candidate.dynamic_leaves(), dynamic_shapes(signature), plain)
+    for stated in (True, False) if signature.dims else ():
+        with contextlib.suppress(CompileError):  # a model that ties its shapes down can still be exported for one shape
+            program = _export(candidate, candidate.dynamic_leaves(), dynamic_shapes(signature, stated=stated), plain)
             return program, verified(candidate, program_call(program))
-        except CompileError:
-            pass  # a model that ties its shapes down can still be exported for one shape
     return export_static(candidate, plain=plain)
 
 
@@ -128,12 +126,15 @@ def frozen_note(lost: Sequence[str]) -> list[str]:
     return [told] if lost else []
 
 
-def dynamic_shapes(signature: Signature) -> Any:
+def dynamic_shapes(signature: Signature, *, stated: bool = True) -> Any:
     """The ``dynamic_shapes`` argument of :func:`torch.export.export` for a :class:`~trimtab.candidate.FlatModel`.
 
-    torch knows no dimension of one size only, which the program is made for as it is.
+    torch holds the model to what is ``stated`` of its dimensions, and refuses one whose inner sizes may come to one within
+    their bounds, as behind every convolution with a stride. Without, it takes them as hints, and what it makes must be tried.
+    It knows no dimension of one size only, which the program is made for as it is.
     """
-    dims: dict[int | str, Any] = {dim.name: _export_dim(dim) for dim in signature.dims if dim.min != dim.max}
+    whole = _export_dim if stated else lambda dim: ExportDim.DYNAMIC(min=dim.min, max=dim.max)
+    dims: dict[int | str, Any] = {dim.name: whole(dim) for dim in signature.dims if dim.min != dim.max}
     return (tuple({i: dims[s] for i, s in enumerate(spec.shape) if s in dims} or None for spec in signature.inputs),)
 
 

@@ -7,12 +7,14 @@ import pathlib
 import platform
 import re
 import shlex
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from typer.exceptions import TyperException
@@ -22,6 +24,8 @@ from trimtab._plain import plain
 from trimtab.errors import BUG, EXIT_BUG, TrimtabError, UsageError
 
 EXIT_INTERRUPTED = 130
+ENDING = ("SIGTERM", "SIGHUP")
+"""Signals that ask a command to end: of a batch system, of a service manager, of a terminal that is closed."""
 KEEPS = frozenset({"optimize"})
 """Commands that keep what they have finished when they are interrupted."""
 PASSWORD = re.compile(r"(://[^:/@]*:).*@")
@@ -52,6 +56,35 @@ class Boundary:
         name, self.code, sentence = _told(error)
         print(f"error[{name}]: {plain(sentence)}", file=sys.stderr)
         return True
+
+
+class Ending:
+    """A context that a signal to end interrupts, as Ctrl-C does, so that workers and temporary files go with the command.
+
+    A second one ends it at once. One that is ignored, as nohup has it, stays so.
+    """
+
+    def __init__(self) -> None:
+        self.code = EXIT_INTERRUPTED
+        """The exit code of a command that was interrupted: a shell's for the signal."""
+        self._met = list[int]()
+
+    def __enter__(self) -> Self:
+        known = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
+        if threading.current_thread() is threading.main_thread():
+            self._met = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
+        for number in self._met:
+            signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number in self._met:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.code = 128 + number
+        signal.signal(number, signal.SIG_DFL)
+        raise KeyboardInterrupt
 
 
 def _told(error: Exception) -> tuple[str, int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 import sys
 from typing import Any
 
@@ -27,7 +28,9 @@ class _Lasting(io.FileIO):
     def write(self, data: Any, /) -> int:
         """Write, or pretend to."""
         try:
-            return super().write(data)
+            while (written := super().write(data)) is None:  # what else leads there has made it one that never waits
+                select.select([], [self], [])
+            return written
         except OSError as error:
             if error.errno not in GONE:
                 raise

@@ -1,7 +1,7 @@
 """The ``trimtab`` command.
 
 Exit codes: 0 done, 1 limits not met or not verified, 2 wrong use, 3 the workload itself fails, 70 a bug in trimtab,
-130 interrupted.
+130 interrupted, which is 143 where SIGTERM did it and 129 where SIGHUP did.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli import _streams
-from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, interrupted
+from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, Ending, interrupted
 from trimtab.cli._lazy import group
 
 COMMANDS = {
@@ -77,11 +77,12 @@ def _version(package: str) -> str:
 def main() -> None:
     """Run the command line; whatever goes wrong becomes one sentence and an exit code."""
     _streams.prepare()
-    with Boundary() as boundary:
+    with Ending() as ending, Boundary() as boundary:
         code = app(prog_name="trimtab", standalone_mode=False)
         boundary.code = code if isinstance(code, int) else 0
         if not boundary.code:
             _streams.check()
     if boundary.code == EXIT_INTERRUPTED:  # typer turns the KeyboardInterrupt into this code
         print(f"\n{interrupted(sys.argv[1:])}", file=sys.stderr)
+        boundary.code = ending.code
     sys.exit(boundary.code)

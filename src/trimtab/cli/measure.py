@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -57,7 +58,7 @@ def measure_command(
 
 def _is_folder(what: str) -> bool:
     """Whether it is an artifact's, which has inputs of its own."""
-    return pathlib.Path(what).is_dir()
+    return os.path.isdir(what)  # which says no where pathlib raises
 
 
 def verify_command(

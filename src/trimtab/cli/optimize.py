@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import sys
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 EXIT_LIMITS = 1
 Inputs = Annotated[
-    pathlib.Path | None, typer.Option(metavar="FILE", help="Real inputs of a model file: .npz, .safetensors [random].")
+    pathlib.Path | None, typer.Option(metavar="FILE", help="Real inputs of a model file: .npz, .npy, .safetensors [random].")
 ]
 Shape = Annotated[
     list[str] | None, typer.Option(metavar="NAME=1x3x8", help="Size of an input of a model file; may be repeated.")
@@ -134,7 +135,7 @@ def _find(workload: str) -> None:
         UsageError: the reference names a Python file that does not exist.
     """
     path = pathlib.Path(re.sub(r":[A-Za-z_]\w*$", "", workload))
-    if path.suffix == ".py" and not path.is_file():
+    if path.suffix == ".py" and not os.path.isfile(path):  # which says no where pathlib raises
         raise no_file(path, "Check the path, or write a file to start from: trimtab init.")
 
 

@@ -29,6 +29,8 @@ def report_command(
 
     Example: trimtab report runs/digits --open
     """
+    if as_text + json + open_it > 1:
+        raise late("errors").UsageError("--text, --json and --open each ask for another form of the report. Give one of them.")
     if as_text or json:
         record = late("study.record").Record.read(run)
         found = dumps(record) if json else late("report").text(record, _columns() if output is None else None)

@@ -293,7 +293,10 @@ def _check_attributes(kind: str, function: Any, attributes: dict[str, Any]) -> N
 def _inferred(model: Any) -> tuple[dict[str, int], set[str]]:
     """How many axes values have, and which are floats, as far as ONNX's own inference tells."""
     onnx = require("onnx")
-    inferred = onnx.shape_inference.infer_shapes(model) if model.ByteSize() < 2**31 - 2**20 else model
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model) if model.ByteSize() < 2**31 - 2**20 else model
+    except onnx.shape_inference.InferenceError:
+        inferred = model  # of a graph that contradicts itself; ONNX Runtime has the last word
     known = (*inferred.graph.value_info, *inferred.graph.output, *inferred.graph.input)
     ranks = {item.name: len(item.type.tensor_type.shape.dim) for item in known if item.type.tensor_type.HasField("shape")}
     floats = {item.name for item in known if (dtype := DTYPES.get(item.type.tensor_type.elem_type)) and dtype.is_floating_point}

@@ -11,6 +11,8 @@ from trimtab.errors import UsageError
 
 MOST_HOST = 64
 """Integer constants of up to so many entries are kept as Python numbers."""
+MOST_VALUES = 2**16
+"""Of numbers that are computed from such constants."""
 
 
 class Host:
@@ -21,11 +23,19 @@ class Host:
     """
 
     def __init__(self, values: list[Any], scalar: bool) -> None:
+        if not torch.compiler.is_compiling():  # where sizes are symbols, it would be a condition on them
+            _refuse_endless(values)
         self.values = values
         self.scalar = scalar
 
 
 Value = torch.Tensor | Host
+
+
+def _refuse_endless(values: list[Any]) -> None:
+    """Python's numbers and lists grow without end, which a crafted file could have us wait for; those of ONNX do not."""
+    if len(values) > MOST_VALUES or any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
+        raise unsupported("it computes with whole numbers beyond 64 bits, or with very many of them")
 
 
 def host(values: list[Any], scalar: bool) -> Host:

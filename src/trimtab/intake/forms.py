@@ -6,7 +6,6 @@ import dataclasses
 import math
 import pathlib
 import re
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ from torch import nn
 from trimtab._batches import Batch, as_tensor
 from trimtab._fixes import no_file
 from trimtab._independence import ROUNDING, Judge
+from trimtab._machine import free_mb
+from trimtab._records import ZIP_ERRORS
 from trimtab._tree import Structure, flatten, unflatten
 from trimtab._weights import tolerance
 from trimtab.candidate import resized
@@ -153,7 +154,7 @@ def read_tensors(path: str | pathlib.Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return {name: as_tensor(arrays[name]) for name in arrays.files}
-    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
+    except (*ZIP_ERRORS, TypeError, OSError, MemoryError, safetensors.SafetensorError) as error:
         raise UsageError(
             f"{path} cannot be read as inputs: {error}. Write it with numpy.savez or safetensors.torch.save_file."
         ) from error
@@ -163,7 +164,16 @@ def read_tensors(path: str | pathlib.Path) -> dict[str, torch.Tensor]:
 def random_tensor(
     shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, bound: int | None = None
 ) -> torch.Tensor:
-    """Normal floats; integers below ``bound``, by default 0 and 1, which fit masks and any table."""
+    """Normal floats; integers below ``bound``, by default 0 and 1, which fit masks and any table.
+
+    Raises:
+        UsageError: they would take more memory than is free.
+    """
+    if (wanted := math.prod(shape) * max(dtype.itemsize, 4) / 1e6) > (free := free_mb()):
+        raise UsageError(
+            f"An input of the shape {list(shape)} takes {wanted:,.0f} MB, and {free:,.0f} MB are free here. State smaller "
+            "sizes with --shape, where the model leaves them open."
+        )
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(0, max(bound or 2, 1), tuple(shape), generator=generator).to(dtype)

@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import json
 import pathlib
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch
 from torch import nn
 
 from trimtab._fixes import with_fix
+from trimtab.candidate import MODEL_ERRORS
 from trimtab.contracts import require
-from trimtab.errors import UsageError
-from trimtab.intake.forms import Form, Inputs, Shapes, inputs_of, structure_of
+from trimtab.errors import TrimtabError, UsageError
+from trimtab.intake.forms import Form, Inputs, Shapes, inputs_of, random_tensor, structure_of
 from trimtab.signature import Dim
 
 TASKS = {
@@ -67,17 +67,7 @@ SENTENCES = (
 _FLOATS = {"pixel_values", "input_values", "input_features"}
 
 
-LOADING_ERRORS: tuple[type[Exception], ...] = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    ImportError,
-    RuntimeError,
-    AttributeError,
-    pickle.UnpicklingError,
-    safetensors.SafetensorError,
-)
+LOADING_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, MemoryError, safetensors.SafetensorError)
 """What transformers raises for a folder that it cannot load, such as one whose weights are only pointers to them."""
 
 
@@ -109,7 +99,9 @@ class TransformersFolder:
                 cls = _model_class(transformers, config, self.task)
                 only_safe = {} if list(pathlib.Path(self.path).glob("*.bin")) else {"use_safetensors": True}
                 model, found = cls.from_pretrained(self.path, config=config, output_loading_info=True, **options, **only_safe)
-        except LOADING_ERRORS as error:
+        except TrimtabError:
+            raise
+        except (*LOADING_ERRORS, *_hub_errors()) as error:
             told = f"transformers cannot load {self.path}: {_first_sentence(error)}"
             raise UsageError(with_fix(told, "Save the model into it again with save_pretrained.")) from error
         for part in model.modules():  # encoders and decoders have copies of the configuration
@@ -273,11 +265,17 @@ def _from_sentences(form: Form, tokenizer: Any, notes: list[str]) -> tuple[Form,
         made = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens[:, :4]}
         for name, dtype, shape in zip(form.names, form.dtypes, form.shapes, strict=True):
             if name not in made:  # the image beside the text
-                made[name] = torch.randn([1, *(int(s) for s in shape[1:] if isinstance(s, int))], generator=generator).to(dtype)
+                made[name] = random_tensor([1, *(s for s in shape[1:] if isinstance(s, int))], dtype, generator)
         calls.append(form.place([made[name] for name in form.names]))
     what = f"The inputs are {len(calls)} English sentences that come with trimtab, through the folder's own tokenizer."
     notes.append(f"{what} For your own data and labels write a workload file: trimtab init FOLDER.")
     return form, Inputs(example=calls[1], calibration=[*calls[:1], *calls[2:]], notes=tuple(notes))
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What the library beneath transformers raises, of configurations with values of another type too."""
+    found = vars(require("huggingface_hub.errors")).values()
+    return tuple(value for value in found if isinstance(value, type) and issubclass(value, Exception))
 
 
 @contextlib.contextmanager
@@ -296,7 +294,8 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _first_sentence(error: BaseException) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     if "trust_remote_code" in str(error):
         return "it needs Python code from the folder, which is never run. Save it with a class that transformers has itself."
     return line[:300]

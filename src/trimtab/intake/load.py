@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab._fixes import mended_by, no_file
-from trimtab.errors import UsageError
+from trimtab.candidate import MODEL_ERRORS
+from trimtab.errors import IntegrityError, TrimtabError, UsageError
 from trimtab.intake.forms import inputs_of
 from trimtab.intake.hf import TransformersFolder, transformers_inputs
 from trimtab.intake.onnx import OnnxFile
@@ -21,6 +23,8 @@ from trimtab.workload import Workload
 HF = "hf:"
 FORMS = "file.py, file.py:name, package.module:name, a model file (.pt2, .pt, .onnx) or hf:FOLDER"
 SCRIPTS = (".pt", ".pth", ".jit", ".ts", ".torchscript")
+SENSELESS: tuple[type[Exception], ...] = (*MODEL_ERRORS, MemoryError)
+"""What is raised over a model file that makes no sense."""
 _NAMED = re.compile(r"\.py(:[A-Za-z_]\w*)?$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
@@ -74,6 +78,23 @@ def is_python(reference: str) -> bool:
 def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
     if not path.is_file():
         raise no_file(path, "Check the path, or write a workload file to start from: trimtab init.")
+    with _understood(path):
+        return _workload(path, inputs, shapes)
+
+
+@contextlib.contextmanager
+def _understood(path: pathlib.Path) -> Iterator[None]:
+    """A block in which no code of the user's is run: whatever goes wrong in it, what ``path`` holds makes no sense."""
+    try:
+        yield
+    except TrimtabError:
+        raise
+    except SENSELESS as error:
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no more is known")
+        raise IntegrityError(f"{path} holds no model that can be used: {type(error).__name__}: {said[:300]}") from error
+
+
+def _workload(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
     absolute = str(path.resolve())
     model: Any
     notes: tuple[str, ...] = ()
@@ -96,12 +117,14 @@ def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[
     )
 
 
+@mended_by("Save the model into it again with save_pretrained.")
 def _from_folder(
     folder: str, inputs: str | os.PathLike[str] | None, shapes: Mapping[str, str | Sequence[int]], task: str | None
 ) -> Workload:
     path = pathlib.Path(folder).expanduser().resolve()
     model = TransformersFolder(str(path), task)
-    form, found = transformers_inputs(model, None if inputs is None else pathlib.Path(inputs), shapes)
+    with _understood(path):
+        form, found = transformers_inputs(model, None if inputs is None else pathlib.Path(inputs), shapes)
     return Workload(
         model=model,
         inputs=found.example,

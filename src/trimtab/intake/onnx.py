@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from trimtab._fixes import with_fix
 from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import flatten
 from trimtab._weights import tolerance
+from trimtab.candidate import MODEL_ERRORS
 from trimtab.contracts import require
 from trimtab.dims import BATCH
 from trimtab.errors import IntegrityError, UsageError
-from trimtab.intake._onnx_graph import graph_inputs, identifiers, import_graph
+from trimtab.intake._onnx_graph import STANDARD, graph_inputs, identifiers, import_graph
 from trimtab.intake._onnx_ops import DTYPES
 from trimtab.intake.forms import Form, as_far_as_proven, structure_of
 from trimtab.signature import Dim
@@ -26,6 +29,8 @@ from trimtab.workload import as_call
 TOLERANCE = 1e-3
 """Largest difference to ONNX Runtime, as a share of the largest value; two correct float32 runtimes differ by far less."""
 HUGE = 1e30
+MOST_INLINED, LEAST_NODE, MOST_NESTED = 2_000_000_000, 1000, 100
+"""Of a graph whose functions are inlined: its bytes, what a node counts at least, and how many calls may lie in each other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +95,63 @@ def read_model(path: str, *, weights: bool = True) -> Any:
     onnx = require("onnx")
     protobuf = require("google.protobuf.message")
     try:
-        model = onnx.load(path, load_external_data=weights)
+        model = onnx.load(path, load_external_data=False)
         if not model.graph.node or not model.ir_version:
             raise IntegrityError(f"{path} is no ONNX model: it has no nodes.")
-        return require("onnx.inliner").inline_local_functions(model) if model.functions else model
+        if model.functions:
+            _check_functions(model, path)
+            # before the weights are there: this passes the model through one message, which holds 2 GB at most
+            model = require("onnx.inliner").inline_local_functions(model)
+        if weights:
+            require("onnx.external_data_helper").load_external_data_for_model(model, os.path.dirname(path))
+        return model
     except (protobuf.DecodeError, onnx.checker.ValidationError, ValueError, OSError) as error:
         raise IntegrityError(f"{path} is no ONNX model that can be read: {error}") from error
+
+
+def _check_functions(model: Any, path: str) -> None:
+    """Refuse functions that call each other so often, or so deep, that inlining them would never end.
+
+    Raises:
+        IntegrityError: they do, or one of them is given a graph, as only control flow needs.
+    """
+    bodies = {_named(item, item.name): list(_within(item.node)) for item in model.functions}
+    known: dict[tuple[str, str, str], tuple[int, int]] = {}
+
+    def inlined(nodes: list[Any], depth: int) -> tuple[int, int]:
+        """How many bytes ``nodes`` and what they call come to, and how many calls lie in each other."""
+        size, deepest = sum(max(node.ByteSize(), LEAST_NODE) for node in nodes), 0
+        for node in nodes:
+            if (key := _named(node, node.op_type)) not in bodies:
+                continue
+            if any(item.type in (item.GRAPH, item.GRAPHS) for item in node.attribute):
+                raise IntegrityError(f"{path} gives a graph to a function, as control flow does; it is not read.")
+            if key not in known and depth < MOST_NESTED:
+                known[key] = inlined(bodies[key], depth + 1)
+            more, below = known.get(key, (0, MOST_NESTED))  # one that is not known lies too deep, perhaps in itself
+            size, deepest = size + more, max(deepest, below + 1)
+        return size, deepest
+
+    size, deepest = inlined(list(_within(model.graph.node)), 0)
+    if size > MOST_INLINED or deepest > MOST_NESTED:
+        raise IntegrityError(
+            f"{path} holds functions that call each other too often or too deep: at most {MOST_INLINED / 1e9:.0f} GB and "
+            f"{MOST_NESTED} calls in each other are read."
+        )
+
+
+def _named(item: Any, name: str) -> tuple[str, str, str]:
+    """By what a node finds its function."""
+    return "" if item.domain in STANDARD else item.domain, name, getattr(item, "overload", "")
+
+
+def _within(nodes: Any) -> Iterator[Any]:
+    """``nodes`` and those of the graphs in them."""
+    for node in nodes:
+        yield node
+        for item in node.attribute:
+            for graph in (*([item.g] if item.type == item.GRAPH else []), *item.graphs):
+                yield from _within(graph.node)
 
 
 def _session(path: str) -> Any:
@@ -147,8 +203,8 @@ def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str |
     try:
         with torch.no_grad():
             found = flatten(module(*leaves), "output")[0]
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        return f"it fails: {str(error).splitlines()[0][:200]}"
+    except MODEL_ERRORS as error:
+        return f"it fails: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         other = torch.as_tensor(theirs)
         if ours.shape != other.shape:

@@ -15,6 +15,7 @@ from torch import nn
 from trimtab._archive import load_torchscript
 from trimtab._batches import Batch
 from trimtab._independence import FEW, ROUNDING, Judge
+from trimtab._records import ZIP_ERRORS
 from trimtab._weights import tolerance
 from trimtab.dims import BATCH
 from trimtab.errors import IntegrityError, UsageError
@@ -132,6 +133,8 @@ def _refuse_checkpoint(path: str) -> None:
         names = set()
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}.") from error
+    except ZIP_ERRORS:
+        return  # an archive, and damaged: its strict reader says how
     if "constants.pkl" not in names:
         raise UsageError(
             f"{path} is no TorchScript file. If torch.save wrote it, it is a pickle of weights or objects, which is not "

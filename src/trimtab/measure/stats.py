@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.errors import UsageError
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.quantiles import (
     beta_quantile,
     binomial_cdf,
@@ -44,7 +44,9 @@ FEW, MANY = 5, 200
 would be one resample's luck, the bounds are Student's t on their spread, and so the wider the fewer there are."""
 PATIENCE = 4.0
 """Times the seconds of a bootstrap that a slow metric may take, to be resampled at least :data:`FEW` times."""
-UNUSABLE = (ValueError, TypeError, ArithmeticError, AssertionError, LookupError, RuntimeError)
+ALIKE = 1e-3
+"""What a metric may differ by when it is asked the same twice, relative to what it could lose: by rounding alone."""
+UNUSABLE = (ValueError, TypeError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StopIteration)
 """What a metric raises on a resample that it cannot judge, such as one with a single class."""
 
 
@@ -154,8 +156,9 @@ def paired_drop(
 
     The bound is Gaffke's (2005; studied by Phan et al., "Towards practical mean bounds for small samples", 2021): the mean
     under Dirichlet weights of the differences seen, and of one more that was not seen and is as bad as can be, namely the
-    whole spread of the scores. On scores of 0 and 1 without gains it is Clopper and Pearson's exact bound, so that no
-    difference among n examples bounds the drop by about 3/n, and not by 0.
+    whole spread of the scores or, of those between 0 and 1, which can fall to 0, the largest one. On scores of 0 and 1 without
+    gains it is Clopper and Pearson's exact bound, so that no difference among n examples bounds the drop by about 3/n, and
+    not by 0.
 
     Raises:
         UsageError: no scores, unequal counts, or scores that are not finite.
@@ -163,9 +166,10 @@ def paired_drop(
     baseline, candidate = np.asarray(baseline_scores, float), np.asarray(candidate_scores, float)
     _check_scores(baseline, candidate)
     lost = baseline - candidate if higher_is_better else candidate - baseline
-    worst, n = _spread(np.concatenate([baseline, candidate])), len(lost)
-    value, upper = float(lost.mean()), mean_upper(lost, worst, confidence)
-    low = -mean_upper(-lost, worst, confidence)
+    fall, rise = _reach(np.concatenate([baseline, candidate]))
+    worst, best = (fall, rise) if higher_is_better else (rise, fall)
+    value, n = float(lost.mean()), len(lost)
+    upper, low = mean_upper(lost, worst, confidence), -mean_upper(-lost, best, confidence)
     sampling = normal_quantile(confidence) * float(lost.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
     return _decide(value, low, upper, n, limit, sampling, method="paired")
 
@@ -212,6 +216,7 @@ def bootstrap_drop(
 
     Raises:
         UsageError: there are no examples, or the metric of the whole set is not finite.
+        WorkloadError: the metric keeps something from call to call, or is random.
     """
     if n < 1:
         raise UsageError("A drop needs at least one example, but there are none.")
@@ -224,6 +229,7 @@ def bootstrap_drop(
     value, lost = sign * (sides[0] - sides[1]), sign * (found[:, 0] - found[:, 1])
     spread = 3 * math.sqrt(n) * float(found[:, 0].std()) if len(found) else 0.0
     worst = max(abs(sides[0]), abs(sides[1]), spread, 0.0 if failed is None else abs(failed - sides[0])) or 1.0
+    refuse_memory(sides[0], metric_of(whole, 0), worst)  # which has made both sides alike by now
     rare = worst * clopper_pearson_upper(0, n, confidence)
     low, upper = value - worst, value + worst
     if 2 * len(found) < tried:
@@ -236,6 +242,19 @@ def bootstrap_drop(
         method = f"bootstrap ({len(found)} resamples)"
     sampling = max(0.0, upper - value)
     return _decide(value, min(low, value - rare), max(upper, value + rare), n, limit, sampling, method=method)
+
+
+def refuse_memory(first: float, again: float, worst: float) -> None:
+    """Refuse a metric that is ``first`` and then ``again`` of the same, where ``worst`` is the most that it could lose.
+
+    Raises:
+        WorkloadError: it keeps something from call to call, or is random.
+    """
+    if not abs(again - first) <= ALIKE * worst:
+        raise WorkloadError(
+            f"The metric is {first:.6g} and then {again:.6g} for the same outputs and targets. Have it keep nothing from "
+            "call to call, as a torchmetrics object does that is updated and not reset, and seed what is random in it."
+        )
 
 
 def _trimmed_t(values: Array, confidence: float) -> tuple[float, float]:
@@ -258,9 +277,12 @@ def _check_scores(baseline: Array, candidate: Array) -> None:
         raise UsageError(f"{bad} scores are not finite, so their mean means nothing; look for NaN in the outputs or the score.")
 
 
-def _spread(scores: Array) -> float:
-    """What one example can lose at most: the spread of all scores, or their size where all are equal."""
-    return float(np.ptp(scores)) or abs(float(scores[0])) or 1.0
+def _reach(scores: Array) -> tuple[float, float]:
+    """How far the score of one example can fall, and rise, at most: by the spread of all scores, or by their size where all are
+    equal. What lies between 0 and 1 can fall to 0, however close to each other those are that were seen."""
+    spread = float(np.ptp(scores)) or abs(float(scores[0])) or 1.0
+    lowest, highest = float(scores.min()), float(scores.max())
+    return (max(spread, highest) if lowest >= 0 and highest <= 1 else spread), spread
 
 
 def _resampled(metric_of: MetricOf, n: int, resamples: int, seconds: float) -> tuple[Array, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from trimtab._copies import copied
 from trimtab._masks import errors
 from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import flatten
 from trimtab._user_code import user_code
 from trimtab._weights import tolerance
-from trimtab.candidate import MODEL_ERRORS, Candidate, call_model
+from trimtab.candidate import MODEL_ERRORS, Candidate, call_model, resized
 from trimtab.contracts import Pass
 from trimtab.errors import CompileError, UsageError, WorkloadError
 
@@ -39,8 +39,8 @@ class FoldBn(Pass):
     Pays on convolutional networks whose runtime does not fold by itself (eager, and exports that are quantized afterwards); it
     removes one read and one write of every activation. Which norm follows which layer is taken from a symbolic trace, where
     the model allows one, and from the order of registration; both are guesses, so every fold is verified: a copy of the
-    model with random batch-norm statistics must give the same outputs, in double precision where it can, on the example and
-    on random inputs. Statistics of a freshly made model would hide a wrong fold, because they change next to nothing.
+    model with random batch-norm statistics must give the same outputs, in double precision where it can, on the example, on
+    random inputs and at other sizes. Statistics of a freshly made model would hide a wrong fold: they change next to nothing.
     Source: Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 3.2; ``torch.nn.utils.fusion``.
     """
 
@@ -78,19 +78,18 @@ class _Proof:
     def __init__(self, candidate: Candidate) -> None:
         self._structure = candidate.signature.input_structure
         generator = torch.Generator().manual_seed(0)
-        self._inputs = [candidate.leaves]
         self._model, self._tolerance = candidate.own_model(), tolerance(candidate.model, SINGLE_TOLERANCE)
         _stir(self._model, generator)
-        resampled = _resampled(candidate.leaves, generator)
-        if self._answers(resampled):  # some inputs go with each other, such as sequences and their lengths in falling order
-            self._inputs.append(resampled)
+        # some inputs go with each other, such as sequences and their lengths in falling order
+        others = filter(self._answers, [_resampled(candidate.leaves, generator), *_other_sizes(candidate)])
+        self._inputs = [candidate.leaves, *others]
         self._double()
         with _noted(self._model) as self.ran:
             self._reference = [self._outputs(self._model, leaves) for leaves in self._inputs]
 
     def __call__(self, pairs: Sequence[Pair]) -> bool:
         """Whether folding all of ``pairs`` keeps the outputs."""
-        folded = copy.deepcopy(self._model)
+        folded = copied(self._model)
         try:
             _fold(folded, pairs)
             found = [self._outputs(folded, leaves) for leaves in self._inputs]
@@ -107,7 +106,7 @@ class _Proof:
 
     def _double(self) -> None:
         """Go to double precision if the model works in it; some cast to float32 by name."""
-        model = copy.deepcopy(self._model).double()
+        model = copied(self._model).double()
         inputs = [[t.double() if t.is_floating_point() else t for t in leaves] for leaves in self._inputs]
         try:
             outputs = [self._outputs(model, leaves) for leaves in inputs]
@@ -169,7 +168,7 @@ def _traced(model: nn.Module) -> list[Pair]:
         # it runs the user's own code on symbols, which may refuse them with any exception; that of a copy, because models keep
         # what they computed, which would be symbols afterwards
         with user_code("The model cannot be traced"):
-            graph = torch.fx.Tracer().trace(copy.deepcopy(model))
+            graph = torch.fx.Tracer().trace(copied(model))
     except (UsageError, WorkloadError):
         return []
     calls = [node for node in graph.nodes if node.op == "call_module"]
@@ -251,6 +250,16 @@ def _resampled(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> li
         else t.flatten()[torch.randperm(t.numel(), generator=generator)].view(t.shape)
         for t in leaves
     ]
+
+
+def _other_sizes(candidate: Candidate) -> Iterator[list[torch.Tensor]]:
+    """The example with each dynamic dimension at another size and at its least: models leave norms out for a single row."""
+    signature = candidate.signature
+    now = signature.sizes(candidate.leaves)
+    for dim in signature.dims:
+        for size in {dim.near(now[dim.name], 1, -1), dim.min} - {now[dim.name]}:
+            pairs = zip(candidate.leaves, signature.inputs, strict=True)
+            yield [resized(leaf, spec.shape, dim.name, size) for leaf, spec in pairs]
 
 
 def _close(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor], tolerance: float) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 from trimtab._plain import plain
 from trimtab.measurement import Interval
 from trimtab.report import _words as words
-from trimtab.report._rows import Row, labelled
+from trimtab.report._rows import Row, has_files, labelled
+from trimtab.study import verdict
 from trimtab.study.record import Record
 from trimtab.trial import State
 
@@ -189,11 +190,17 @@ def _hover(row: Row, record: Record) -> str:
         if labelled(record)
         else f"error {words.error(trial.parity.centred_error if trial.parity else None)}"
     )
-    state = "within the limits" if row.keeps else "not within the limits"
-    size = words.megabytes(trial.size_mb)
+    size = [f"size {words.megabytes(trial.size_mb)}"] if has_files(record) else []
     return "<br>".join(
-        (f"<b>{wrapped(row.recipe)}</b>", safe(words.speed(trial.speedup)), loss, f"size {size}", f"{trial.state}, {state}")
+        (f"<b>{wrapped(row.recipe)}</b>", safe(words.speed(trial.speedup)), loss, *size, f"{trial.state}{_kept(row, record)}")
     )
+
+
+def _kept(row: Row, record: Record) -> str:
+    """What is known of the limits, to stand behind the state: a trial that ended early was not held against them."""
+    if row.keeps or row.trial.state is not State.COMPLETE:
+        return ", within the limits" if row.keeps else ""
+    return ", not within the limits" if verdict.misses(row.trial, record.limits) else ", not in a form that ships"
 
 
 def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:

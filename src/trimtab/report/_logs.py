@@ -55,16 +55,16 @@ def tail(folder: pathlib.Path, log: str | None, most: int) -> Tail | None:
     """
     if log is None:
         return None
-    root = folder.resolve()
-    path = (root / log).resolve()
-    if not path.is_relative_to(root) or not path.is_file():
-        return None
     try:
+        root = folder.resolve()
+        path = (root / log).resolve()
+        if not path.is_relative_to(root) or not path.is_file():
+            return None
         with path.open("rb") as file:
             whole = file.seek(0, os.SEEK_END)
             file.seek(max(0, whole - most))
             data = file.read(most)
-    except OSError:
+    except (OSError, ValueError):  # it may not be read here, or is no path at all
         return None
     text = plain(data.decode("utf-8", "replace")).strip("\n")
     shown = fitted(text, most)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from trimtab._json import to_json
 from trimtab._plain import plain
+from trimtab.measurement import Interval
 from trimtab.report import _trust, _verdict
 from trimtab.report import _words as words
 from trimtab.study.record import Record
@@ -68,7 +69,8 @@ class SideBySide:
 
 def side_by_side(left: Record, right: Record, names: tuple[str, str] = ("", "")) -> SideBySide:
     """What two studies, called ``names``, have in common and what they have not."""
-    return SideBySide(lines=tuple(_lines(left, right)), differences=tuple(_differences(left, right)), names=names)
+    differences = tuple(plain(sentence) for sentence in _differences(left, right))
+    return SideBySide(lines=tuple(_lines(left, right)), differences=differences, names=names)
 
 
 def _table_rows(line: Line, width: int) -> Iterator[str]:
@@ -92,7 +94,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
         if tile.name in ("speed-up over tuned", terms.lost, "error of the outputs", "throughput"):
             yield tile.name, f"{tile.value}" + (f" ({tile.below})" if tile.below else "")
     yield "trials", _verdict.tally(record)
-    yield from _trust.study(record)[2:]
+    yield words.compared(record)
+    yield from _trust.study(record)[1:]
     yield from _trust.machine(record)
     for name, number in record.environment.versions.items():
         yield f"version of {name}", number
@@ -117,8 +120,13 @@ def _lines(left: Record, right: Record) -> Iterator[Line]:
 
 
 def _differences(left: Record, right: Record) -> Iterator[str]:
+    if left.mode != right.mode:
+        yield "One is a model that was optimized, the other a training that was tuned: their figures do not compare."
+        return
     if left.prepared.identity != right.prepared.identity:
         yield "These are two different workloads, or two states of one: their speed-ups do not compare one to one."
+    elif _judged(left) != _judged(right):
+        yield "They were judged on other data: their scores, and what they lost, do not compare one to one."
     if left.objective != right.objective:
         yield f"They look for different things: {left.objective} on the left, {right.objective} on the right."
     if left.limits != right.limits:
@@ -132,6 +140,12 @@ def _differences(left: Record, right: Record) -> Iterator[str]:
     yield from _speeds(left, right)
 
 
+def _judged(record: Record) -> tuple[Any, ...]:
+    """What is known of the data that is the same on every machine."""
+    prepared = record.prepared
+    return dict(prepared.splits), prepared.n, words.known(prepared.score) is None
+
+
 def _by_recipe(record: Record) -> dict[str, Trial]:
     return {trial.recipe.hash: trial for trial in record.trials}
 
@@ -142,12 +156,14 @@ def _winners(left: Record, right: Record) -> Iterator[str]:
         if here.winner is None or here.best == there.best:
             continue
         other = _by_recipe(there).get(here.winner.recipe.hash)
-        name, home = here.winner.recipe, "left" if place == "right" else "right"
+        home = "left" if place == "right" else "right"
+        what = f"{words.terms(here).answer} on the {home}, {here.winner.recipe},"
+        many = here.mode == "train"  # settings
         if other is None:
-            yield f"What ships on the {home}, {name}, was not tried on the {place}."
+            yield f"{what} {'were' if many else 'was'} not tried on the {place}."
         else:
             speed = f" at {words.speed(other.speedup)}" if other.speedup else ""
-            yield f"What ships on the {home}, {name}, is {other.state}{speed} on the {place}."
+            yield f"{what} {'are' if many else 'is'} {other.state}{speed} on the {place}."
 
 
 def _states(left: Record, right: Record) -> Iterator[str]:
@@ -164,13 +180,19 @@ def _states(left: Record, right: Record) -> Iterator[str]:
         yield f"{words.count(alone[0], 'recipe')} tried on the left only, {alone[1]:,} on the right only."
 
 
+def _apart(a: Interval, b: Interval) -> bool:
+    """Whether two speed-ups differ by more than their intervals; of a bound that is not finite nothing is known."""
+    known = all(words.known(figure) is not None for each in (a, b) for figure in (each.value, each.low, each.high))
+    return known and min(a.value, b.value) > 0 and not (a.low <= b.high and b.low <= a.high)
+
+
 def _speeds(left: Record, right: Record) -> Iterator[str]:
     """Recipes whose speed-ups differ by more than their intervals, the largest difference first."""
     other = _by_recipe(right)
     found: list[tuple[float, str]] = []
     for trial in left.trials:
         a, b = trial.speedup, getattr(other.get(trial.recipe.hash), "speedup", None)
-        if a is None or b is None or min(a.value, b.value) <= 0 or (a.low <= b.high and b.low <= a.high):
+        if a is None or b is None or not _apart(a, b):
             continue
         words_of_it = f"{trial.recipe}: {words.speed(a)} on the left, {words.speed(b)} on the right."
         found.append((abs(math.log(a.value / b.value)), words_of_it))

@@ -15,7 +15,7 @@ from trimtab._plain import plain
 from trimtab.report import _trust, _verdict, _why
 from trimtab.report import _words as words
 from trimtab.report._roof import SIDES, placed
-from trimtab.report._rows import Row, labelled, rows
+from trimtab.report._rows import Row, has_files, labelled, rows
 from trimtab.study.record import Record
 from trimtab.trial import State
 
@@ -98,9 +98,10 @@ def _ladder(record: Record, screen: Screen) -> Iterator[str]:
 
 
 def _trials(record: Record, screen: Screen) -> Iterator[str]:
-    yield from screen.wrapped(f"TRIALS  {_verdict.tally(record)}", 1, hang=8)
     found = rows(record)
     measured = [row for row in found if row.cells[0].key is not None]
+    marks = "  (* ships, + keeps the limits)" if measured else ""
+    yield from screen.wrapped(f"TRIALS  {_verdict.tally(record)}{marks}", 1, hang=8)
     for row in measured[: 5 if screen.wide else 2]:
         yield from screen.row(f"{'*' if row.ships else '+' if row.keeps else ' '} {_figures(row, record)}", row.recipe)
     for row in islice((row for row in found if row.trial.state in (State.FAILED, State.MISMATCH)), 3):
@@ -113,6 +114,8 @@ def _figures(row: Row, record: Record) -> str:
         loss = f"{words.terms(record).drop} ≤ {words.lost(trial.drop.upper, record)}"
     else:
         loss = "" if labelled(record) else f"error {words.error(trial.parity.centred_error if trial.parity else None)}"
+    if record.objective == "memory" or not has_files(record):
+        return f"{words.speed(trial.speedup):<23} {loss:<18} {words.megabytes(trial.peak_mb):>12} of memory"
     return f"{words.speed(trial.speedup):<23} {loss:<18} {words.megabytes(trial.size_mb):>12}"
 
 
@@ -135,19 +138,11 @@ def _trusted(record: Record, screen: Screen) -> Iterator[str]:
     undecided = f"undecidable trials: {len(_trust.undecided(record))}"
     if exact := _trust.undecided_exact(record):
         undecided += f", and {exact:,} exact, held to rounding instead"
-    yield from screen.wrapped(f"{_compared(record)}; {undecided}", 1, hang=4)
+    yield from screen.wrapped(f"{': '.join(words.compared(record))}; {undecided}", 1, hang=4)
     if doubt := _verdict.doubt(record):
         yield from screen.wrapped(doubt, 1, hang=4)
     for note in _trust.notes(record)[: 1 if doubt else 2]:
         yield from screen.wrapped(f"note: {note}", 1, hang=4)
-
-
-def _compared(record: Record) -> str:
-    """What the scores rest on."""
-    if record.mode == "train":
-        return f"losses compared: {words.count(record.prepared.n or 0, 'update')}"
-    split = ", ".join(f"{name} {size:,}" for name, size in record.prepared.splits.items())
-    return f"examples: {split or 'none'}"
 
 
 def _again(record: Record, screen: Screen) -> Iterator[str]:

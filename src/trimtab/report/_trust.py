@@ -72,13 +72,9 @@ def noise(record: Record) -> list[Fact]:
     trials = [t.comparison for t in record.trials if t.comparison is not None and t.state is State.COMPLETE]
     spreads = sorted(value for each in trials if (value := words.known(each.noise)) is not None)
     if spreads:
-        middle = spreads[len(spreads) // 2]
-        facts.append(
-            (
-                "spread of the original against itself, over the trials",
-                f"{words.share(spreads[0])} to {words.share(spreads[-1])}, half of them below {words.share(middle)}",
-            )
-        )
+        middle = words.share(spreads[len(spreads) // 2])
+        several = f"{words.share(spreads[0])} to {words.share(spreads[-1])}, half of them up to {middle}"
+        facts.append(("spread of the original against itself, over the trials", several if len(spreads) > 1 else middle))
     thrown = sum(each.discarded for each in trials)
     if trials:
         kept = sum(each.pairs for each in trials)

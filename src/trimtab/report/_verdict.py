@@ -107,7 +107,8 @@ def conditions(record: Record) -> str:
     when = record.confirmation.measured_at if record.confirmation is not None else None
     date = f"last run on {plain(record.started)[:10]}" if when is None else f"on {plain(when)[:10]}"
     where = f"{plain(record.environment.cpu)}{',' if when is None else ''} {date}"
-    return f"Measured on {where}, {threads} unless the recipe says otherwise, inputs {inputs}{pairs}."
+    measured = "Measured" if any(trial.comparison is not None for trial in record.trials) else "Nothing was timed"
+    return f"{measured} on {where}, {threads} unless the recipe says otherwise, inputs {inputs}{pairs}."
 
 
 def tiles(record: Record) -> list[Tile]:
@@ -121,14 +122,13 @@ def _speed(record: Record) -> Iterator[Tile]:
     if found is None:
         trial = leader(record)
         if trial is not None and trial.speedup is not None:
-            below = f"{words.span(trial.speedup)} in the search, not confirmed"
+            below = f"{words.span(trial.speedup)} in the search, not confirmed".lstrip()
             yield Tile("best so far" if record.status is None else "speed-up", words.quoted(trial.speedup), below)
         return
-    if found.speedup is not None:
-        yield Tile("speed-up over as written", words.quoted(found.speedup), f"{words.span(found.speedup)}, 95% interval")
+    if found.speedup is not None and found.again:  # settings that stay are once as fast as themselves, which nobody measured
+        yield Tile("speed-up over as written", words.quoted(found.speedup), words.bounds(found.speedup))
     if found.against_tuned is not None:
-        below = f"{words.span(found.against_tuned)}, 95% interval"
-        yield Tile("speed-up over tuned", words.quoted(found.against_tuned), below)
+        yield Tile("speed-up over tuned", words.quoted(found.against_tuned), words.bounds(found.against_tuned))
     if best is not None:
         value = words.milliseconds(best["latency_ms"]["median"])
         yield Tile(f"median {words.terms(record).measure}", value, _written(record, found, first, best))

@@ -176,10 +176,10 @@ def times(ratio: float | None) -> str:
 
 
 def span(interval: Interval | None) -> str:
-    """``2.41 to 2.66``; empty where nothing is known."""
-    if interval is None or known(interval.low) is None or known(interval.high) is None:
+    """``2.41 to 2.66``; empty where nothing is known. An upper bound that is not finite is one that says nothing."""
+    if interval is None or known(interval.low) is None:
         return ""
-    high = f">{MANY:.0f}" if interval.high > MANY else times(interval.high)[:-1]
+    high = times(interval.high)[:-1] if interval.high <= MANY else f">{MANY:.0f}"
     return f"{times(interval.low)[:-1]} to {high}"
 
 
@@ -196,6 +196,12 @@ def quoted(interval: Interval | None) -> str:
     if interval is None or known(interval.value) is None:
         return UNKNOWN
     return "unclear" if interval.vague else times(interval.value)
+
+
+def bounds(interval: Interval) -> str:
+    """What stands below a speed-up."""
+    found = span(interval)
+    return f"{found}, 95% interval" if found else ""
 
 
 def milliseconds(value: float | None) -> str:
@@ -321,6 +327,13 @@ def recipe(found: Recipe, record: Record) -> str:
     if not any("threads" in step.sets for step in found.passes):
         words.append(count(record.prepared.threads, "thread"))
     return ", ".join(words)
+
+
+def compared(record: Record) -> tuple[str, str]:
+    """What the scores rest on: what it is, and how much there is of it."""
+    if record.mode == "train":
+        return "losses compared", count(record.prepared.n or 0, "update")
+    return "examples", ", ".join(f"{name} {size:,}" for name, size in record.prepared.splits.items()) or "none"
 
 
 def limits(record: Record) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trimtab._batches import Batch, leaves_of
+from trimtab._weights import raw
 from trimtab.errors import UsageError
 from trimtab.splits import Splits
 from trimtab.workload import Evaluation
@@ -77,8 +78,10 @@ def _digest(leaves: Iterable[Any]) -> bytes | None:
     digest = hashlib.blake2b(digest_size=16)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
+            if leaf.is_nested or leaf.is_quantized or leaf.layout is not torch.strided:
+                return None  # a graph's edges, which only the evaluation's own run looks at
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            digest.update(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(raw(leaf).numpy().data)
         elif leaf is None or isinstance(leaf, PLAIN):
             digest.update(f"{type(leaf).__name__} {leaf!r}\n".encode(errors="surrogatepass"))
         else:

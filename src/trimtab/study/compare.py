@@ -129,7 +129,7 @@ def in_turns(
     Raises:
         StorageError: there is no room for temporary files.
     """
-    count = max(1, min(ROUNDS, int(seconds / LEAST_S)))
+    count = int(max(1, min(ROUNDS, seconds / LEAST_S)))
     rounds, sizes, most = list[Comparison](), dict[str, list[list[int]]](), count
     while len(rounds) < most:
         found, sizes, alone = _round(jobs, objective=objective, seconds=seconds, count=count, width=width, power=power)

@@ -48,8 +48,11 @@ def serve(channel: socket.socket) -> pathlib.Path | None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     running: dict[int, int] = {}
     server = os.getpid()
+    waiting = select.poll()  # and not select, whose numbers end at 1023: the channel has that of whoever asks
+    waiting.register(channel, select.POLLIN)
+    waiting.register(woken, select.POLLIN)
     while True:
-        ready = select.select([channel.fileno(), woken], [], [])[0]
+        ready = [descriptor for descriptor, _ in waiting.poll()]
         if woken in ready:
             os.read(woken, LONGEST_REQUEST)
             _reap(running)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+from typing import Any
 
 import cloudpickle
 from torch import nn
@@ -14,7 +15,7 @@ from trimtab.errors import UsageError
 from trimtab.workload import Workload
 
 
-def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, str]:
+def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, Any]:
     """What a worker finds ``workload`` by (:func:`trimtab.study.jobs.read_workload`): its reference, or a pickle in ``folder``.
 
     Raises:
@@ -39,7 +40,7 @@ def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, str]:
             f"The workload cannot be handed to worker processes: {reason}. Put it into a file and give its reference, such as "
             "'model.py:workload', or give model= a function that builds it."
         ) from error
-    return {"pickle": str(path.resolve()), "path": os.pathsep.join(map(os.path.abspath, sys.path))}
+    return {"pickle": str(path.resolve()), "path": [*map(os.path.abspath, sys.path)]}
 
 
 def _compiled(module: nn.Module) -> bool:

@@ -14,6 +14,9 @@ from trimtab._json import write_json
 from trimtab.contracts import BACKENDS
 
 IMPORTED = "imported.json"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_SEEN = {name: os.environ.get(name) for name in THREADS}
+"""What they were when torch was imported, which never looks at them again."""
 
 
 @contextlib.contextmanager
@@ -39,3 +42,17 @@ def imports_noted(folder: pathlib.Path) -> Iterator[dict[str, str]]:
             own[name] = os.path.abspath(origin)
     changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     write_json(folder / IMPORTED, {"modules": found, "environment": changed})
+
+
+def threads_unseen(threads: int) -> list[str]:
+    """A sentence where the workload asks for other than ``threads`` in the environment, which in a program of its own it may do
+    before torch is imported, and here only after that."""
+    asked = {name: os.environ.get(name, "") for name in THREADS if os.environ.get(name) != _SEEN[name]}
+    for name, value in asked.items():
+        if value.isdecimal() and int(value) not in (0, threads):
+            return [
+                f"The workload sets {name} to {value}, which torch does not see here, where it is imported before: it computes "
+                f"with {threads} threads. Write torch.set_num_threads({value}) into the workload, or set {name} where the "
+                "command is started."
+            ]
+    return []

@@ -53,7 +53,7 @@ from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
 from trimtab.reference import Reference, refer
 from trimtab.study import apart, sameness, space
-from trimtab.study.imported import imports_noted
+from trimtab.study.imported import imports_noted, threads_unseen
 from trimtab.study.sources import code_of
 from trimtab.study.travelling import baseline_speedup
 from trimtab.subject import Subject, fresh, prepare, refuse_nan
@@ -69,7 +69,7 @@ SLOW_START_S = 2.0
 Job = Mapping[str, Any]
 
 
-def read_workload(source: Mapping[str, str]) -> Workload:
+def read_workload(source: Mapping[str, Any]) -> Workload:
     """The workload that ``source`` names: a reference to a file or module, or a pickle of our own making.
 
     From here on the user's code, which may look at ``sys.argv`` whenever it is called, finds what a script without arguments
@@ -77,8 +77,8 @@ def read_workload(source: Mapping[str, str]) -> Workload:
     """
     sys.argv[:] = [source.get("reference", "workload")]
     if "pickle" in source:
-        # classes that lie in modules beside the user's script are found where the script found them
-        sys.path += [place for place in source.get("path", "").split(os.pathsep) if place and place not in sys.path]
+        # what lies beside the user's script comes before what is installed under the same name, as the script has it
+        sys.path[:] = dict.fromkeys([*source.get("path", ()), *sys.path])
         with open(source["pickle"], "rb") as file:
             found: Workload = cloudpickle.load(file)
         return found
@@ -353,10 +353,10 @@ def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
 
 
 def _few_threads() -> list[str]:
-    """A sentence where the workload's file gives torch fewer threads than it has by itself."""
+    """A sentence where the workload's file gives torch fewer threads than it has by itself, or means to."""
     threads = torch.get_num_threads()
     if threads >= TORCH_THREADS:
-        return []
+        return threads_unseen(threads)
     return [
         f"The workload gives torch {threads} of {TORCH_THREADS} threads. Other runtimes get as many, unless a recipe says more."
     ]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from typing import Literal, get_args
 
 from trimtab.errors import UsageError
 from trimtab.evaluate import Objective
 from trimtab.workload import Limits
+
+SEEDS = 2**32
+"""What the seed of a sampler is below."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,3 +40,12 @@ class Options:
             raise UsageError(f"objective is {self.objective!r}; it can be {known}.")
         if not isinstance(self.limits, Limits):
             raise UsageError(f"limits is {self.limits!r}; give trimtab.Limits, such as Limits(max_drop=0.01).")
+        for name, value in (("trial_seconds", self.trial_s), ("timing_seconds", self.timing_s)):
+            if not math.isfinite(value):
+                raise UsageError(f"{name} is {value}; it must have an end. Give a large number, such as 86400 for a day.")
+        if not isinstance(self.seed, numbers.Integral) or not 0 <= self.seed < SEEDS:
+            raise UsageError(f"seed is {self.seed!r}; it must be a whole number from 0 to {SEEDS - 1}.")
+        if self.storage is not None and not (self.storage and isinstance(self.storage, str)):
+            raise UsageError(
+                f"storage is {self.storage!r}; give the URL of a database, such as 'sqlite:////data/studies.db', or none."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import getpass
 import json
@@ -134,6 +135,10 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End it and everything that it started, at once."""
+        if not self._tidy.alive:  # it was done before, and its number may be another's by now
+            return
+        if self.alive:
+            end_descendants(self.pid)  # those in groups of their own, which nobody finds once it has ended
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -193,6 +198,14 @@ def _compiled_code() -> str:
         user = f"uid_{os.getuid()}"
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return named or os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
+def end_descendants(pid: int) -> None:
+    """Kill what process ``pid`` started and what that did, in whichever groups and sessions they are."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def _tree_mb(pid: int) -> float:

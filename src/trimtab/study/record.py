@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -133,12 +134,16 @@ class Record:
             StorageError: there is one, but its record is damaged or of another version.
         """
         path = folder / RECORD
-        if not path.is_file():
-            what = "is not a folder" if not folder.is_dir() else f"holds no {RECORD}"
-            raise UsageError(f"{folder} {what}. Give the run folder of a study, such as runs/digits; optimize prints it.")
         try:
             return from_json(cls, json.loads(path.read_text(encoding="utf-8")))
+        except PermissionError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}. Let this user read it.") from error
         except (OSError, ValueError, RecursionError) as error:  # a UsageError is a ValueError
+            if not os.path.isfile(path):
+                what = "is not a folder" if not os.path.isdir(folder) else f"holds no {RECORD}"
+                raise UsageError(
+                    f"{folder} {what}. Give the run folder of a study, such as runs/digits; optimize prints it."
+                ) from error
             raise StorageError(f"{path} cannot be read: {error} The same optimize command writes it anew.") from error
 
 

@@ -18,18 +18,15 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
     confirmation = found.confirmation
     ratio = confirmation.speedup
     assert ratio is not None
-    bounds = "95% interval, too wide for one number" if ratio.vague else f"95% interval {ratio.low:.2f} to {ratio.high:.2f}"
     limits = study.options.limits
     missed = [] if verdict.feasible(eager, limits) else verdict.misses(eager, limits)
     words = (
         f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
     )
-    words = f"{words or found.trial.recipe} is {_single(ratio)} as fast as written ({bounds})"
+    words = f"{words or found.trial.recipe} is {single(ratio)} as fast as written ({bounds(ratio)})"
     if confirmation.against_tuned is not None:
         tuned = confirmation.against_tuned
-        words += f" and {_single(tuned)} the tuned original" + (
-            "" if tuned.vague else f" ({tuned.low:.2f} to {tuned.high:.2f})"
-        )
+        words += f" and {single(tuned)} the tuned original" + ("" if tuned.vague else f" ({tuned.low:.2f} to {tuned.high:.2f})")
     words += _cost(study, found)
     return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
 
@@ -92,10 +89,15 @@ def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) ->
     return f"none of {len(trials)} trials was {better} than the tuned original within the limits"
 
 
-def _single(ratio: Interval) -> str:
+def bounds(ratio: Interval) -> str:
+    """The interval of ``ratio``, to stand in brackets behind :func:`single`."""
+    return "95% interval, too wide for one number" if ratio.vague else f"95% interval {ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def single(ratio: Interval) -> str:
     """One number, or both bounds where one would mislead."""
     return f"{ratio.low:.2f}x to {ratio.high:.2f}x" if ratio.vague else f"{ratio.value:.2f}x"
 
 
 def _multiple(ratio: Interval) -> str:
-    return _single(ratio) if ratio.vague else ratio.times()
+    return single(ratio) if ratio.vague else ratio.times()

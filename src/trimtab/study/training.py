@@ -12,7 +12,7 @@ from trimtab.candidate import Settings
 from trimtab.confirm import Confirmation
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.recipe import Recipe
-from trimtab.study import verdict
+from trimtab.study import sentences, verdict
 from trimtab.study.climb import Climb, trained_as_written
 from trimtab.study.finish import confirm, no_baseline
 from trimtab.study.process import Outcome
@@ -148,9 +148,7 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
 def _improved(found: Best, lost: list[str]) -> str:
     confirmation, ratio = found.confirmation, found.confirmation.speedup
     assert ratio is not None
-    words = (
-        f"{found.trial.recipe} trains {ratio.value:.2f}x as fast as written (95% interval {ratio.low:.2f} to {ratio.high:.2f})"
-    )
+    words = f"{found.trial.recipe} trains {sentences.single(ratio)} as fast as written ({sentences.bounds(ratio)})"
     over = "" if confirmation.parity is None else f", over the first {confirmation.parity.n} updates"
     if found.trial.recipe.exact:
         words += f"; its losses are those as written, within rounding{over}"

@@ -21,6 +21,8 @@ HOPEFUL = 1.05
 """How much faster than the tuned original a recipe has to seem that is not surely so, to be looked at again."""
 LARGE_DROP = 0.2
 """Who means to lose a fifth of the score, or to be off by a fifth, is rare; who forgets the percent sign is not."""
+TINY_DROP, BEYOND_SHARES = 1e-3, 10.0
+"""Who means to lose less than a thousandth is rare; who gives percent of a score that goes to 100, or far beyond 1, is not."""
 NAMED = 5
 """Recipes that a note names one by one."""
 MORE = 1.1
@@ -42,8 +44,8 @@ class Miss:
 
 
 def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
-    """What to say of a limit on the accuracy that is so large for this ``score`` that another unit was probably meant, or that
-    nothing can be held against, because there are no labels and so no score.
+    """What to say of a limit on the accuracy that is so large or small for this ``score`` that another unit was probably meant,
+    or that nothing can be held against, because there are no labels and so no score.
 
     Raises:
         UsageError: the limit lets everything pass.
@@ -51,8 +53,10 @@ def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
     if score is None:
         return " ".join(words for words in (_unseen(limits), _generous(limits)) if words) or None
     given = limits.max_drop
-    if not isinstance(given, (int, float)) or not share or given < LARGE_DROP:
+    if not isinstance(given, (int, float)) or (share and given < LARGE_DROP):
         return None
+    if not share:
+        return _strict(given, score)
     if given >= 1:
         raise UsageError(
             f"max_drop is {given:g}, but the score is a share between 0 and 1 ({score:.4f} as written) and cannot drop by that "
@@ -61,6 +65,15 @@ def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
     return (
         f"max_drop allows the score to drop by {given:.0%} ({score:.4f} as written). If {given:g}% was meant, write "
         f"--max-drop {given:g}% or max_drop={given / 100:g}."
+    )
+
+
+def _strict(given: float, score: float) -> str | None:
+    if abs(score) <= BEYOND_SHARES or not 0 < given < TINY_DROP * abs(score):
+        return None
+    return (
+        f"max_drop allows the score to drop by {given:g}, in its own units ({score:.4g} as written). If {100 * given:.3g}% of "
+        f"it was meant, give {given * abs(score):.3g}."
     )
 
 

@@ -15,13 +15,15 @@ from trimtab._fixes import with_fix
 from trimtab._json import write_json
 from trimtab.errors import TrimtabError, WorkloadError
 from trimtab.study.jobs import JOBS
-from trimtab.study.process import DISK_FULL, JOB, LOG, RESULT
+from trimtab.study.process import DISK_FULL, JOB, LOG, RESULT, end_descendants
 from trimtab.study.train_jobs import TRAINING
 
 
 def main(folder: pathlib.Path) -> int:
     """Run the job in ``folder`` and write its result there; an error of ours is a result too, a full disk an exit code."""
     code, here = 1, pathlib.Path.cwd()  # which the workload may change
+    # what asks there is to fail at once: nobody answers, and the pipe that lies behind it is the lifeline
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         write_json(folder / RESULT, _result(job, folder, folder.relative_to(here) if folder.is_relative_to(here) else folder))
@@ -31,13 +33,21 @@ def main(folder: pathlib.Path) -> int:
         raise
     finally:
         # at once: threads of the user's would be waited for, and runtimes that crash while they are torn down spoil a result
-        with contextlib.suppress(OSError, ValueError):  # the log lies on a disk too, and may have been closed
+        try:
             if (raised := sys.exception()) is not None:
-                traceback.print_exc()
                 code = DISK_FULL if out_of_space(raised) else code
+                _log_traceback()
+            end_descendants(os.getpid())
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        finally:  # whatever the workload has put in the place of the streams
+            os._exit(code)
+
+
+def _log_traceback() -> None:
+    """Write the traceback to the log, wherever the workload has standard error lead, unless that is closed or the disk full."""
+    with contextlib.suppress(OSError, ValueError):
+        traceback.print_exc(file=sys.__stderr__)
 
 
 def _result(job: dict[str, Any], folder: pathlib.Path, shown: pathlib.Path) -> Any:
@@ -46,11 +56,13 @@ def _result(job: dict[str, Any], folder: pathlib.Path, shown: pathlib.Path) -> A
     except TrimtabError as error:
         if out_of_space(error):
             raise
-        traceback.print_exc()
+        _log_traceback()
         message = str(error)
         if job["kind"] == "prepare" and isinstance(error, WorkloadError) and error.__cause__ is not None:
             message = with_fix(message, f"The traceback is in {shown / LOG}.")  # that of the user's own code
-        return {"error": type(error).__name__, "message": message, "traceback": traceback.format_exc()}
+        # whoever reads it knows ours alone, and a workload may have made one of its own from them
+        kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == TrimtabError.__module__)
+        return {"error": kind, "message": message, "traceback": traceback.format_exc()}
 
 
 if __name__ == "__main__":

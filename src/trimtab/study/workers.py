@@ -108,13 +108,20 @@ def _forked(channel: socket.socket, request: Mapping[str, Any], descriptors: lis
         return None
     finally:
         os.close(tells)
-    answered = select.select([told], [], [], START_S)[0]
-    number = os.read(told, WORD) if answered else b""
+    number = os.read(told, WORD) if _readable(told, START_S) else b""
     if not number:
         os.close(told)
         return None
     os.set_blocking(told, False)
     return Forked(int.from_bytes(number, "little", signed=True), told)
+
+
+def _readable(descriptor: int, seconds: float | None = None) -> bool:
+    """Whether there is something to read, waited for so long. Not with ``select``, which takes no number above 1023, as a
+    program with many open files has them."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(None if seconds is None else 1e3 * seconds))
 
 
 class Forked:
@@ -142,7 +149,7 @@ class Forked:
     def wait(self) -> int:
         """Wait for its end; gives its exit code."""
         while self.poll() is None:
-            select.select([self._told], [], [])
+            _readable(self._told)
         assert self.returncode is not None
         return self.returncode
 

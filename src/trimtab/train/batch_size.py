@@ -284,12 +284,13 @@ class _Search:
         return reason
 
     def _tried(self, action: Callable[[_Entry], str], entry: _Entry) -> str:
-        """The reason that ``action`` gives, or that there is no memory for it."""
+        """The reason that ``action`` gives, or that there is no memory for it, or that one example has no statistics."""
         try:
             reason = action(entry)
-        except (RuntimeError, MemoryError) as error:
-            go_on(error, repeats=self.world.repeats)
-            reason = "it does not fit into memory"
+        except (RuntimeError, MemoryError, ValueError) as error:
+            if not (lonely := str(error).startswith("Expected more than 1 value per channel")):
+                go_on(error, repeats=self.world.repeats)
+            reason = "BatchNorm cannot be trained on one example" if lonely else "it does not fit into memory"
         return self._agreed(reason)
 
     def _first_times(self, entry: _Entry) -> str:

@@ -46,11 +46,22 @@ def _held_by(holders: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def datasets_of(loader: Any) -> list[Any]:
-    """The dataset of ``loader``, and what that is a part of, as a ``Subset`` is."""
+    """The dataset of ``loader``, and what that is a part of, as a ``Subset`` is, or made of, as a ``ConcatDataset`` is."""
     found: list[Any] = []
-    while (loader := getattr(loader, "dataset", None)) is not None and all(loader is not other for other in found):
-        found.append(loader)
+    waiting = _within(loader)
+    while waiting:
+        dataset = waiting.pop(0)
+        if all(dataset is not other for other in found):
+            found.append(dataset)
+            waiting = _within(dataset) + waiting
     return found
+
+
+def _within(holder: Any) -> list[Any]:
+    """The datasets that ``holder`` names as its own, as torch's do."""
+    one, several = getattr(holder, "dataset", None), getattr(holder, "datasets", ())
+    parts = several.values() if isinstance(several, Mapping) else several if isinstance(several, (list, tuple)) else ()
+    return [part for part in (one, *parts) if part is not None]
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from trimtab.train.order import Index
 from trimtab.workload import user_code
 
 Column = torch.Tensor | Sequence[Any]
+_STILL = (list, tuple, range)
+"""Sequences that give what they hold; those of other classes, also of classes made from these, may run code for each item."""
+_COLUMNS = user_code("The columns of the dataset could not be read")
 
 
 class Source(Protocol):
@@ -46,10 +49,10 @@ class Source(Protocol):
 class Columns:
     """Data that lies in arrays, one row per example: a batch is one selection from each, and never a view of them."""
 
-    draws = False
-
     def __init__(self, columns: Mapping[Any, Column], build: Callable[[dict[Any, Any]], Batch], collate: Collate) -> None:
         self.columns, self.build, self.collate = columns, build, collate
+        arrays = (torch.Tensor, np.ndarray)
+        self.draws = not all(isinstance(column, arrays) or type(column) in _STILL for column in columns.values())
         counts = {name: len(column) for name, column in columns.items()}
         if len(set(counts.values())) > 1:
             shown = ", ".join(f"{name}: {count}" for name, count in counts.items())
@@ -57,19 +60,20 @@ class Columns:
                 f"The columns of the dataset differ in length ({shown}). Give one row per example in each; a tuple is taken "
                 "for columns, so give examples in a list."
             )
-        self._count = next(iter(counts.values()), 0)
 
     def __len__(self) -> int:
-        return self._count
+        return min(map(len, self.columns.values()))
 
     def read(self, index: Index) -> Batch:
         """The batch of these examples."""
         places = index if isinstance(index, slice) else torch.from_numpy(index)
-        return self.build({name: self._take(name, column, places) for name, column in self.columns.items()})
+        with _COLUMNS:
+            return self.build({name: self._take(name, column, places) for name, column in self.columns.items()})
 
     def example(self, place: int) -> Any:
         """One row of each."""
-        return self.build({name: column[place] for name, column in self.columns.items()})
+        with _COLUMNS:
+            return self.build({name: column[place] for name, column in self.columns.items()})
 
     def _take(self, name: Any, column: Column, places: slice | torch.Tensor) -> Any:
         if isinstance(column, torch.Tensor):
@@ -87,7 +91,7 @@ class Examples:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:
         self.dataset, self.collate = dataset, collate
-        self.draws = not (isinstance(dataset, (list, tuple)) and isinstance(collate, Collate))
+        self.draws = not (type(dataset) in _STILL and type(collate) is Collate)
         self._many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
 
     def __len__(self) -> int:
@@ -116,10 +120,9 @@ class Examples:
 class Chosen:
     """Some of the rows of columns, as :func:`torch.utils.data.random_split` gives them."""
 
-    draws = False
-
-    def __init__(self, source: Columns, indices: Sequence[int]) -> None:
+    def __init__(self, source: Columns | Chosen, indices: Sequence[int]) -> None:
         self.source, self.indices = source, np.asarray(indices, np.int64)
+        self.draws: bool = source.draws
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -177,21 +180,31 @@ def source_of(dataset: Any, collate: Callable[[list[Any]], Batch] | None) -> Sou
         UsageError: it cannot be read by place, or its columns differ in length.
     """
     joining = Collate() if collate is None else collate
-    if isinstance(joining, Collate):
-        if type(dataset) is Subset and isinstance(whole := source_of(dataset.dataset, joining), Columns):
-            return Chosen(whole, dataset.indices)
-        if (columns := _columns(dataset, joining)) is not None:
-            return columns
-    elif not callable(joining):
+    if not callable(joining):
         raise UsageError(f"collate is a {type(joining).__name__}; give a function of a list of examples.")
-    elif isinstance(dataset, Mapping):
-        dataset = _Rows(source_of(dataset, None))
+    plain = joining if type(joining) is Collate and joining.mask is None else None  # a mask is made of whole examples
+    columns = _arrays(dataset, plain or Collate())
+    if columns is not None and plain is not None:
+        return columns
+    whole = dataset
+    while type(whole) is Subset:
+        whole = whole.dataset
+    if columns is not None and isinstance(whole, (Mapping, tuple)):  # of which no place is an example
+        dataset = _Rows(columns)
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"A {type(dataset).__name__} cannot be read by place: a Loader needs len(dataset) and dataset[i]. Give a list or a "
             "dataset that has them, or the Trainer a torch DataLoader over this one."
         )
     return Examples(dataset, joining)
+
+
+def _arrays(dataset: Any, collate: Collate) -> Columns | Chosen | None:
+    """``dataset``, or what it is a part of, as columns, if it is made of arrays."""
+    if type(dataset) is not Subset:
+        return _columns(dataset, collate)
+    whole = _arrays(dataset.dataset, collate)
+    return None if whole is None else Chosen(whole, dataset.indices)
 
 
 class _Rows(Sequence[Any]):

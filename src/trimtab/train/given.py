@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.train import rates
+from trimtab.train.optimizer_state import groups_of
 from trimtab.train.stopping import EarlyStopping
 
 if TYPE_CHECKING:
@@ -67,10 +68,10 @@ def missing_groups(trainer: Trainer, state: Mapping[str, Any]) -> list[dict[str,
     None where the groups before those are of others.
     """
     kept, now, parameters = state.get("names", []), _names(trainer), dict(_parameters(trainer))
-    added = kept[len(now) :]
-    if kept[: len(now)] != now or any(name not in parameters for names in added for name in names):
+    added, groups = kept[len(now) :], groups_of(state["optimizer"])
+    if groups is None or kept[: len(now)] != now or any(name not in parameters for names in added for name in names):
         return []
-    found = [copy.deepcopy(group) for group in state["optimizer"]["param_groups"][len(now) :]]
+    found = [copy.deepcopy(group) for group in groups[len(now) :]]
     return [{**group, "params": [parameters[name] for name in names]} for group, names in zip(found, added, strict=True)]
 
 
@@ -111,7 +112,9 @@ def over(trainer: Trainer, state: Mapping[str, Any]) -> Mapping[str, Any]:
     A learning rate is wherever a schedule has got to: all that is made of it is multiplied by as much as it has changed.
     """
     kept, now = state.get("given", {}).get("options") or [], trainer.given.options or []
-    groups, told = [dict(group) for group in state["optimizer"]["param_groups"]], list[str]()
+    if (groups := groups_of(state["optimizer"])) is None:  # it is the optimizer's own affair
+        return state
+    groups, told = [dict(group) for group in groups], list[str]()
     factors = [1.0] * len(groups)
     for place, (before, after) in enumerate(zip(kept, now, strict=False)):
         rate = rates.chosen(before)

@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader
 
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.collate import Collate
+from trimtab.train.draws import datasets_of
 from trimtab.train.feed import rebuilt
-from trimtab.train.fetch import Job, Reader, source_of
+from trimtab.train.fetch import Job, Reader, seeded, source_of
 from trimtab.train.objective import Batch
 from trimtab.train.order import Epoch, Order, check_lengths, fixed, length_classes, within_budget
+from trimtab.workload import user_code
 
 BATCH = 32
 """Examples per batch where nothing is said."""
@@ -45,7 +47,8 @@ class Loader:
         workers: processes that read; 0 reads in this one.
         prefetch: batches that each worker reads ahead.
         pin: whether batches lie in page-locked memory, which GPUs copy from without waiting; ``None``: if there is a GPU.
-        persistent: whether workers live on after an epoch.
+        persistent: whether workers live on after an epoch; not if the dataset has a ``set_epoch()``, which they would not hear,
+            nor once it has grown.
         in_order: whether batches come in the order of the epoch. Otherwise whichever is ready comes first, and a resumption
             in mid-epoch may leave out a few batches and repeat others.
         collate: joins a list of examples; :class:`~trimtab.train.collate.Collate` if not given.
@@ -93,17 +96,18 @@ class Loader:
         self._reader = Reader(self._source)
         if not len(self._source):
             raise UsageError("The dataset is empty. Check where its examples come from.")
-        self.lengths = self._lengths(lengths, collate)
+        with seeded((seed,)):
+            self.lengths = self._lengths(lengths, collate)
         if self.batch is None and tokens is None:
             self.batch = BATCH
         self.begun_by: int | None = None
         """How many processes have begun the epoch that is sought next, where that was another number: which examples make up
         which batch then stays what it was."""
-        self._orders: dict[int, Order] = {}
+        self._orders: dict[tuple[int, int], Order] = {}
         self._next = (0, 0)
         self._turn = 0
         self._pool: DataLoader[Batch] | None = None
-        self._started: tuple[int, int, bool] | None = None
+        self._started: tuple[int, int, bool, int] | None = None
         self._jobs = _Jobs([])
         self._order(self._place()[1])
 
@@ -151,8 +155,9 @@ class Loader:
     def _elsewhere(self, jobs: _Jobs, turn: int) -> Iterator[Batch]:
         """Have the workers read."""
         self._jobs.become(jobs)
-        now = (self.workers, self.prefetch, self._pins())
-        if self._pool is None or not self.persistent or self._started != now:
+        now = (self.workers, self.prefetch, self._pins(), len(self._source))
+        told = any(hasattr(dataset, "set_epoch") for dataset in datasets_of(self))  # of which workers have copies
+        if self._pool is None or not self.persistent or told or self._started != now:
             self._pool, self._started = self._start(), now
         batches = iter(self._pool)
         while True:
@@ -204,8 +209,13 @@ class Loader:
         return rank, size
 
     def _order(self, size: int) -> Order:
-        if size not in self._orders:
-            count = len(self._source)
+        count = len(self._source)
+        if (key := (size, count)) not in self._orders:
+            if self.lengths is not None and len(self.lengths) != count:
+                raise UsageError(
+                    f"The dataset has {count} examples now, and had {len(self.lengths)} when their lengths were taken. Make a "
+                    "new Loader."
+                )
             classes = None if self.lengths is None else length_classes(self.lengths, self.tokens)
             if classes is not None and self.tokens is not None:
                 bounds = within_budget(classes, self.batch, self.tokens, size)
@@ -216,8 +226,9 @@ class Loader:
                     f"With drop_last, {count} examples make no batch of {self.batch} for each of {size} processes. Give a "
                     "smaller batch, or drop_last=False."
                 )
-            self._orders[size] = Order(count, bounds, classes, self.shuffle, self.seed)
-        return self._orders[size]
+            kept = {other: made for other, made in self._orders.items() if other[1] == count}
+            self._orders = {**kept, key: Order(count, bounds, classes, self.shuffle, self.seed)}
+        return self._orders[key]
 
     def _lengths(self, lengths: Any, collate: Any) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """The length that each example has once it is padded to a multiple."""
@@ -226,10 +237,16 @@ class Loader:
                 raise UsageError("tokens=... needs lengths=..., an array or a function such as lambda x: len(x['input_ids']).")
             return None
         if callable(lengths):
-            lengths = [lengths(self._source.example(place)) for place in range(len(self._source))]
+            lengths = [self._length(lengths, place) for place in range(len(self._source))]
         multiple = collate.multiple if isinstance(collate, Collate) else 1
         found = check_lengths(lengths, len(self._source), self.tokens)
         return check_lengths(-(-found // multiple) * multiple, len(self._source), self.tokens)
+
+    def _length(self, function: Callable[[Any], int], place: int) -> int:
+        """What the user's function says of the example at ``place``."""
+        example = self._source.example(place)
+        with user_code(f"lengths raised on example {place}"):
+            return function(example)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the running workers, which stay with this process."""

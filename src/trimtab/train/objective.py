@@ -112,7 +112,10 @@ class Objective:
         return self.loss if isinstance(self.loss, nn.Module) and not self.known else None
 
     def __call__(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight]:
-        """The loss of ``batch``, a scalar that carries gradients, and what it is a mean over: 1 where that is not ``weighed``.
+        """The loss of ``batch``, a scalar that carries gradients, and what it is a mean over.
+
+        Where that is not ``weighed`` it is 1, unless the loss may be a mean over nothing, such as over labels that are all left
+        out, which is no number.
 
         ``batch`` stays as it is, whatever the loss takes out of it or puts into it: some batches are used more than once.
 
@@ -126,6 +129,7 @@ class Objective:
         """The same, and the outputs that were compared with the targets: ``None`` where it is not here that this is done."""
         given = fresh(batch)
         outputs: Any = None
+        targets: Any = None
         if self.loss is None:
             loss, weight = self._own(model, given)
         elif self._with_model:
@@ -136,7 +140,7 @@ class Objective:
             outputs = call(model, inputs)
             self._refuse_broadcast(outputs, targets)
             try:
-                loss, weight = self.loss(outputs, targets), _denominator(self.loss, targets) if weighed else None
+                loss, weight = self.loss(outputs, targets), None
             except IndexError as error:
                 raise WorkloadError(_wrong_label(self.loss, outputs, targets, error)) from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -146,8 +150,10 @@ class Objective:
                 "The loss does not depend on any parameter that is trained. Look for detach(), no_grad() or item() between the "
                 "model and the loss, and for a model that is frozen."
             )
-        if self.summed or not weighed:
+        if self.summed or not (weighed or _may_be_of_nothing(loss)):
             return loss, 1.0, outputs
+        if self.loss is not None and not self._with_model:
+            weight = _denominator(self.loss, targets)
         self._weighs = weight is not None
         self.untold |= weight is None and length(batch) is None
         return loss, examples(batch) if weight is None else weight, outputs
@@ -271,12 +277,20 @@ def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
     if isinstance(weight, torch.Tensor):
         if weight.dim():
             raise WorkloadError(f"The loss returned a tensor of shape {tuple(weight.shape)} beside the mean. {_EITHER}")
-        return loss, weight
-    if not isinstance(weight, Real):
+        if weight.requires_grad:  # a part of the loss, most often
+            raise WorkloadError(f"The loss returned a tensor that carries gradients beside the mean. {_EITHER}")
+        if weight.device.type != "cpu":  # nobody waits for a GPU to find out
+            return loss, weight
+    elif not isinstance(weight, Real):
         raise WorkloadError(f"The loss returned a {type(weight).__name__} beside the mean. {_EITHER}")
     if not 0 <= (number := float(weight)) < math.inf:
         raise WorkloadError(f"The loss returned {number} beside the mean, which no mean is over. {_EITHER}")
-    return loss, number
+    return loss, weight if isinstance(weight, torch.Tensor) else number
+
+
+def _may_be_of_nothing(loss: torch.Tensor) -> bool:
+    """Whether ``loss`` may be a mean over nothing; where a GPU computes it, nobody waits to see that it is a number."""
+    return loss.device.type != "cpu" or not math.isfinite(loss.item())
 
 
 def _takes_model(loss: Callable[..., Any]) -> bool:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.passes.channels_last import lay_out
-from trimtab.train import epoch, given, lengths, own_loss, rates
+from trimtab.train import epoch, given, lengths, optimizer_state, own_loss, rates
 from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.checkpoint import refuse_strange
@@ -29,7 +29,6 @@ from trimtab.train.kernels import bring_state, use_kernels
 from trimtab.train.prefetch import transfer_for
 from trimtab.train.step import Step
 from trimtab.train.validation import Move
-from trimtab.train.world import World
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
@@ -67,7 +66,7 @@ def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     trainer.given.take_options(trainer.optimizer)
     made = Ready(feed, step, scheduler, clock, move, trainer.planned)
     if trainer.resuming is not None:
-        _load_rest(made, given.over(trainer, trainer.resuming), trainer.world)
+        _load_rest(trainer, made, given.over(trainer, trainer.resuming))
         if not trainer.world.take_unsent(trainer.resuming.get("unsent")):
             trainer.note("What the run before had left out of its compressed gradients is dropped: this one compresses none.")
     elif trainer.step_state is not None:
@@ -91,6 +90,7 @@ def refuse_unkept(trainer: Trainer) -> None:
         UsageError: there is such a thing.
     """
     if trainer.checkpoints is not None:
+        optimizer_state.refuse_left_out(trainer.optimizer)
         given = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
         refuse_strange(given | {"scheduler": schedules.state_of(trainer.scheduler), "loss": own_loss.state_of(trainer)})
 
@@ -118,7 +118,7 @@ def optimizer_for(
     What state it has goes where the model is.
 
     Raises:
-        UsageError: the model has nothing to train, or the optimizer is over other parameters.
+        UsageError: the model has nothing to train, or the optimizer is over other parameters, or calls the model itself.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
@@ -136,8 +136,7 @@ def optimizer_for(
             raise UsageError(
                 f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Let it return one."
             )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS calls the model several times per update, which this loop does not do. Use another optimizer.")
+    optimizer_state.refuse_closure(optimizer)
     own = {id(p) for p in (*model.parameters(), *(() if loss is None else loss.parameters()))}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -263,8 +262,8 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
             f"The checkpoint in {folder} was made with {state['optimizer_kind']}, not {kind}. Give that optimizer."
         )
     missing = given.missing_groups(trainer, state)
-    kept, now_there = state["optimizer"]["param_groups"], [*trainer.optimizer.param_groups, *missing]
-    was, are = ([len(group["params"]) for group in groups] for groups in (kept, now_there))
+    was = list(map(len, state["names"]))
+    are = [len(group["params"]) for group in (*trainer.optimizer.param_groups, *missing)]
     if was != are:
         raise UsageError(
             f"The checkpoint in {folder} was made with optimizer groups of {_listed(was)} parameters, not of {_listed(are)}. "
@@ -352,30 +351,10 @@ def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
     return made
 
 
-def _load_rest(made: Ready, state: Mapping[str, Any], world: World) -> None:
-    optimizer = made.step.optimizer
+def _load_rest(trainer: Trainer, made: Ready, state: Mapping[str, Any]) -> None:
+    kept, named = state["model"], trainer.model.named_parameters()
+    before: dict[torch.Tensor, torch.dtype] = {parameter: kept[name].dtype for name, parameter in named if name in kept}
     # Not before, because making a scheduler changes the learning rates.
-    optimizer.load_state_dict({**state["optimizer"], "state": _shared_out(state["optimizer"], optimizer, world)})
-    _like_parameters(optimizer)
+    optimizer_state.load(trainer.optimizer, state["optimizer"], trainer.world, before)
     made.step.load_state_dict(state["step"])
     schedules.load(made.scheduler, state["scheduler"])
-
-
-def _shared_out(state: Mapping[str, Any], optimizer: Optimizer, world: World) -> dict[Any, Any]:
-    """This process's part of the state per parameter: the optimizer would put the whole of it on the device."""
-    found = dict(state["state"])
-    places = [place for group in state["param_groups"] for place in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for place, parameter in zip(places, parameters, strict=True):
-        if place in found:
-            values = found[place].items()
-            found[place] = {n: world.part(v, parameter) if isinstance(v, torch.Tensor) else v for n, v in values}
-    return found
-
-
-def _like_parameters(optimizer: Optimizer) -> None:
-    """Lay out the optimizer's tensors as their parameters are: checkpoints know no layouts, and mixed ones are slow."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

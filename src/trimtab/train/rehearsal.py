@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trimtab.train.draws import generators_within, set_states, states_of
+from trimtab.train.optimizer_state import with_inner
 from trimtab.train.runtime import random_state, set_random_state
 
 
@@ -63,18 +64,17 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.
         tensors += dict.fromkeys([*model.parameters(), *trained])
     kept, random, generators = Kept(tensors), random_state(), generators_of_both(model, loss)
     drawn = states_of(generators)
-    state = None if optimizer is None else _optimizer_state(optimizer)
-    options = [] if optimizer is None else _options(optimizer)
+    before = [] if optimizer is None else [(each, _optimizer_state(each), _options(each)) for each in with_inner(optimizer)]
     try:
         yield kept
     finally:
         for parameter in (*model.parameters(), *(() if loss is None else loss.parameters())):
             parameter.grad = None
         kept.put_back()
-        if optimizer is not None and state is not None:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            _put_back_options(optimizer, options)
+        for each, state, options in before:
+            each.state.clear()
+            each.state.update(state)
+            _put_back_options(each, options)
         set_random_state(random)
         set_states(generators, drawn)
 

@@ -153,6 +153,8 @@ class Step:
                     clock.enter("forward")
                     with self.precision():
                         loss, weight = world.asked(functools.partial(self.objective, self.model, batch, weighed=not alone))
+                    if alone:
+                        loss = self._of_something(loss, weight)
                     if index >= counted:
                         loss, weight = loss.nan_to_num() * 0, weight * 0
                     losses.append(loss.detach())
@@ -250,11 +252,13 @@ class Step:
             return loss
         if self._typical is None:
             self._typical = float(weight) or 1.0
+        return self._of_something(loss, weight) * (weight / self._typical)
+
+    def _of_something(self, loss: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """``loss``, or 0 where it is a mean over nothing, as where all labels are ignored, which is no number."""
         if self.world.size == 1 and _known_to_be_nothing(weight):  # others may wait for what the backward pass exchanges
             return self._nought()
-        if isinstance(weight, torch.Tensor):  # a mean over nothing, where all labels are ignored, is no number
-            loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
-        return loss * (weight / self._typical)
+        return torch.where(weight > 0, loss, torch.zeros_like(loss)) if isinstance(weight, torch.Tensor) else loss
 
     def _nought(self) -> torch.Tensor:
         """A loss of 0 whose gradients are 0; those of a mean over nothing are no numbers, even where it is multiplied by 0."""

@@ -155,6 +155,8 @@ class Shown:
         self._best: Mapping[str, Any] | None = None
         self._last: dict[str, Any] = {}
         """What the model had before the best parameters were put into it."""
+        self._averaged: dict[str, torch.Tensor] = {}
+        """The parameters as the average was shown, to see whether somebody changes them."""
 
     def show(self, best: Mapping[str, Any] | None) -> None:
         """Put into the model what its owner is to have."""
@@ -164,15 +166,20 @@ class Shown:
         if best is not None:
             self._best, self._last = best, copied_state(self.model)
             self.model.load_state_dict(best)
+        elif self._average:
+            self._averaged = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     def take_back(self, *, update: int, same: bool) -> None:
         """Put back what the last of ``update`` updates left; other data begins with the best parameters, if they were shown.
 
         Parameters that somebody has changed since the run are left to him.
         """
-        best, last, average = self._best, self._last, self._average
+        best, last, average, averaged = self._best, self._last, self._average, self._averaged
         self.forget()
-        stays = best is not None and not (same and _equal(self.model.state_dict(), best))
+        if best is None:
+            stays = not _equal(dict(self.model.named_parameters()), averaged)
+        else:
+            stays = not (same and _equal(self.model.state_dict(), best))
         if best is not None and not stays:
             self.model.load_state_dict(last)
         if self.ema is None:
@@ -184,7 +191,7 @@ class Shown:
 
     def forget(self) -> None:
         """The model has what an update left: a checkpoint was put into it."""
-        self._average, self._best, self._last = False, None, {}
+        self._average, self._best, self._last, self._averaged = False, None, {}, {}
 
 
 def copied_state(model: nn.Module) -> dict[str, Any]:

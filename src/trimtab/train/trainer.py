@@ -26,6 +26,7 @@ from trimtab.train.memory import Room
 from trimtab.train.meter import Meter
 from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, Objective, in_step
+from trimtab.train.peek import kept_random
 from trimtab.train.position import Position
 from trimtab.train.runtime import allocate, running
 from trimtab.train.schedule import Schedule
@@ -240,10 +241,15 @@ class Trainer:
             self.note(text)
 
     def emit(self, event: Event) -> None:
-        """Tell the callbacks; of several processes only those of the first one."""
+        """Tell the callbacks; of several processes only those of the first one.
+
+        What they draw from random generators, or do to these, leaves no trace in the run: when they are called again after a
+        resumption depends on where that was.
+        """
         for watcher in self.watchers:
             watcher(self, event)
-        alike.call_back(self, event)
+        with kept_random() if self.callbacks else contextlib.nullcontext():
+            alike.call_back(self, event)
 
     def _run(
         self, train: Iterable[Batch], held_out: Iterable[Batch] | None, epochs: int | None, steps: int | None
@@ -276,12 +282,14 @@ class Trainer:
         """What is left of the epoch; returns whether it is whole."""
         feed, position = ready.feed, self.position
         for group in saving.rounds(self, ready):
-            update = self._update(ready, group)
+            update, remarks = self._update(ready, group)
             if not self.world.used:
                 break
             position.batch, position.update, position.drew = feed.taken, position.update + 1, feed.drew
             position.skipped += not update.applied
             with saving.saving(self, ready):
+                for remark in remarks:
+                    self.note_once(remark)
                 meter.count(update, group if self.world.counts else [])
             if not (update.applied or update.overflowed) and self.settings.nonfinite == "stop":
                 self.stop("The loss was not finite.")
@@ -308,19 +316,19 @@ class Trainer:
         if self.checkpoint_every is None and not self.position.due:
             saving.save(self, ready)
 
-    def _update(self, ready: prepare.Ready, group: list[Batch]) -> Update:
-        """One update, and what goes along with it."""
+    def _update(self, ready: prepare.Ready, group: list[Batch]) -> tuple[Update, list[str | None]]:
+        """One update and what goes along with it, and what there is to tell of it once it counts."""
         with _STEP:
             update = self.room.update(ready, group)
+        remarks = [self.objective.doubt(group, alone=self.world.size == 1)]
         if ready.scheduler is not None and update.applied:
-            self.note_once(schedules.advance(ready.scheduler))
-        self.note_once(self.objective.doubt(group, alone=self.world.size == 1))
+            remarks.append(schedules.advance(ready.scheduler))
         if self.ema is not None and update.applied:
             self.ema.update(self.model)
         if update.applied and not self._kept:
             self._kept = True
             prepare.refuse_unkept(self)
-        return update
+        return update, remarks
 
     def _validate(self, held_out: Iterable[Batch] | None, ready: prepare.Ready) -> None:
         """Go through the validation data, keep the best parameters, and stop where it has stopped getting better."""

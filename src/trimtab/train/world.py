@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trimtab.candidate import Settings
+from trimtab.errors import UsageError
 from trimtab.train.clock import Clock
 from trimtab.train.objective import Weight
 
@@ -53,7 +54,17 @@ class World:
         """Tell ``clock`` when the backward pass does nothing any more but wait for others."""
 
     def place(self, model: nn.Module, settings: Settings) -> None:
-        """Put on its device of the model what this process is to hold; before there is an optimizer."""
+        """Put on its device of the model what this process is to hold; before there is an optimizer.
+
+        Raises:
+            UsageError: the model has no values yet.
+        """
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta:
+                raise UsageError(
+                    f"{type(model).__name__} has a tensor of shape {tuple(tensor.shape)} on the meta device, which holds no "
+                    "values. Make the model on the CPU; or call model.to_empty(device='cpu') and give all of it values."
+                )
         model.to(self.device(settings.device))
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:

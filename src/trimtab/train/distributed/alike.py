@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trimtab.errors import UsageError
 from trimtab.train.events import Event
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 _OWN = ("device", "threads", "cuda_allocator", "keep_memory")
 """Settings that each host may have its own way: nobody waits for another by them."""
+_PLAIN = (bool, int, float, complex, str, tuple, list, torch.Tensor, type(None))
+"""What options of an optimizer are compared: of others, such as functions, the words differ between processes."""
 
 
 def refuse_differences(trainer: Trainer, *, validated: bool, epochs: int | None, steps: int | None) -> None:
@@ -36,6 +40,7 @@ def refuse_differences(trainer: Trainer, *, validated: bool, epochs: int | None,
         "epochs": epochs,
         "steps": steps,
     }
+    given |= _changeable(trainer)
     settings = {field.name: getattr(trainer.settings, field.name) for field in dataclasses.fields(trainer.settings)}
     given |= {f"Settings {name}": value for name, value in settings.items() if name not in (*_OWN, *trainer.decided)}
     found = trainer.world.gathered({name: str(value) for name, value in given.items()})
@@ -80,7 +85,8 @@ def _changeable(trainer: Trainer) -> dict[str, str]:
     """The options of the optimizer, and which parameters are trained; nothing where nobody else would have to know."""
     if trainer.world.processes == 1:
         return {}
-    found = {"requires_grad of parameters": str([p.requires_grad for p in trainer.model.parameters()])}
+    found = {f"requires_grad of {name}": str(value.requires_grad) for name, value in trainer.model.named_parameters()}
     for place, group in enumerate(trainer.optimizer.param_groups):
-        found |= {f"{name} of the optimizer's group {place}": str(value) for name, value in group.items() if name != "params"}
+        plain = {name: value for name, value in group.items() if name != "params" and isinstance(value, _PLAIN)}
+        found |= {f"{name} of the optimizer's group {place}": str(value) for name, value in plain.items()}
     return found

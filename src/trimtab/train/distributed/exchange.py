@@ -41,7 +41,7 @@ class Exchange:
         """What DDP calls when the gradients of a bucket, a ``GradBucket``, are there."""
         self.launched += 1
         began, flat, self.torn = time.perf_counter(), bucket.buffer(), True
-        future = self.add_up(bucket.parameters(), flat)
+        future = self.cross(bucket.parameters(), flat)
         self.torn = False
         if not flat.is_cuda:  # there a future calls back when its work is queued, long before it is done
             self.meter.flying(future, began, last=bucket.is_last())
@@ -67,6 +67,10 @@ class Exchange:
         """Take up what :meth:`state_dict` gave to all processes of an earlier run, however many; whether nothing was lost."""
         return not any(states)
 
+    def cross(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
+        """The sum of ``flat`` as :meth:`add_up` gives it; where there are complex ones, whose parts would be lost, as it is."""
+        return self.summed(flat) if any(p.is_complex() for p in parameters) else self.add_up(parameters, flat)
+
     def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
         """The sum of ``flat``, the gradients of ``parameters`` as :func:`in_a_row`, over all; ``flat`` may be overwritten."""
         return self.summed(flat)
@@ -75,7 +79,7 @@ class Exchange:
         """Begin to add up ``values`` in place."""
         self.meter.sent(2 * (self.size - 1) * values.nbytes / self.size)
         work = dist.all_reduce(values, group=self.group, async_op=True)
-        return _first(work.get_future())
+        return _first(work.get_future(), values)
 
     def collected(self, values: torch.Tensor) -> tuple[torch.Tensor, Future[torch.Tensor]]:
         """Begin to bring the ``values`` of all processes, (n,), to each: (processes, n)."""
@@ -207,5 +211,8 @@ def _order(tensor: torch.Tensor) -> list[int]:
     return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
 
 
-def _first(future: Future[list[torch.Tensor]]) -> Future[torch.Tensor]:
+def _first(future: Future[list[torch.Tensor]], like: torch.Tensor) -> Future[torch.Tensor]:
+    """What the sum came to, of the type that ``like`` has: complex numbers cross as pairs of real ones."""
+    if like.is_complex():
+        return future.then(lambda done: torch.view_as_complex(done.value()[0]))
     return future.then(lambda done: done.value()[0])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trimtab.candidate import Settings
-from trimtab.errors import UsageError, WorkloadError
+from trimtab.errors import PeerError, UsageError, WorkloadError
 from trimtab.train.distributed.data import share
 from trimtab.train.distributed.devices import local_device
 from trimtab.train.memory_errors import no_second_try, out_of_memory
@@ -27,15 +27,6 @@ T = TypeVar("T")
 FINE, AGAIN, OUT_OF_MEMORY, FAILED = range(4)
 """How an update went in a process; what goes on with the worst of them is what all do."""
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed")
-
-
-class PeerError(WorkloadError):
-    """Another process of the run failed, and this one cannot go on without it.
-
-    The process that failed says why.
-    """
-
-    code = "peer"
 
 
 class PeerMemoryError(torch.OutOfMemoryError):
@@ -334,7 +325,7 @@ def hand_out(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> Non
     """Give all processes of ``group`` what the first of them has in ``value``, also where that has gaps in memory, as a slice.
 
     Gloo takes numbers as they lie in memory (https://github.com/pytorch/pytorch/issues/192920), and NCCL only those in a row;
-    a sparse tensor crosses as those that it is made of.
+    neither knows all types, so bytes cross. A sparse tensor crosses as those that it is made of.
     """
     if (parts := stored(value))[0] is not value:
         for part in parts:
@@ -344,7 +335,7 @@ def hand_out(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> Non
         if not stride and value.shape[dim] > 1:  # expanded: one number seen in many places
             value = value.narrow(dim, 0, 1)
     whole = value.contiguous()
-    dist.broadcast(whole, group=group, group_src=0)
+    dist.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
     if not value.is_contiguous():
         value.copy_(whole)
 

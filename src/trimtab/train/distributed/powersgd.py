@@ -104,7 +104,7 @@ class PowerSgd(Exchange):
             end = start + parameter.numel()
             rows = parameter.shape[0] if parameter.dim() > 1 else 1
             columns = parameter.numel() // max(rows, 1)
-            if 2 * self.rank * (rows + columns) <= rows * columns:
+            if 0 < 2 * self.rank * (rows + columns) <= rows * columns:
                 matrices.append(_Matrix(parameter, start, (rows, columns)))
             else:
                 plain.append((start, end))

@@ -19,9 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from trimtab.candidate import Settings
-from trimtab.errors import TrimtabError, UsageError
+from trimtab.errors import PeerError, TrimtabError, UsageError
 from trimtab.train.distributed.devices import local_device
-from trimtab.train.distributed.group import PeerError, PeerMemoryError, lost
+from trimtab.train.distributed.group import PeerMemoryError, lost
 from trimtab.train.distributed.replicas import Replicas
 from trimtab.train.distributed.shards import Shards
 from trimtab.train.prepare import check_device

@@ -220,7 +220,7 @@ class Replicas(Group):
             packed = [self._packed(bucket) for bucket in buckets]
         with final(_NO_ROOM):
             for bucket, (grads, flat) in zip(buckets, packed, strict=True):
-                parts = torch.split(self.exchange.add_up(bucket, flat).wait(), [p.numel() for p in bucket])
+                parts = torch.split(self.exchange.cross(bucket, flat).wait(), [p.numel() for p in bucket])
                 for parameter, grad, part in zip(bucket, grads, parts, strict=True):
                     parameter.grad = grad.copy_(shaped(part, parameter))
 

@@ -74,7 +74,7 @@ class Shards(Group):
                 )
             return
         self.compare(model)
-        self._refuse_scalars(model)
+        self._refuse_odd(model)
         if settings.exact_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         fsdp = require("torch.distributed.fsdp")
@@ -92,18 +92,29 @@ class Shards(Group):
                     unit.register_forward_pre_hook(calls.hook(index), prepend=True)  # before that which gathers
             done.update(map(id, (*unit.parameters(), *unit.buffers())))
 
-    def _refuse_scalars(self, model: nn.Module) -> None:
+    def _refuse_odd(self, model: nn.Module) -> None:
         """Refuse what cannot be shared out, before anything is.
 
         Raises:
-            UsageError: a parameter is a single number without a dimension.
+            UsageError: a parameter is a single number without a dimension, or those of one unit are of several types.
         """
-        for name, parameter in model.named_parameters() if self.size > 1 else ():
+        names = {parameter: name for name, parameter in model.named_parameters()} if self.size > 1 else {}
+        for parameter, name in names.items():
             if not parameter.dim():
                 raise UsageError(
                     f"The parameter {name} is a number without a dimension along which it could be shared out. Make it of "
                     "shape (1,), or take sharding='replicate'."
                 )
+        for unit in (*_units(model), model):
+            own = [parameter for parameter in unit.parameters() if parameter in names and parameter.requires_grad]
+            if other := [parameter for parameter in own if parameter.dtype != own[0].dtype]:
+                raise UsageError(
+                    f"{names[own[0]]} is of {own[0].dtype} and {names[other[0]]} of {other[0].dtype}, but parameters that are "
+                    "gathered together must be of one type. Train the model in one, such as model.float() with "
+                    "Settings(autocast='bfloat16'), or take sharding='replicate'."
+                )
+            for parameter in unit.parameters():
+                names.pop(parameter, None)
 
     @torch.no_grad()
     def _begin_alike(self, values: Sequence[torch.Tensor]) -> None:
@@ -272,10 +283,24 @@ class _Calls:
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """What is gathered as one: the elements of lists of layers, each once; one that is within another comes first."""
+    """What is gathered as one: the elements of lists of layers, each once; one that is within another comes first.
+
+    Not so a layer that has a parameter in common with what is outside of it: shared out apart from the other, each would become
+    one of its own. It belongs to the unit that holds both.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     within = dict.fromkeys(layer for layers in lists for layer in layers)
-    units = [layer for layer in within if not isinstance(layer, (nn.ModuleList, nn.ModuleDict))]  # which nobody calls
+    holders: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(id(module))
+
+    def closed(layer: nn.Module) -> bool:
+        inside = set(map(id, layer.modules()))
+        return all(holders[id(parameter)] <= inside for parameter in layer.parameters())
+
+    called = [layer for layer in within if not isinstance(layer, (nn.ModuleList, nn.ModuleDict))]
+    units = [layer for layer in called if closed(layer)]
     return sorted(units, key=lambda unit: sum(1 for _ in unit.modules()))
 
 

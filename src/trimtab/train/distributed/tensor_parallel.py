@@ -56,16 +56,21 @@ def split_layers(model: nn.Module, grid: DeviceMesh, *, columns: Sequence[str] =
     Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 
     Raises:
-        UsageError: a name is none of the model's, or of a layer that cannot be split.
+        UsageError: a name is none of the model's, or of a layer that cannot be split, or not evenly.
     """
     styles = require("torch.distributed.tensor.parallel")
-    plan = {name: styles.ColwiseParallel() for name in _named(model, columns)}
-    plan |= {name: styles.RowwiseParallel() for name in _named(model, rows)}
+    parts = grid["model"].size()
+    plan = {name: styles.ColwiseParallel() for name in _named(model, columns, parts, "out_features", "embedding_dim")}
+    plan |= {name: styles.RowwiseParallel() for name in _named(model, rows, parts, "in_features")}
     split: nn.Module = styles.parallelize_module(model, grid["model"], plan)
     return split
 
 
-def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def _named(model: nn.Module, patterns: Sequence[str], parts: int, *sizes: str) -> list[str]:
+    """The modules that ``patterns`` name; of each, those of the ``sizes`` that it has must be multiples of ``parts``.
+
+    Between two layers of a pair each process has what is its own, and does not know how much that is of others.
+    """
     modules = dict(model.named_modules())
     found = []
     for pattern in patterns:
@@ -79,5 +84,11 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
                 raise UsageError(
                     f"{name} is a {type(modules[name]).__name__}; only Linear and Embedding can be split. Name those in it."
                 )
+            for size in sizes:
+                if (count := getattr(modules[name], size, 0)) % parts:
+                    raise UsageError(
+                        f"{name} cannot be split in {parts} equal parts: its {size} is {count}. Make that a multiple of it, "
+                        "or do not name this layer and the other of its pair."
+                    )
         found += names
     return found

@@ -1,0 +1,89 @@
+"""Deep copies of models whose own functions refer to the copy."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy of ``model``. Hooks and other functions that its modules hold refer to the copy where they referred to it.
+
+    :func:`copy.deepcopy` hands functions on as they are. A hook that keeps what it sees in the ``self`` of the method that made
+    it would fill the original, and the copy would give for ever what the original had seen when it was copied.
+    """
+    known: dict[int, Any] = {}
+    found = copy.deepcopy(model, known)
+    functions = _Functions(known)
+    for part in found.modules():
+        for held in (vars(part), *vars(part).values()):
+            if isinstance(held, (dict, list)):
+                functions.exchange(held)
+    return found
+
+
+class _Functions:
+    """Gives functions that refer to copies; ``known`` is the memo of :func:`copy.deepcopy`, copies by the originals' ``id``."""
+
+    def __init__(self, known: Mapping[int, Any]) -> None:
+        self._known = known
+        self._made: dict[types.FunctionType, types.FunctionType] = {}
+        self._cells: dict[int, types.CellType] = {}
+        """Variables that several functions share, by ``id`` of the originals."""
+
+    def exchange(self, held: dict[Any, Any] | list[Any]) -> None:
+        """Put others in the place of those functions in ``held`` that refer to an original."""
+        pairs = held.items() if isinstance(held, dict) else enumerate(held)
+        for place, value in list(pairs):
+            if isinstance(value, types.FunctionType) and self._refers(value, set()):
+                held[place] = self._function(value)
+
+    def _refers(self, value: Any, seen: set[int]) -> bool:
+        if isinstance(value, types.FunctionType) and id(value) not in seen:
+            seen.add(id(value))  # it may contain itself
+            return any(self._refers(item, seen) for item in _contents(value))
+        return id(value) in self._known or (isinstance(value, types.MethodType) and id(value.__self__) in self._known)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType) and self._refers(value, set()):
+            return self._function(value)
+        if isinstance(value, types.MethodType) and id(value.__self__) in self._known:
+            return types.MethodType(value.__func__, self._known[id(value.__self__)])
+        return self._known.get(id(value), value)
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        if function in self._made:
+            return self._made[function]
+        cells = tuple(self._cells.setdefault(id(cell), types.CellType()) for cell in function.__closure__ or ())
+        other = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells or None)
+        self._made[function] = other
+        for old, new in zip(function.__closure__ or (), cells, strict=True):
+            if _is_filled(old) and not _is_filled(new):
+                new.cell_contents = self._value(old.cell_contents)
+        if function.__defaults__ is not None:
+            other.__defaults__ = tuple(map(self._value, function.__defaults__))
+        if function.__kwdefaults__ is not None:
+            other.__kwdefaults__ = {name: self._value(value) for name, value in function.__kwdefaults__.items()}
+        other.__dict__.update(function.__dict__)
+        other.__qualname__, other.__doc__, other.__module__ = function.__qualname__, function.__doc__, function.__module__
+        other.__annotations__ = function.__annotations__
+        return other
+
+
+def _contents(function: types.FunctionType) -> Iterator[Any]:
+    """The values that ``function`` took with it when it was made."""
+    yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - asking is the only way to tell
+    except ValueError:
+        return False
+    return True

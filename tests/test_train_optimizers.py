@@ -1,0 +1,195 @@
+"""Optimizers of every kind: what they keep goes on to the bit, and what this loop cannot drive is said."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import ASGD, SGD, AdamW, Muon, NAdam, Optimizer
+
+from _runs import loader, told, trainer
+from trimtab import Settings, Trainer
+from trimtab.errors import UsageError
+from trimtab.train.events import Event, Progressed
+from trimtab.train.rehearsal import rehearsal
+from trimtab.train.schedule import cosine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Wide(Optimizer):
+    """Averages in 32 bits whatever the parameters are, counts in whole numbers, and keeps masks, one of them in a list."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    masks = [torch.zeros_like(parameter, dtype=torch.bool)]
+                    state |= {
+                        "mean": torch.zeros_like(parameter, dtype=torch.float32),
+                        "count": torch.tensor(0),
+                        "masks": masks,
+                    }
+                state["count"] += 1
+                state["masks"][0] |= parameter.grad != 0
+                state["mean"].mul_(0.9).add_(parameter.grad.float())
+                parameter.copy_(parameter.float() - group["lr"] * state["mean"] * state["masks"][0])
+
+
+def kinds(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The types of numbers in its state, per parameter."""
+    states = optimizer.state.values()
+    return [{n: v.dtype for n, v in state.items() if isinstance(v, torch.Tensor)} for state in states]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", [Wide, NAdam, functools.partial(ASGD, t0=2)], ids=["wide", "nadam", "asgd"])
+def test_what_an_optimizer_keeps_comes_back_in_the_precision_that_it_had(
+    optimizer: Callable[..., Optimizer], dtype: torch.dtype, tmp_path: pathlib.Path
+) -> None:
+    data = [(torch.randn(8, 4).to(dtype), torch.randn(8, 1).to(dtype)) for _ in range(8)]
+
+    def made(**options: Any) -> Trainer:
+        return trainer(lambda: nn.Linear(4, 1).to(dtype), optimizer=optimizer, **options)
+
+    want = told(whole := made(), "loss")
+    whole.fit(data, epochs=2)
+    got = told(cut := made(checkpoint=tmp_path), "loss")
+    cut.fit(data, steps=5)
+    rest = told(resumed := made(checkpoint=tmp_path).resume(), "loss")
+    resumed.fit(data, epochs=2)
+    assert got + rest == want
+    assert kinds(resumed.optimizer) == kinds(whole.optimizer)
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+
+
+def test_a_model_of_other_numbers_gets_the_state_in_its_own(tmp_path: pathlib.Path) -> None:
+    data = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(4)]
+    trainer(lambda: nn.Linear(4, 1), optimizer=AdamW, checkpoint=tmp_path).fit(data, steps=3)
+    made = trainer(lambda: nn.Linear(4, 1).double(), optimizer=AdamW, checkpoint=tmp_path).resume()
+    made.fit([(x.double(), y.double()) for x, y in data], steps=6)
+    assert {state["exp_avg"] for state in kinds(made.optimizer)} == {torch.float64}
+
+
+class Both(Optimizer):
+    """Matrices by one optimizer, everything else by another."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    @classmethod
+    def of(cls, parameters: Iterable[Any]) -> Both:
+        given = list(parameters)
+        rest = AdamW([p for p in given if p.dim() != 2], lr=0.01)
+        return cls(Muon([p for p in given if p.dim() == 2], lr=0.02), rest)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+class Listing(Both):
+    """Keeps a list."""
+
+    def state_dict(self) -> Any:
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, state: Any) -> None:
+        for part, own in zip(self.parts, state, strict=True):
+            part.load_state_dict(own)
+
+
+class Named(Both):
+    """Keeps its groups under torch's name, and what its parts keep under another."""
+
+    def state_dict(self) -> Any:
+        return {"parts": [part.state_dict() for part in self.parts], "param_groups": super().state_dict()["param_groups"]}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+        for part, own in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(own)
+
+
+def deep() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("kind", [Listing, Named])
+def test_optimizers_that_are_made_of_others_go_on_with_their_schedule(kind: type[Both], tmp_path: pathlib.Path) -> None:
+    def stop(made: Trainer, event: Event) -> None:
+        if isinstance(event, Progressed) and event.update == 5:
+            made.stop("enough")
+
+    def made(**options: Any) -> Trainer:
+        return trainer(deep, optimizer=kind.of, schedule=cosine(), **options)
+
+    data = list(loader())
+    want = told(whole := made(), "loss")
+    whole.fit(data, epochs=2)
+    got = told(cut := made(checkpoint=tmp_path, callbacks=[stop]), "loss")
+    cut.fit(data, epochs=2)
+    rest = told(resumed := made(checkpoint=tmp_path).resume(), "loss")
+    resumed.fit(data, epochs=2)
+    assert len(got) == 5
+    assert got + rest == want
+    assert all(torch.equal(*pair) for pair in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_an_optimizer_that_leaves_out_what_its_parts_keep_is_refused_before_a_checkpoint_is_written(
+    tmp_path: pathlib.Path,
+) -> None:
+    assert trainer(deep, optimizer=Both.of).fit(loader(), epochs=1).updates == 8
+    with pytest.raises(
+        UsageError, match=r"Both is made of other optimizers \(Muon, AdamW\), and its state_dict\(\) leaves out"
+    ):
+        trainer(deep, optimizer=Both.of, checkpoint=tmp_path).fit(loader(), epochs=1)
+    assert not list(tmp_path.glob("update-*"))
+    plain = trainer(optimizer=lambda parameters: Both(SGD(parameters, lr=0.1)), checkpoint=tmp_path / "plain")
+    assert plain.fit(loader(), epochs=1).updates == 8  # there is nothing that its part keeps
+
+
+def test_a_rehearsal_puts_back_what_the_parts_of_an_optimizer_keep() -> None:
+    model = deep()
+    both = Both.of(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(4, 1)).sum().backward()
+        both.step()
+
+    step()
+    before = [part.state_dict() for part in both.parts]
+    kept = [{place: {n: v.clone() for n, v in state.items()} for place, state in each["state"].items()} for each in before]
+    with rehearsal(model, both):
+        step()
+    now = [part.state_dict()["state"] for part in both.parts]
+    for was, found in zip(kept, now, strict=True):
+        assert was.keys() == found.keys()
+        assert all(torch.equal(was[place][n], found[place][n]) for place in was for n in was[place])
+    run = trainer(deep, optimizer=Listing.of, settings=Settings(batch="auto"))
+    run.fit(loader(), steps=1)
+    assert {float(state["step"]) for state in run.optimizer.parts[1].state.values()} == {1.0}  # type: ignore[attr-defined]
+
+
+class Twice(SGD):
+    """Cannot do without a closure."""
+
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        return closure()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Twice])
+def test_an_optimizer_that_calls_the_model_itself_is_refused(kind: Callable[..., Optimizer]) -> None:
+    with pytest.raises(UsageError, match=r"calls the model several times per update, which this loop does not do"):
+        trainer(optimizer=functools.partial(kind, lr=0.1))
