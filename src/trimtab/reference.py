@@ -28,6 +28,8 @@ from trimtab.measurement import Drop
 from trimtab.splits import Batch
 from trimtab.workload import BY_HAND, Evaluation, user_code
 
+FEW_RESAMPLES = 100
+"""Of a metric whose own spread is asked for, and not an interval."""
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -226,6 +228,8 @@ def drop(
     outputs: Sequence[Any],
     batches: Sequence[Batch],
     limit: float | None,
+    *,
+    resamples: int = 2000,
 ) -> Drop:
     """How much score was lost against ``reference``, with bounds: paired per example, or resampled for a whole-set metric."""
     assert reference.scores is not None
@@ -246,8 +250,15 @@ def drop(
     n = reference.scores.n
     others = targets(at(np.random.default_rng(SEED).permutation(n)))
     failed = _of_failure(metric, sides[0](None), others)
-    found = bootstrap_drop(metric_of, n, limit=limit, higher_is_better=better, failed=failed)
+    found = bootstrap_drop(metric_of, n, limit=limit, higher_is_better=better, failed=failed, resamples=resamples)
     return dataclasses.replace(found, share=share)
+
+
+def least_drop(evaluation: Evaluation, reference: Reference, batches: Sequence[Batch]) -> Drop | None:
+    """The drop of outputs that are the reference's own: nothing can be proven to lose less than its upper bound."""
+    if reference.scores is None:
+        return None
+    return drop(evaluation, reference, reference.scores, reference.nested(), batches, None, resamples=FEW_RESAMPLES)
 
 
 def _ask_again(evaluation: Evaluation, found: Reference, batches: Sequence[Batch]) -> None:

@@ -51,7 +51,7 @@ from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import Runner
 from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
-from trimtab.reference import Reference, refer
+from trimtab.reference import Reference, least_drop, refer
 from trimtab.study import apart, sameness, space
 from trimtab.study.imported import imports_noted, threads_unseen
 from trimtab.study.sources import code_of
@@ -95,12 +95,14 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         evaluation = subject.workload.evaluation
         doublets = apart.check(subject.splits, evaluation)
         reference = refer(call, subject.splits.selection, evaluation)
+        halves = {"selection": (reference, subject.splits.selection)}
         if subject.splits.test is not subject.splits.selection:  # which else nobody would see before the search is over
-            refer(call, subject.splits.test, evaluation)
+            halves["test"] = (refer(call, subject.splits.test, evaluation), subject.splits.test)
         for args, kwargs in subject.candidate.calibration[:1]:
             with user_code("The model failed on the calibration data", BY_HAND):
                 call(*args, **kwargs)
         refuse_nan(subject.candidate)
+        found = {} if evaluation is None else {name: least_drop(evaluation, *half) for name, half in halves.items()}
     reference.save(pathlib.Path(job["reference"]))
     example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
@@ -123,6 +125,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "splits": subject.splits.examples(),
         "share": _is_share(subject, reference),
+        "least": to_json({name: lost for name, lost in found.items() if lost is not None}),
         "convolves": _convolves(subject),
     }
 

@@ -16,6 +16,7 @@ from trimtab.environment import Environment, Peaks
 from trimtab.errors import StorageError, UsageError
 from trimtab.explain import Explanation
 from trimtab.finding import Finding
+from trimtab.measurement import Drop
 from trimtab.recipe import Recipe
 from trimtab.study.sources import MODEL
 from trimtab.study.verdict import Status
@@ -47,6 +48,8 @@ class Prepared:
     """Examples in each of calibration, selection and test."""
     share: bool = False
     """Whether the score is a share, such as an accuracy, so that drops of it are shown in percent."""
+    least: Mapping[str, Drop] = dataclasses.field(default_factory=dict)
+    """The drop of the model as written against itself, on the selection data and on the test data: no less can be proven."""
     convolves: bool = False
     """Whether most weights are kernels of convolutions."""
     findings: tuple[Finding, ...] = ()

@@ -87,7 +87,8 @@ class Study:
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
         self.startup_s = time.monotonic() - self._began
-        self.notes += filter(None, [verdict.doubt(options.limits, self.prepared.score, self.prepared.share)])
+        known = self.prepared
+        self.notes += verdict.doubts(options.limits, known.score, known.share, known.least)
         for remark in dict.fromkeys((*self.prepared.notes, *self.notes)):
             self.progress.remark(remark)
         claim(folder, self.prepared, self.environment, self._identity())

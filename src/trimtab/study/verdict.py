@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -43,6 +44,12 @@ class Miss:
     words: str
 
 
+def doubts(limits: Limits, score: float | None, share: bool, least: Mapping[str, Drop]) -> list[str]:
+    """What to say of the limits before the search: of their units, and of what the data can prove; see :func:`doubt` and
+    :func:`unproven`."""
+    return [words for words in (doubt(limits, score, share), unproven(limits, score, least)) if words]
+
+
 def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
     """What to say of a limit on the accuracy that is so large or small for this ``score`` that another unit was probably meant,
     or that nothing can be held against, because there are no labels and so no score.
@@ -65,6 +72,25 @@ def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
     return (
         f"max_drop allows the score to drop by {given:.0%} ({score:.4f} as written). If {given:g}% was meant, write "
         f"--max-drop {given:g}% or max_drop={given / 100:g}."
+    )
+
+
+def unproven(limits: Limits, score: float | None, least: Mapping[str, Drop]) -> str | None:
+    """What to say where nothing that may lose accuracy can pass, whatever it loses: the data cannot prove so small a drop.
+
+    Args:
+        score: of the model as written.
+        least: the drop of the model as written against itself, on the selection data and on the test data.
+    """
+    limit = None if score is None else limits.drop_limit(score)
+    beyond = [(found.upper, where, found) for where, found in least.items() if limit is not None and 0 < limit < found.upper]
+    if not beyond or limit is None:
+        return None
+    upper, where, found = max(beyond, key=lambda each: each[0])
+    return (
+        f"With {found.n} examples of {where} data no drop below {found.show(upper)} can be proven, and the limit is "
+        f"{found.show(limit)}: what may lose accuracy is refused, unless it scores better than the original. About "
+        f"{math.ceil(found.n * upper / limit)} examples would do, or a larger --max-drop."
     )
 
 
@@ -128,15 +154,7 @@ def _accuracy(trial: Trial, limits: Limits) -> Miss | None:
         return Miss("loss", excess, _risen(drop, drop.limit))
     if drop.decided is False:
         return Miss("accuracy", excess, f"Its drop of {drop.show(drop.value)} is beyond the limit of {drop.show(drop.limit)}.")
-    more = (
-        f"about {drop.n_needed} would" if drop.n_needed else "more of them would hardly help, for the drop itself is too close"
-    )
-    return Miss(
-        "accuracy",
-        excess,
-        f"Undecidable with {drop.n} examples: its drop is {drop.show(drop.value)}, but up to {drop.show(drop.upper)} cannot be "
-        f"excluded and the limit is {drop.show(drop.limit)}; {more}.",
-    )
+    return Miss("accuracy", excess, f"Undecidable {drop.unclear}.")
 
 
 def _risen(rise: Drop, limit: float) -> str:
