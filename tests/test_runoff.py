@@ -55,6 +55,14 @@ def test_contenders_are_those_that_may_be_faster_than_the_first() -> None:
     assert contenders([], "latency") == []
 
 
+def test_who_may_lose_accuracy_meets_the_best_that_loses_nothing() -> None:
+    lossy, near, far = trial(LOSSY, 4.0, 3.9, 4.1), trial(EXACT, 3.3, 3.2, 3.4), trial(EXACT, 3.1, 3.0, 3.2)
+    assert contenders([lossy, near, far], "latency") == [lossy, near]
+    assert contenders([lossy, far], "latency") == [lossy]
+    assert contenders([lossy, lossy, lossy, near], "latency") == [lossy, near], "whose files are kept wherever it stands"
+    assert contenders([near, lossy], "latency") == [near, lossy]
+
+
 @pytest.mark.parametrize(
     ("other", "first", "ratio", "wins"),
     [

@@ -20,16 +20,28 @@ from trimtab.trial import Trial
 RUNOFF = "runoff"
 WORTH = 0.05
 """By how much another might be faster than the first for the question to be worth the time."""
+NEAR = 1.25
+"""A recipe that may lose accuracy and is no more times as fast as the best exact one has to show it beside that one."""
 ENOUGH = 0.5
 """Of what a comparison is expected to take, so much must be left for it to begin."""
 
 
 def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
-    """The first of ``ahead``, the best first, and those behind it that may well be faster, as far as the search can tell."""
+    """The first of ``ahead``, the best first, and those behind it that may well be faster, as far as the search can tell.
+
+    Beside one that may lose accuracy stands the best exact one, too, unless that is far behind: what is lost has to pay.
+    """
     if objective not in ("latency", "throughput") or not ahead or ahead[0].speedup is None:
         return list(ahead[:1])
-    first, bar = ahead[0], (1 + WORTH) * ahead[0].speedup.value
-    return [first, *[trial for trial in ahead[1:KEEP] if trial.speedup is not None and trial.speedup.high > bar]]
+    first, speed = ahead[0], ahead[0].speedup.value
+    free = None if first.recipe.exact else next((trial for trial in ahead if trial.recipe.exact), None)
+    others = [
+        trial
+        for place, trial in enumerate(ahead)
+        if place and trial.speedup is not None
+        if (place < KEEP and trial.speedup.high > (1 + WORTH) * speed) or (trial is free and NEAR * trial.speedup.value > speed)
+    ]
+    return [first, *others]
 
 
 def cost_s(study: Study) -> float:
