@@ -2,7 +2,7 @@
 
     python docs/screenshots.py [RUN]
 
-RUN is the run folder of a study, runs/digits by default (`make demo`). It needs playwright and a Chromium
+RUN is the run folder of a study, runs/minilm by default (`make cast`). It needs playwright and a Chromium
 (apt-get install chromium-headless-shell).
 """
 
@@ -57,7 +57,7 @@ def main(run: pathlib.Path) -> int:
         try:
             report = write(run, pathlib.Path(place) / "report.html")
         except TrimtabError as error:
-            print(f"{error} `make demo` makes the study in runs/digits.", file=sys.stderr)
+            print(f"{error} `make cast` makes the study in runs/minilm.", file=sys.stderr)
             return 2
         as_root = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=chromium, args=as_root)
@@ -68,4 +68,4 @@ def main(run: pathlib.Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "runs/digits")))
+    sys.exit(main(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "runs/minilm")))
