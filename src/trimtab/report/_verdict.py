@@ -237,7 +237,7 @@ def rungs(record: Record) -> list[dict[str, str]]:
 def tested(record: Record) -> str | None:
     """What the score of the best rung is to be read beside, where it is of other data than those of the other rungs."""
     found, terms = record.confirmation, words.terms(record)
-    if found is None or not found.ok or found.before is None:
+    if found is None or not found.ok or found.before in (None, record.prepared.score):
         return None
     return f"The {terms.score} of the best is {terms.again}, where {terms.subject} has {words.score(found.before, record)}."
 

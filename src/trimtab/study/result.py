@@ -105,8 +105,14 @@ class Result:
             tuple(rungs),
             share=self.study.prepared.share,
             examples=examples if complete else (),
-            before=self.best.confirmation.before if self.best is not None and self.best.confirmation.ok else None,
+            before=self._before(),
         )
+
+    def _before(self) -> float | None:
+        """The original's score where the best was confirmed, if that was on other data than the search's."""
+        if self.best is None or not self.best.confirmation.ok or self.best.confirmation.before == self.study.prepared.score:
+            return None
+        return self.best.confirmation.before
 
     def _again(self, trial: Trial) -> Confirmation | None:
         """What ``trial`` showed when it was measured again, if it is what ships: one recipe has one figure on the ladder. What

@@ -21,7 +21,7 @@ RUNOFF = "runoff"
 WORTH = 0.05
 """By how much another might be faster than the first for the question to be worth the time."""
 NEAR = 1.25
-"""A recipe that may lose accuracy and is no more times as fast as the best exact one has to show it beside that one."""
+"""A recipe that may lose accuracy and seems less than so many times as fast as the best exact one is timed beside that one."""
 ENOUGH = 0.5
 """Of what a comparison is expected to take, so much must be left for it to begin."""
 
@@ -29,7 +29,7 @@ ENOUGH = 0.5
 def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
     """The first of ``ahead``, the best first, and those behind it that may well be faster, as far as the search can tell.
 
-    Beside one that may lose accuracy stands the best exact one, too, unless that is far behind: what is lost has to pay.
+    One that may lose accuracy has the best exact one beside it, too, unless that is far behind: a loss has to be paid for.
     """
     if objective not in ("latency", "throughput") or not ahead or ahead[0].speedup is None:
         return list(ahead[:1])
