@@ -117,6 +117,37 @@ def test_strided_and_tracked_inputs(built):
     torch.testing.assert_close(executable(x, torch.ones(4)[::2])[0], candidate.model(x, torch.ones(2))[0], rtol=1e-4, atol=1e-5)
 
 
+class Masked(nn.Module):
+    """Truth values go in and come out, and so does the input itself."""
+
+    def forward(self, x, mask):
+        return x.masked_fill(mask, 0.0), mask.logical_not(), x.half()
+
+
+def test_every_kind_of_tensor_crosses():
+    model, dims = Masked(), {"x": {0: Dim("n", max=32)}, "mask": {0: Dim("n", max=32)}}
+    executable = OnnxRuntime().compile(Candidate.of(model, (torch.randn(3, 4), torch.rand(3, 4) > 0.5), dynamic=dims))
+    whole, turned = torch.randn(6, 4), torch.randn(4, 6) > 0
+    negated = torch.randn(3, 4, dtype=torch.complex64).conj().imag
+    with torch.inference_mode():
+        inferred = torch.randn(3, 4)
+    for x in (
+        whole[3:],
+        whole[:3].requires_grad_(),
+        negated,
+        torch._neg_view(torch.randn(3, 4)),
+        inferred,
+        nn.Parameter(whole[:3]),
+    ):
+        for mask in (turned[:, :3].T, torch.ones(3, 4, dtype=torch.bool)):
+            wanted, got = model(x, mask), executable(x, mask)
+            assert [t.dtype for t in got] == [torch.float32, torch.bool, torch.float16]
+            assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    kept = executable(inferred, mask)
+    executable.close()
+    assert torch.equal(kept[0], model(inferred, mask)[0])  # what was given outlives the session
+
+
 def test_default_operators_ruin_attention_and_auto_does_not():
     candidate = attention()
     safe = OnnxRuntime(precision="int8_static").compile(candidate)

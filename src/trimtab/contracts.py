@@ -159,6 +159,7 @@ class Executable(abc.ABC):
     def __init__(self, signature: Signature, settings: Settings) -> None:
         self._made = Executable._forks
         self.signature = signature
+        self._bare = signature.output_structure.kind == "tensor"
         self.settings = settings
         self.notes: list[str] = []
         """What the runtime said that explains its speed: operators it could not run natively, dimensions it could not keep."""
@@ -184,11 +185,8 @@ class Executable(abc.ABC):
         """
         if self._made != Executable._forks:
             self._refuse_threads_of_another()
-        leaves = self.signature.bind(args, kwargs)
-        self.signature.check(leaves)
-        outputs = self.run(leaves)
-        structure = self.signature.output_structure
-        return outputs[0] if structure.kind == "tensor" else unflatten(structure, outputs)
+        outputs = self.run(self.signature.accept(args, kwargs))
+        return outputs[0] if self._bare else unflatten(self.signature.output_structure, outputs)
 
     def _refuse_threads_of_another(self) -> None:
         """A forked process has none of the threads that its runtime started; it would wait for them, or do without."""

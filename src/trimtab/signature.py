@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,7 @@ from trimtab.errors import InputError, UsageError
 
 MOST_PASSED = 256
 """Combinations of shapes that are remembered to fit."""
-
+_KIND = operator.attrgetter("dtype", "shape")
 
 STORED = frozenset(
     {
@@ -129,6 +130,21 @@ class Signature:
         lead = self.inputs[0].shape[0] if self.inputs and self.inputs[0].shape else None
         return lead if isinstance(lead, str) else None
 
+    def accept(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """The flat tensors of a call ``(*args, **kwargs)``, checked: what :meth:`bind` and :meth:`check` do.
+
+        Raises:
+            InputError: the arguments do not fit, in number, structure, dtype or shape.
+        """
+        try:
+            if self._flat and not kwargs and tuple(map(_KIND, args)) in self._passed:
+                return args
+        except AttributeError:  # something that is no tensor; the long way says what
+            pass
+        leaves = self.bind(args, kwargs)
+        self.check(leaves)
+        return leaves
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         """The flat tensors of a call ``(*args, **kwargs)``.
 
@@ -153,7 +169,7 @@ class Signature:
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise :class:`InputError` unless every tensor has the dtype and shape that this was built for."""
         try:
-            key = tuple([(t.dtype, t.shape) for t in leaves])
+            key = tuple(map(_KIND, leaves))
         except AttributeError:
             self._refuse(leaves)
         if key in self._passed:
