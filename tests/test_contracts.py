@@ -11,6 +11,7 @@ from trimtab.candidate import Candidate
 from trimtab.contracts import BACKENDS, CHECKS, PASSES, Backend, Check, Pass, Technique
 from trimtab.environment import Environment
 from trimtab.passes.threads import Threads
+from trimtab.study import space
 from trimtab.subject import Subject
 from trimtab.testing import BackendSuite, CheckSuite, PassSuite
 
@@ -22,8 +23,8 @@ def variants(registry: Any) -> list[Technique]:
         default = registry[name]()
         found.append(default)
         if getattr(default, "cost", "seconds") == "seconds":
-            for field, values in registry[name].choices().items():
-                found += [registry[name](**{field: v}) for v in values if v != getattr(default, field) and isinstance(v, str)]
+            spoken = {f for f, values in registry[name].choices().items() if all(isinstance(value, str) for value in values)}
+            found += space.variants(default, without=set(registry[name].choices()) - spoken)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pathlib
 import shutil
@@ -23,6 +24,7 @@ from trimtab.study.options import Options
 from trimtab.study.sampler import Ask
 from trimtab.study.study import Study
 from trimtab.study.workers import Workers
+from trimtab.train.events import JsonLines, Remarked
 from trimtab.trial import State
 
 ROOT_ONLY = pytest.mark.skipif(
@@ -145,3 +147,20 @@ def test_a_disk_that_is_full_in_the_dry_run_is_not_held_against_the_workload(dis
     resize(disk, 1024)
     with pytest.raises(StorageError, match="the disk is full"):
         Study(reference, disk / "run", Options(timing_s=0.2))
+
+
+@ROOT_ONLY
+def test_a_log_of_events_keeps_whole_lines(disk: pathlib.Path) -> None:
+    log, told = JsonLines(disk / "log.jsonl"), Remarked(update=1, epoch=0, text="x" * 100_000)
+
+    def write_lines(count: int) -> None:
+        for _ in range(count):
+            log(None, told)  # type: ignore[arg-type]
+
+    with pytest.raises(StorageError, match=r"log\.jsonl cannot be written: No space left on device\. Make room"):
+        write_lines(100)
+    resize(disk, 200 * 1024)
+    write_lines(1)
+    lines = [json.loads(line) for line in (disk / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(lines) > 50
+    assert all(len(line["text"]) == 100_000 for line in lines)

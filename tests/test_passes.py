@@ -163,9 +163,11 @@ def test_threads() -> None:
     candidate = encoder()
     assert Threads(count=1).apply(candidate).settings.threads == 1
     many = usable_cores() + 1
-    assert Threads(count=many).why_not(candidate) == (
+    assert Threads(count=many).blocked(candidate) == (
         f"threads asks for {many} threads, and this process may use {usable_cores()} cores."
     )
+    with pytest.raises(UsageError, match="count is 0; it is at least 1"):
+        Threads(count=0)
 
 
 def test_batch_rebuilds_the_inputs() -> None:

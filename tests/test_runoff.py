@@ -72,6 +72,7 @@ def test_who_may_lose_accuracy_meets_the_best_that_loses_nothing() -> None:
         (LOSSY, EXACT, (1.05, 1.01, 1.09), True),
         (EXACT, LOSSY, (0.97, 0.93, 1.01), True),
         (EXACT, LOSSY, (0.95, 0.92, 0.98), False),
+        (EXACT, LOSSY, (0.93, 0.77, 1.11), False),  # as good as unknown, but a loss of 7% rather than none
         (EXACT, EXACT, (1.5, 0.9, 2.5), False),
         (EXACT, EXACT, (2.5, 1.2, 5.5), True),
     ],

@@ -32,7 +32,7 @@ from trimtab.backends._onnx import MODEL, export_onnx, model_files, read_facts, 
 from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, first_line, own_folder, shared_folder
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable, require
-from trimtab.errors import CompileError, IntegrityError
+from trimtab.errors import CompileError, IntegrityError, UsageError
 from trimtab.measurement import OperatorTime, operator_shares
 from trimtab.signature import Signature
 
@@ -147,6 +147,11 @@ class OnnxRuntime(Backend):
     spinning: bool = True
     """Whether waiting threads spin; quicker answers, at the price of CPU time that other processes could use."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precision == "f32" and self.operators != "auto":
+            raise UsageError(f"onnxruntime: operators={self.operators} is about int8; precision is f32. Leave it at auto.")
+
     def describe(self) -> str:
         """Precision, operators and waiting."""
         words = "float32" if self.precision == "f32" else "int8 weights and activations"
@@ -177,8 +182,6 @@ class OnnxRuntime(Backend):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Tensors must have a numpy form, and int8 needs weights to quantize."""
-        if self.precision == "f32" and self.operators != "auto":
-            return f"operators={self.operators} says what int8 is for, and precision f32 has none. Leave it at auto."
         sizes = {weight.dim() for weight in weights(candidate.model)}
         if self.precision == "int8_dynamic" and 2 not in sizes:
             return "int8_dynamic quantizes matrix products and LSTMs, and the model has none. Try int8_static."

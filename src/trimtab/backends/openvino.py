@@ -154,6 +154,14 @@ class OpenVino(Backend):
         super().__post_init__()
         if self.streams is not None and self.streams < 1:
             raise UsageError(f"openvino: streams is {self.streams}; it is at least 1, or None to let the hint decide.")
+        if self.operators != "auto" and self.precision != "int8_static":
+            raise UsageError(
+                f"openvino: operators={self.operators} is about int8_static, not {self.precision}. Leave it at auto."
+            )
+        if self.rest != "f32" and not self.precision.startswith("int8"):
+            raise UsageError(
+                f"openvino: rest={self.rest} is about what is not int8; precision is {self.precision}. Leave it at f32."
+            )
 
     def describe(self) -> str:
         """Precision, operators and streams."""
@@ -199,12 +207,8 @@ class OpenVino(Backend):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Tensors must have a numpy form, and int8 needs weights."""
-        if self.operators != "auto" and self.precision != "int8_static":
-            return f"operators={self.operators} says what int8_static is for; precision is {self.precision}. Leave it at auto."
         if self.operators != "auto" and not _recurrent(candidate.model):
             return f"operators={self.operators} is about recurrent layers, and the model has none. Leave it at auto."
-        if self.rest != "f32" and not self.precision.startswith("int8"):
-            return f"rest={self.rest} says what there is beside int8; precision is {self.precision}. Leave it at f32."
         if self.precision.startswith("int8") and not any(weight.dim() >= 2 for weight in weights(candidate.model)):
             return f"{self.precision} quantizes matrix products and convolutions, and the model has none."
         return no_numpy_form(candidate.signature, "OpenVINO")

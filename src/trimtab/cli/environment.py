@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -16,6 +17,7 @@ import trimtab
 from trimtab._json import dumps, to_json
 from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
+from trimtab.errors import UsageError
 
 _USES = {"infer": "inference", "train": "training"}
 _MARKUP = re.compile(r"(?::[a-z]+:)?`+~?([^`]+)`+")
@@ -154,8 +156,11 @@ def _row(cls: Any, contracts: Any) -> dict[str, Any]:
 
 def _not_here(technique: Any) -> dict[str, str]:
     """The values of fields with which it cannot run here, such as ``kernel=cudnn``, and why."""
-    ways = [(name, value) for name, values in technique.choices().items() for value in values]
-    found = {f"{name}={value}": dataclasses.replace(technique, **{name: value}).blocked_here() for name, value in ways}
+    found = {}
+    for name, values in technique.choices().items():
+        for value in values:
+            with contextlib.suppress(UsageError):  # a combination that means nothing is refused when it is made
+                found[f"{name}={value}"] = dataclasses.replace(technique, **{name: value}).blocked_here()
     return {way: reason for way, reason in found.items() if reason is not None}
 
 

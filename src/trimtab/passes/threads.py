@@ -8,6 +8,7 @@ from typing import Annotated
 from trimtab import _machine
 from trimtab.candidate import Candidate
 from trimtab.contracts import Choice, Pass
+from trimtab.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +31,13 @@ class Threads(Pass):
         """Says the number."""
         return f"{self.count} thread{'s' if self.count != 1 else ''}"
 
-    def why_not(self, candidate: Candidate) -> str | None:
-        """More threads than cores only wait for each other."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.count < 1:
-            return f"threads needs a count of at least 1, not {self.count}."
+            raise UsageError(f"threads: count is {self.count}; it is at least 1.")
+
+    def why_not_here(self) -> str | None:
+        """More threads than cores only wait for each other."""
         if self.count > (cores := _machine.usable_cores()):
             return f"threads asks for {self.count} threads, and this process may use {cores} cores."
         return None

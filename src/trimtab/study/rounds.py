@@ -20,6 +20,9 @@ FOLDER = "rounds"
 LEAST_S = 1.5
 """Seconds of timing that a round needs; where there are fewer in all, there are fewer rounds."""
 
+CONFIRMATION = 2.5
+"""Rounds that the confirmation itself takes as long as: it judges the outputs and writes the artifact, too (2.4 were seen)."""
+
 Earlier = dict[str, list[Comparison]]
 """For each rival, the comparisons of the rounds so far."""
 
@@ -44,7 +47,7 @@ def earlier(
     longest, most = study.startup_s, count
     while len(found["as_written"]) < most and not study.interrupted():
         begun = time.monotonic()
-        if end is not None and begun + 2 * longest > end:  # the confirmation takes as long again
+        if end is not None and begun + (1 + CONFIRMATION) * longest > end:
             break
         with Rivals(study.job(), study.folder / FOLDER) as rivals:
             told = beside(study, rivals, wanted, {**job, "kind": "round"}, study.folder / FOLDER / trial.recipe.hash).result

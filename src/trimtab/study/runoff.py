@@ -19,7 +19,7 @@ from trimtab.trial import Trial
 
 RUNOFF = "runoff"
 WORTH = 0.05
-"""By how much another might be faster than the first for the question to be worth the time."""
+"""By how much another might be faster than the first for the question to be worth the time, and a loss worth taking."""
 NEAR = 1.25
 """A recipe that may lose accuracy and seems less than so many times as fast as the best exact one is timed beside that one."""
 ENOUGH = 0.5
@@ -75,12 +75,13 @@ def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None)
 
 
 def _displaces(other: Trial, first: Trial, ratio: Interval) -> bool:
-    """Whether ``other``, at ``ratio`` of the speed of ``first``, is better; who may lose accuracy must surely be faster."""
+    """Whether ``other``, at ``ratio`` of the speed of ``first``, is better. One that may lose accuracy must surely be faster
+    than an exact one, and gives way to one that may be as fast, unless that seems to cost more than a loss is worth."""
     if ratio.vague:
         return ratio.low > 1
     if other.recipe.exact == first.recipe.exact:
         return ratio.value > 1
-    return ratio.high >= 1 if other.recipe.exact else ratio.low > 1
+    return ratio.high >= 1 and ratio.value > 1 - WORTH if other.recipe.exact else ratio.low > 1
 
 
 def _known(study: Study, other: Trial, first: Trial) -> Interval | None:

@@ -28,8 +28,9 @@ def rewrites() -> list[Pass]:
 
 
 def knobs() -> list[Pass]:
-    """Every value of the exact passes whose fields are to be chosen, such as the number of threads."""
-    return [variant for step in passes(exact=True) if step.choices() for variant in (step, *variants(step)) if variant.exact]
+    """Every value of the exact passes whose fields are to be chosen, such as the number of threads, that this machine has."""
+    chosen = [variant for step in passes(exact=True) if step.choices() for variant in (step, *variants(step))]
+    return [variant for variant in chosen if variant.exact and variant.blocked_here() is None]
 
 
 def backends() -> list[Backend]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -100,8 +102,11 @@ class JsonLines:
         line = json.dumps({"event": type(event).__name__.lower(), **_finite(to_json(event))})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            with self.path.open("ab", buffering=0) as file:
+                whole, data = file.tell(), f"{line}\n".encode()
+                if file.write(data) < len(data):  # what a full disk took of a line would make the file unreadable
+                    file.truncate(whole)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise StorageError(
                 f"The log {self.path} cannot be written: {error.strerror}. Make room, or give another "
