@@ -8,7 +8,7 @@ import pathlib
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trimtab._json import write_json
 from trimtab.contracts import BACKENDS
@@ -20,8 +20,9 @@ _SEEN = {name: os.environ.get(name) for name in THREADS}
 
 
 @contextlib.contextmanager
-def imports_noted(folder: pathlib.Path) -> Iterator[dict[str, str]]:
-    """Write to ``folder`` which installed packages the block imports, in order, and what it makes of the environment.
+def imports_noted(folder: pathlib.Path, also: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+    """Write to ``folder`` which installed packages the block imports, in order, and what it makes of the environment; and what
+    workers ``also`` import.
 
     A user's own files are left out, because running them may be anything, and so are the runtimes, because a cold start has
     their import in it. Gives name and path of the user's own, which are known once the block ends.
@@ -41,7 +42,7 @@ def imports_noted(folder: pathlib.Path) -> Iterator[dict[str, str]]:
         elif name.partition(".")[0] != "trimtab" and os.path.isfile(origin):
             own[name] = os.path.abspath(origin)
     changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
-    write_json(folder / IMPORTED, {"modules": found, "environment": changed})
+    write_json(folder / IMPORTED, {"modules": [*found, *also], "environment": changed})
 
 
 def threads_unseen(threads: int) -> list[str]:

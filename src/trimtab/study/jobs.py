@@ -65,6 +65,8 @@ AUTHKEY = "TRIMTAB_AUTHKEY"
 READY, EXAMPLE = "ready.json", "example.safetensors"
 """Files: that a server is there, and what it serves; the example inputs, in the folder of the reference."""
 SLOW_START_S = 2.0
+EXPORT = ("torch.export._trace", "torch._export.serde.serialize", "trimtab.backends._program")
+"""What nearly every recipe imports to be built, saved or read, which takes a second."""
 
 Job = Mapping[str, Any]
 
@@ -87,7 +89,7 @@ def read_workload(source: Mapping[str, Any]) -> Workload:
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Check the workload with a dry run, compute its reference, and find what cannot be tried on it."""
-    with imports_noted(folder) as files:
+    with imports_noted(folder, also=EXPORT) as files:
         subject = prepare(read_workload(job["workload"]))
         weights_found = sameness.weights_of(subject.model)
         sameness.keep(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
-
-from optuna.distributions import CategoricalDistribution
+from typing import TYPE_CHECKING, Any
 
 from trimtab.contracts import BACKENDS, PASSES, Backend, Pass, Technique
 from trimtab.errors import UsageError
 from trimtab.recipe import Recipe
+
+if TYPE_CHECKING:
+    from optuna.distributions import CategoricalDistribution
 
 COSTS = ("seconds", "minute", "minutes")
 
@@ -76,6 +77,8 @@ def options(technique: type[Technique], field: str) -> tuple[Any, ...]:
 
 def parameters(recipe: Recipe) -> tuple[dict[str, Any], dict[str, CategoricalDistribution]]:
     """``recipe`` as the parameters and distributions that optuna stores and its dashboard shows."""
+    from optuna.distributions import CategoricalDistribution  # workers come by here too, which store nothing
+
     values: dict[str, Any] = {"backend": recipe.backend.name}
     spaces = {"backend": CategoricalDistribution(sorted(BACKENDS))}
     steps: Mapping[str, Technique] = {step.name: step for step in recipe.passes}
