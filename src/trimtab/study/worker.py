@@ -8,15 +8,15 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab._disk import out_of_space
 from trimtab._fixes import with_fix
 from trimtab._json import write_json
 from trimtab.errors import TrimtabError, WorkloadError
-from trimtab.study.jobs import JOBS, Job
+from trimtab.study.jobs import JOBS
 from trimtab.study.process import DISK_FULL, JOB, LOG, RESULT, end_descendants
+from trimtab.study.train_jobs import TRAINING
 
 
 def main(folder: pathlib.Path) -> int:
@@ -50,17 +50,9 @@ def _log_traceback() -> None:
         traceback.print_exc(file=sys.__stderr__)
 
 
-def _jobs(mode: str | None) -> Mapping[str, Callable[[Job, pathlib.Path], Any]]:
-    if mode != "train":
-        return JOBS
-    from trimtab.study.train_jobs import TRAINING  # with the whole of the Trainer, which would make every other start later
-
-    return TRAINING
-
-
 def _result(job: dict[str, Any], folder: pathlib.Path, shown: pathlib.Path) -> Any:
     try:
-        return _jobs(job.get("mode"))[job["kind"]](job, folder)
+        return (TRAINING if job.get("mode") == "train" else JOBS)[job["kind"]](job, folder)
     except TrimtabError as error:
         if out_of_space(error):
             raise
