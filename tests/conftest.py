@@ -27,15 +27,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for wor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-_CACHE = tempfile.mkdtemp(prefix="trimtab-tests-")
-_OWNER = os.getpid()
-os.environ["XDG_CACHE_HOME"] = _CACHE
+_SHARED = "TRIMTAB_TESTS_CACHE"
+"""Environment variable that names the cache to the processes that run tests side by side: this machine is measured once."""
+if _SHARED not in os.environ:
+    _OWNER, _CACHE = os.getpid(), tempfile.mkdtemp(prefix="trimtab-tests-")
+    os.environ[_SHARED] = os.environ["XDG_CACHE_HOME"] = _CACHE
 
-
-@atexit.register
-def _remove_cache() -> None:
-    if os.getpid() == _OWNER:  # a forked child must not take it away from the others
-        shutil.rmtree(_CACHE, ignore_errors=True)
+    @atexit.register
+    def _remove_cache() -> None:
+        if os.getpid() == _OWNER:  # a forked child must not take it away from the others
+            shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import tempfile
 import textwrap
 import types
 
@@ -28,7 +29,7 @@ from trimtab.study import sentences, verdict
 from trimtab.study.compare import compare
 from trimtab.study.jobs import _at_its_batch
 from trimtab.study.options import Options
-from trimtab.study.result import Best
+from trimtab.study.result import ARTIFACT, Best
 from trimtab.study.sampler import as_written
 from trimtab.study.study import Study
 from trimtab.study.training import TrainingStudy
@@ -60,7 +61,9 @@ class Confirmed:
         self.to_beat = verdict.best_eager(trials, limits, self.options.objective)
         self.asked: list[Recipe] = []
         self.ask = lambda: None
-        self.original, self.notes, self.folder, self.ships = as_written(), [], pathlib.Path("nowhere"), True
+        self.original, self.notes, self.ships = as_written(), [], True
+        self.own = tempfile.TemporaryDirectory()
+        self.folder = pathlib.Path(self.own.name)
         self.refused: list[Confirmation] = []
         self.progress = types.SimpleNamespace(stage=lambda words: None)
         self.interrupted = lambda: False
@@ -75,6 +78,9 @@ class Confirmed:
             reason = "no gain" if must_win and found.low <= 1 else None
             figures = {"speedup": found, "latency_ms": latency(10 / found.value)}
             confirmation = Confirmation(recipe=trial.recipe, ok=reason is None, reason=reason, **figures)
+            if confirmation.ok:
+                (self.folder / ARTIFACT).mkdir(exist_ok=True)
+                (self.folder / ARTIFACT / "recipe").write_text(str(trial.recipe))
             return Best(trial=trial, confirmation=confirmation, artifact=object() if confirmation.ok else None)
         if isinstance(found, str):
             confirmation = Confirmation(recipe=trial.recipe, ok=False, reason=found)
@@ -148,8 +154,9 @@ def test_a_tuning_that_won_by_luck_gives_way_to_the_model_as_written(monkeypatch
     status, words, best = finishing.finish(study)
     assert (status, best.trial) == ("kept_original", search[ships == "tuned"])
     assert ("so eager(grad_mode=no_grad), which computes the same, ships in its place" in words) == (ships == "as written")
-    # only one artifact lies in the run folder, that of the last one which was confirmed
-    assert study.asked == [EAGER, as_written(), *([EAGER] if ships == "tuned" else [])]
+    assert study.asked == [EAGER, as_written()], "each is confirmed once"
+    shipped = study.original if ships == "as written" else EAGER
+    assert [path.read_text() for path in study.folder.rglob("*") if path.is_file()] == [str(shipped)]
 
 
 def test_an_original_that_misses_its_limit_after_all_need_not_be_beaten(monkeypatch) -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
+import time
 import tomllib
 
 import pytest
@@ -210,10 +212,18 @@ def test_peaks_of_a_busy_machine_are_measured_again_and_only_rise(
     runs = iter([rated(5.0, 0.6), rated(3.0, 0.4), rated(8.0, 0.0)])
     monkeypatch.setattr("trimtab.environment.measure", lambda *_: next(runs))
     file = tmp_path / "peaks.json"
-    first, second, third, fourth = (measured_peaks(here, cache=file) for _ in range(4))
-    assert "60% of the CPU" in first.notes[0]
-    assert [p.find("memory", threads=1) for p in (first, second, third, fourth)] == [5.0, 5.0, 8.0, 8.0]
-    assert third.notes == fourth.notes == ()
+
+    def after(seconds: float) -> Peaks:
+        if file.exists():
+            os.utime(file, (time.time() - seconds,) * 2)
+        return measured_peaks(here, cache=file)
+
+    found = [after(seconds) for seconds in (0, 3500, 3700, 3700, 3700)]
+    assert [p.find("memory", threads=1) for p in found] == [5.0, 5.0, 5.0, 8.0, 8.0]
+    assert ["60% of the CPU" in "".join(p.notes) for p in found] == [True, True, False, False, False]
+    assert "40% of the CPU" in found[2].notes[0]
+    assert "again in an hour, or with trimtab env --refresh" in found[0].notes[0]
+    assert found[3].notes == found[4].notes == ()
 
 
 def test_what_torch_cannot_multiply_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,10 @@ def test_contenders_are_those_that_may_be_faster_than_the_first() -> None:
     assert contenders([first, apart, close], "latency") == [first]
     assert contenders([first, close, open_question], "throughput") == [first, open_question]
     assert contenders([first, open_question], "size") == [first]
-    assert contenders([first, apart, apart, open_question], "latency") == [first]  # whose files are gone
+    assert contenders([first, apart, apart, open_question], "latency") == [first, open_question], "wherever it stands"
+    left_in_the_dark = trial(EXACT, 3.5, 2.0, 7.0)
+    many = [first, open_question, open_question, left_in_the_dark]
+    assert contenders(many, "latency") == [first, left_in_the_dark, open_question], "two, and the likeliest"
     assert contenders([], "latency") == []
 
 
@@ -60,6 +63,8 @@ def test_who_may_lose_accuracy_meets_the_best_that_loses_nothing() -> None:
     assert contenders([lossy, near, far], "latency") == [lossy, near]
     assert contenders([lossy, far], "latency") == [lossy]
     assert contenders([lossy, lossy, lossy, near], "latency") == [lossy, near], "whose files are kept wherever it stands"
+    open_question = trial(LOSSY, 3.9, 3.5, 4.3)
+    assert contenders([lossy, near, open_question], "latency") == [lossy, open_question, near]
     assert contenders([near, lossy], "latency") == [near, lossy]
 
 

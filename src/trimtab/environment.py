@@ -11,6 +11,7 @@ import os
 import pathlib
 import platform
 import tempfile
+import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +40,8 @@ RUNTIMES = (
 """Distributions that execute models: their versions decide speed, and so they are part of the fingerprint."""
 BUILDERS = ("trimtab", "onnx", "onnxscript", "nncf")
 """Distributions that make what is executed: graphs, and what is quantized of them. They are part of it for the same reason."""
+AGAIN_S = 3600.0
+"""Seconds after which peaks of a busy machine are measured again: one that stays busy is not to measure them in every study."""
 _OTHERS = ("numpy", "torch-pruning", "transformers", "optuna", "safetensors", "ray")
 
 
@@ -214,26 +217,38 @@ def measured_peaks(environment: Environment, *, cache: pathlib.Path | None = Non
 
     ``cache`` is the file that remembers them (``peaks-<fingerprint>.json`` in :func:`cache_folder` by default). A file that
     cannot be read is measured anew, one that cannot be written is done without, and peaks of a busy machine are measured again
-    next time, when the better of both counts; ``notes`` of the result say so. torch's thread count is the same afterwards.
+    once :data:`AGAIN_S` have passed, when the better of both counts; ``notes`` of the result say so. torch's thread count is
+    the same afterwards.
     """
     file = cache or _peaks_file(environment)
     known, notes = (None, ()) if refresh else _known_peaks(file, environment.fingerprint)
-    if known is not None and known.foreign <= BUSY:
-        return known
+    if known is not None and (known.foreign <= BUSY or _age_s(file) < AGAIN_S):
+        return dataclasses.replace(known, notes=_too_low(known))
     limits = [limit for limit in (environment.memory_mb, environment.memory_limit_mb) if limit]
     peaks = measure(environment.fingerprint, environment.usable_cores, len(environment.gpus), min(limits))
     if known is not None:
         peaks = peaks.merged(known)
-    if peaks.foreign > BUSY:
-        notes += (
-            f"Others took {peaks.foreign:.0%} of the CPU meanwhile: the peaks may be too low and are measured again next time.",
-        )
+    notes += _too_low(peaks)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, peaks)
     except OSError as error:
         notes += (f"The peaks could not be kept in {file} ({error}), so the next command measures them again.",)
     return dataclasses.replace(peaks, notes=notes)
+
+
+def _age_s(file: pathlib.Path) -> float:
+    return abs(time.time() - file.stat().st_mtime)  # clocks are set back, too
+
+
+def _too_low(peaks: Peaks) -> tuple[str, ...]:
+    """What there is to say of the peaks of a busy machine."""
+    if peaks.foreign <= BUSY:
+        return ()
+    return (
+        f"Others took {peaks.foreign:.0%} of the CPU while the peaks were measured, so they may be too low. They are measured "
+        "again in an hour, or with trimtab env --refresh.",
+    )
 
 
 def known_peaks(environment: Environment) -> Peaks | None:

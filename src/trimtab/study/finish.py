@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from trimtab._aside import moved, removed
 from trimtab._json import dumps, from_json, to_json
 from trimtab.artifact import Artifact, open_artifact
 from trimtab.confirm import Confirmation
@@ -176,10 +179,28 @@ class _Ending:
         others = [t for t in ranked if t.recipe.exact and t.size_mb is not None and t.recipe.hash != kept.trial.recipe.hash]
         written = [trial for trial in others if trial.recipe == original]
         hopeful = [t for t in others if t not in written and t.speedup is not None and t.speedup.value > ratio.value]
-        found = [kept, *(self.measure(trial, must_win=False) for trial in (*written, *hopeful[:1]))]
-        best = max((each for each in found if each.artifact is not None), key=_sure)
-        # whoever was confirmed last has its files in the run folder
-        return best if best is found[-1] else self.measure(best.trial, must_win=False)
+        best = kept
+        for trial in (*written, *hopeful[:1]):
+            with _kept_beside(self.study.folder / ARTIFACT) as give_up:
+                found = self.measure(trial, must_win=False)
+                if found.artifact is not None and _sure(found) > _sure(best):
+                    best = found
+                    give_up()
+        return best
+
+
+@contextlib.contextmanager
+def _kept_beside(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
+    """A block that may write another ``artifact``, which is what it was afterwards, unless the block gives it up."""
+    beside = artifact.with_name(f".{artifact.name}.kept.tmp")  # which the next run deletes if this one is killed
+    removed(beside)
+    moved(artifact, beside)
+    try:
+        yield lambda: removed(beside)
+    finally:
+        if beside.exists():
+            removed(artifact)
+            moved(beside, artifact)
 
 
 def _first(trials: Sequence[Trial], *, without: Collection[str] = ()) -> list[Trial]:

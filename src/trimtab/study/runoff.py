@@ -14,12 +14,11 @@ from trimtab.errors import TrimtabError
 from trimtab.evaluate import Objective
 from trimtab.measurement import Comparison, Interval
 from trimtab.study.rivals import Rivals
-from trimtab.study.study import KEEP, Study
+from trimtab.study.study import Study
+from trimtab.study.verdict import WORTH, unsettled
 from trimtab.trial import Trial
 
 RUNOFF = "runoff"
-WORTH = 0.05
-"""By how much another might be faster than the first for the question to be worth the time, and a loss worth taking."""
 NEAR = 1.25
 """A recipe that may lose accuracy and seems less than so many times as fast as the best exact one is timed beside that one."""
 ENOUGH = 0.5
@@ -35,13 +34,10 @@ def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
         return list(ahead[:1])
     first, speed = ahead[0], ahead[0].speedup.value
     free = None if first.recipe.exact else next((trial for trial in ahead if trial.recipe.exact), None)
-    others = [
-        trial
-        for place, trial in enumerate(ahead)
-        if place and trial.speedup is not None
-        if (place < KEEP and trial.speedup.high > (1 + WORTH) * speed) or (trial is free and NEAR * trial.speedup.value > speed)
-    ]
-    return [first, *others]
+    near = free is not None and free.speedup is not None and NEAR * free.speedup.value > speed
+    others = [trial for trial in unsettled(ahead) if trial is not free]
+    # a loss is weighed last, and once: against what is the fastest of those that take one
+    return [first, *others, *([free] if free is not None and (near or free in unsettled(ahead)) else [])]
 
 
 def cost_s(study: Study) -> float:

@@ -204,11 +204,17 @@ def _precision(
         if not everyone and _speed(done.get(recipe.hash)) < PROMISING * top:
             continue
         lossy = [backend for backend in space.variants(recipe.backend) if not backend.exact]
-        for backend in sorted(lossy, key=lambda backend: ("calibration" in backend.needs) != facts.convolves):
+        for backend in sorted(lossy, key=lambda backend: _late(backend, facts)):
             yield Ask("precision", dataclasses.replace(recipe, backend=backend))
         for step in () if recipe.backend.own_graph else _honoured(space.passes(exact=False), recipe.backend):
             for variant in (step, *space.variants(step)):
                 yield Ask("precision", dataclasses.replace(recipe, passes=(*recipe.passes, variant)))
+
+
+def _late(backend: Backend, facts: Facts) -> tuple[bool, ...]:
+    """The order in which what has less precision is tried, the most promising first, for the budget may end in between."""
+    calibrated, eight_bits = "calibration" in backend.needs, str(getattr(backend, "precision", "")).startswith("int8")
+    return (not calibrated,) if facts.convolves else (not eight_bits, calibrated)
 
 
 def _knobs(done: Mapping[str, Trial], facts: Facts) -> Iterator[Ask]:

@@ -367,7 +367,7 @@ class Study:
         """Delete the built files of every trial that cannot become the artifact any more."""
         ranked = verdict.ranked(self._trials, self.options.limits, self.options.objective)
         exact = [trial for trial in ranked if trial.recipe.exact]
-        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1])}
+        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *verdict.unsettled(ranked))}
         if (eager := self.to_beat) is not None:
             keep.add(eager.recipe.hash)
         for trial in self._trials:

@@ -32,6 +32,10 @@ DEARER = 1.2
 """How much longer a backend may take than another that is said to cost as much."""
 QUALITY = ("accuracy", "loss")
 """Limits of what a model, or a training, may lose."""
+WORTH = 0.05
+"""By how much another might be faster than the first for the question to be worth the time, and a loss worth taking."""
+OPEN = 2
+"""Recipes that are timed against the first, at most."""
 RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
 
 
@@ -204,6 +208,16 @@ def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> lis
         return kept
     paying = [trial for trial in kept if not trial.recipe.exact and surely_better(trial, exact, objective)]
     return [*paying, exact, *(trial for trial in kept if trial not in paying and trial is not exact)]
+
+
+def unsettled(ranked: Sequence[Trial]) -> list[Trial]:
+    """Those behind the first of ``ranked`` that may well be faster, as far as the search can tell, the likeliest first: one
+    that a busy machine left in the dark stands far behind, since what counts is what is sure."""
+    if not ranked or (first := ranked[0].speedup) is None:
+        return []
+    found = [(trial.speedup.high, trial) for trial in ranked[1:] if trial.speedup is not None]
+    able = [(high, trial) for high, trial in found if high > (1 + WORTH) * first.value]
+    return [trial for _, trial in sorted(able, key=lambda each: -each[0])[:OPEN]]
 
 
 def surely_better(trial: Trial, other: Trial, objective: Objective) -> bool:
