@@ -36,6 +36,7 @@ torch.manual_seed(0)
 
 def write(folder: pathlib.Path, body: str) -> str:
     """A workload file with ``body`` below the common head; its reference."""
+    folder.mkdir(exist_ok=True)
     path = folder / "faulty.py"
     path.write_text(HEAD + textwrap.dedent(body))
     return f"{path}:made"

@@ -267,11 +267,10 @@ def test_pickled_weights_are_read_without_running_them(tmp_path: pathlib.Path, m
 @pytest.mark.parametrize(
     "words",
     [
-        ["net.pt", "--shape", "images=1x3x8x8"],
-        ["net.onnx", "--inputs", "rows.npz"],
+        ["net.onnx", "--inputs", "rows.npz"],  # a TorchScript file: test_progress.py
         ["hf:bert"],
     ],
-    ids=["pt", "onnx", "hf"],
+    ids=["onnx", "hf"],
 )
 def test_the_command_line_takes_them(words: list[str], files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     np.savez(files / "rows.npz", images=np.random.default_rng(0).normal(size=(40, 3, 8, 8)).astype(np.float32))

@@ -25,6 +25,7 @@ from trimtab.study import verdict
 from trimtab.study.options import Options
 from trimtab.study.process import WorkerProcess
 from trimtab.study.study import Study
+from trimtab.study.workers import Workers
 from trimtab.trial import State
 
 WORKLOAD = """
@@ -134,7 +135,7 @@ def test_the_artifact_runs_alone_and_like_the_model(study) -> None:
 
 def test_verify_and_measure(study) -> None:
     folder, result = study
-    out = command("verify", result["artifact"], folder=folder)
+    out = command("verify", result["artifact"], "--time", "1s", folder=folder)
     assert "files:       as written, every hash checked" in out
     assert "outputs:     within tolerance on" in out
     assert "environment: The same as where the artifact was proven." in out
@@ -294,16 +295,17 @@ def test_of_a_log_of_any_size_the_end_alone_is_read(tmp_path) -> None:
 @pytest.mark.slow
 def test_time_is_kept_for_a_confirmation_only_once_there_is_something_to_confirm(tmp_path: pathlib.Path) -> None:
     (tmp_path / "tiny.py").write_text(WORKLOAD)
-    study = Study(str(tmp_path / "tiny.py"), tmp_path / "run", Options(timing_s=0.5))
-    now = time.monotonic()
-    # over at once, if the time for a confirmation counted from the start
-    study.search(deadline=now + 3600, reserve=lambda: 7200)
-    *before, last = study.trials
-    eager = verdict.best_eager(study.trials)
-    assert study.leader is last is not eager
-    assert {trial.recipe.backend.name for trial in before if trial.state is State.COMPLETE} >= {"eager"}
-    study.search(deadline=now + 3600, reserve=lambda: 7200)
-    assert study.trials[-1] is last
+    with Workers() as workers:
+        study = Study(str(tmp_path / "tiny.py"), tmp_path / "run", Options(timing_s=0.5), workers=workers)
+        now = time.monotonic()
+        # over at once, if the time for a confirmation counted from the start
+        study.search(deadline=now + 3600, reserve=lambda: 7200)
+        *before, last = study.trials
+        eager = verdict.best_eager(study.trials)
+        assert study.leader is last is not eager
+        assert {trial.recipe.backend.name for trial in before if trial.state is State.COMPLETE} >= {"eager"}
+        study.search(deadline=now + 3600, reserve=lambda: 7200)
+        assert study.trials[-1] is last
 
 
 def test_what_a_check_finds_is_said(tmp_path: pathlib.Path) -> None:

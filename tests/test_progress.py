@@ -20,6 +20,7 @@ from _faulty import run, write
 from trimtab.backends.eager import Eager
 from trimtab.cli._progress import Board, Lines, Quiet
 from trimtab.cli.optimize import show
+from trimtab.errors import WorkloadError
 from trimtab.measurement import Interval
 from trimtab.optimizing import Interrupt
 from trimtab.recipe import Recipe
@@ -51,7 +52,8 @@ def test_a_search_from_python_is_seen_on_standard_error(tmp_path: pathlib.Path, 
     assert re.search(r"^\[ +\d+/120 s\] checking the workload with a dry run$", err, re.MULTILINE)
     assert re.search(r"^\[ +\d+/120 s\] trial 0: as_written: eager", err, re.MULTILINE)
     assert re.search(r"^ +complete 1\.00x \(1\.00 to 1\.00\), drop .* \[\d+ s\]$", err, re.MULTILINE)
-    run(tmp_path, "def made(): return workload()", progress=trimtab.Progress())
+    with pytest.raises(WorkloadError, match="Evaluation score returned 'good'"):
+        run(tmp_path / "silent", "def made(): return workload(score=lambda o, t: 'good')", progress=trimtab.Progress())
     assert capsys.readouterr() == ("", "")
 
 
@@ -130,16 +132,18 @@ def test_text_of_a_model_file_commands_no_terminal() -> None:
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
 def test_a_file_is_no_terminal_whatever_colours_are_asked_for(variable: str, tmp_path: pathlib.Path) -> None:
-    def output(*words: str) -> subprocess.CompletedProcess[str]:
+    def output(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         own = {**os.environ, variable: "1", "TERM": "xterm-256color"}
-        return subprocess.run(
-            [sys.executable, "-m", "trimtab", *words], capture_output=True, text=True, timeout=200, check=True, env=own
+        done = subprocess.run(
+            [sys.executable, "-m", "trimtab", *words], capture_output=True, text=True, timeout=200, check=False, env=own
         )
+        assert done.returncode == code, done.stderr
+        return done
 
     assert output("list", "checks").stderr == ""
     if variable == "FORCE_COLOR":
-        workload = write(tmp_path, "def made(): return workload()")
-        options = ("--max-drop", "10%", "--trials", "1", "--timing", "300ms", "--out", str(tmp_path / "run"))
-        done = output("optimize", workload, *options)
-        assert "\x1b" not in done.stdout
-        assert "trial 0: as_written: eager" in done.stdout
+        workload = write(tmp_path, "def made(): return workload(score=lambda output, target: 'good')")
+        done = output("optimize", workload, "--max-drop", "10%", "--out", str(tmp_path / "run"), code=3)
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "checking the workload with a dry run" in done.stdout
+        assert "Evaluation score returned 'good'" in done.stderr

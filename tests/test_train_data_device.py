@@ -49,7 +49,7 @@ def test_workers_are_found_where_reading_waits() -> None:
 
 
 def test_what_lies_in_memory_is_read_here() -> None:
-    found = tune_loader(X, step=0.02, seconds=2, most_workers=1, batch=8)
+    found = tune_loader(X, step=0.1, seconds=2, most_workers=1, batch=8)
     assert found.best.workers == 0
     assert "not tried, because only" in str(found)
     with pytest.raises(UsageError, match="seconds is 0"):

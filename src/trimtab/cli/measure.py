@@ -63,6 +63,7 @@ def _is_folder(what: str) -> bool:
 
 def verify_command(
     artifact: Annotated[pathlib.Path, typer.Argument(help="The folder of an artifact.")],
+    time: Annotated[str, typer.Option(help="Most time for sampling its speed.")] = "10s",
     trust: Trust = False,
     json: Json = False,
 ) -> int:
@@ -73,8 +74,9 @@ def verify_command(
       trimtab verify runs/digits/artifact
       trimtab verify runs/digits/artifact --json
     """
+    most = seconds(time, "--time")
     with waiting(f"verifying {artifact}: files, outputs, environment, speed"):
-        found = trimtab.verify(artifact, trust=trust)
+        found = trimtab.verify(artifact, trust=trust, seconds=most)
     typer.echo(dumps(found) if json else "\n".join(plain(line) for line in _lines(found)))
     return 0 if found.ok else EXIT_NOT_VERIFIED
 

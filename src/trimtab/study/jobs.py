@@ -314,7 +314,7 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
     if not executable.settings.keep_memory:  # which this process cannot take back, and which the original does not do
         torch.set_num_threads(job["threads"])
-        travels = baseline_speedup(subject, original, found.comparison, objective=plan.objective, folder=source)
+        travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
         figures["baseline_speedup"] = to_json(travels)
     try:
         write_artifact(

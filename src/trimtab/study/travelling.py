@@ -8,18 +8,19 @@ import tempfile
 from trimtab._user_code import writing
 from trimtab.contracts import Backend
 from trimtab.errors import ArtifactError, CompileError
-from trimtab.evaluate import Objective, runner_for
+from trimtab.evaluate import Plan, runner_for
 from trimtab.measure.pairs import compare
 from trimtab.measurement import Comparison, Interval
 from trimtab.subject import Subject
 
 SECONDS = 2.0
+"""Most time for the comparison; less where the study was given less for each of its own."""
 SLOW_MS = 500.0
 """Calls that take longer spend their time in kernels, which are the same in both forms."""
 
 
 def baseline_speedup(
-    subject: Subject, original: Backend, found: Comparison | None, *, objective: Objective, folder: pathlib.Path
+    subject: Subject, original: Backend, found: Comparison | None, *, plan: Plan, folder: pathlib.Path
 ) -> Interval | None:
     """How many times faster the original is in its saved form than as written, both in this process, so that speed-ups over the
     one can be held against those over the other. ``folder`` is where it is saved meanwhile.
@@ -30,7 +31,7 @@ def baseline_speedup(
     if found is None or found.rival.median > SLOW_MS:
         return None
     written = original.compile(subject.candidate)
-    runner = runner_for(written, subject.candidate, subject, objective)
+    runner = runner_for(written, subject.candidate, subject, plan.objective)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         try:
             with writing():
@@ -38,5 +39,5 @@ def baseline_speedup(
             travels = original.load(pathlib.Path(name), written.signature, written.settings)
         except (CompileError, ArtifactError):  # of which the artifact has its own words
             return None
-        other = runner_for(travels, subject.candidate, subject, objective)
-        return compare(other, runner, width=0.02, seconds=SECONDS, process_noise=0.0).ratio
+        other = runner_for(travels, subject.candidate, subject, plan.objective)
+        return compare(other, runner, width=0.02, seconds=min(SECONDS, plan.seconds), process_noise=0.0).ratio
