@@ -79,20 +79,30 @@ def peaks_known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+_OWN: dict[str, str | None] = {}
+"""Tests that ran in a process of their own, by their names without parameters: what went wrong."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that sends signals to itself in a process of its own, so that they never end those that run the others."""
+    """Run a test that sends signals to itself in a process of its own, so that they never end those that run the others.
+
+    Its parameters share that process, which would import torch for each of them.
+    """
     if pyfuncitem.get_closest_marker("own_process") is None or "TRIMTAB_OWN_PROCESS" in os.environ:
         return None
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        command,
-        cwd=pyfuncitem.config.rootpath,
-        env=environment | {"TRIMTAB_OWN_PROCESS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    name = pyfuncitem.nodeid.partition("[")[0]
+    if name not in _OWN:
+        asked = [item.nodeid for item in pyfuncitem.session.items if item.nodeid.partition("[")[0] == name]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *asked],
+            cwd=pyfuncitem.config.rootpath,
+            env=environment | {"TRIMTAB_OWN_PROCESS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        _OWN[name] = None if done.returncode == 0 else done.stdout + done.stderr
+    assert _OWN[name] is None, _OWN[name]
     return True
