@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -276,3 +278,10 @@ def with_logs(found: Record, folder: pathlib.Path, texts: Mapping[int, str] | No
 def throughput(found: Recipe) -> Recipe:
     """The same recipe for several examples at once."""
     return Recipe(passes=(Batch(size=8), *found.passes), backend=found.backend)
+
+
+def data(whole: str) -> dict[str, Any]:
+    """What the page of a report hands to its script."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', whole, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])

@@ -1,4 +1,4 @@
-"""The whole of it through the real command line: optimize, measure, verify, list, env."""
+"""The whole of it through the real command line: optimize, report, compare, measure, verify, list, env."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,12 +19,14 @@ import pytest
 import torch
 
 import trimtab
+from _studies import data
 from trimtab.environment import Environment
 from trimtab.errors import IntegrityError, StorageError, UsageError
 from trimtab.optimizing import command_line, run_folder
 from trimtab.study import verdict
 from trimtab.study.options import Options
 from trimtab.study.process import WorkerProcess
+from trimtab.study.record import Record
 from trimtab.study.study import Study
 from trimtab.study.workers import Workers
 from trimtab.trial import State
@@ -149,6 +152,38 @@ def test_verify_and_measure(study) -> None:
     assert timed["comparison"]["ratio"]["low"] <= timed["comparison"]["ratio"]["value"] <= timed["comparison"]["ratio"]["high"]
     alone = command("measure", "tiny.py", "--time", "1s", folder=folder)
     assert "noise: it measures" in alone
+
+
+def test_optimize_writes_the_report_of_what_it_found(study: tuple[pathlib.Path, dict[str, Any]]) -> None:
+    folder, result = study
+    path = folder / result["report"]
+    assert path.parent == folder / "runs" / "tiny"
+    whole = path.read_text(encoding="utf-8")
+    assert len(data(whole)["trials"]) == len(result["trials"])
+    assert any("log" in trial for trial in data(whole)["trials"])
+    said = re.sub(r"\s+", " ", whole.replace("&#39;", "'").replace("&#34;", '"'))
+    assert " ".join(result["conditions"]["verdict"].split()) in said
+    assert result["environment"]["cpu"] in said
+    found = Record.read(path.parent)
+    assert found.confirmation is not None
+    assert str(found.confirmation.recipe) in found.tried
+    assert found.started <= str(found.confirmation.measured_at)  # of one run, so by the same clock and in the same form
+    assert set(found.ladder[0]["latency_ms"]) == {"median", "p90"}
+
+
+def test_the_commands_render_a_real_study(study: tuple[pathlib.Path, dict[str, Any]]) -> None:
+    folder, _ = study
+    said = command("report", "runs/tiny", "--text", folder=folder)
+    assert said.startswith("tiny: ")
+    assert len(said.splitlines()) <= 40
+    written = command("report", "runs/tiny", "-o", "elsewhere.html", folder=folder)
+    assert (folder / written.strip()).read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert "a study has nothing to be compared with but another one" in command(
+        "compare", "runs/tiny", "runs/../runs/tiny", folder=folder, code=2
+    )
+    shutil.copytree(folder / "runs/tiny", folder / "again")
+    sides = json.loads(command("compare", "runs/tiny", "again", "--json", folder=folder))
+    assert sides["differences"] == []
 
 
 def test_a_changed_byte_is_found(study) -> None:

@@ -7,14 +7,11 @@ import json
 import math
 import pathlib
 import re
-import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from _studies import BACKENDS, comparison, confirmed, interval, recipes, record, with_logs
+from _studies import BACKENDS, comparison, confirmed, data, interval, recipes, record, with_logs
 from trimtab._json import from_json, to_json
 from trimtab.cli.report import report_command
 from trimtab.confirm import Confirmation
@@ -27,35 +24,11 @@ from trimtab.study.record import Record
 from trimtab.trial import State
 from trimtab.workload import Limits
 
-WORKLOAD = """
-import torch, trimtab
-from torch import nn
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
-
-def workload():
-    inputs = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
-    labels = model().eval()(inputs).argmax(1)
-    score = lambda output, target: output.argmax(1) == target
-    return trimtab.Workload(
-        name="small", model=model, inputs=inputs[:1], evaluation=trimtab.Evaluation(data=(inputs, labels), score=score)
-    )
-"""
-
 
 def page(found: Record, folder: pathlib.Path) -> str:
     """The report without plotly's own source."""
     whole = html(found, folder)
     return re.sub(r"<script>/\*\*\n\* plotly\.js.*?</script>", "", whole, count=1, flags=re.DOTALL)
-
-
-def data(whole: str) -> dict[str, Any]:
-    """What the page hands to its script."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', whole, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
 
 
 @pytest.fixture
@@ -444,14 +417,6 @@ def test_recipes_of_every_backend_have_a_place_in_the_builder() -> None:
 # ---- files and commands
 
 
-def command(*arguments: str, folder: pathlib.Path, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "trimtab", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
-
-
 def test_a_report_that_cannot_be_written_or_read_is_a_sentence(tmp_path: pathlib.Path) -> None:
     run = with_logs(record(2), tmp_path)
     with pytest.raises(UsageError, match=r"The report cannot be written to .*: no such file or directory\. Name a file in a"):
@@ -459,47 +424,6 @@ def test_a_report_that_cannot_be_written_or_read_is_a_sentence(tmp_path: pathlib
     (run / "record.json").write_text('{"schema": 1}', encoding="utf-8")
     with pytest.raises(StorageError, match="record.json cannot be read: Record: field 'workload' is missing"):
         write(run)
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, dict[str, Any]]:
-    """A real study through the real command line."""
-    folder = tmp_path_factory.mktemp("study")
-    (folder / "small.py").write_text(WORKLOAD, encoding="utf-8")
-    options = ("--max-drop", "5%", "--timing", "300ms", "--trials", "2", "--json")
-    return folder, json.loads(command("optimize", "small.py", *options, folder=folder))
-
-
-def test_optimize_writes_the_report_of_what_it_found(study: tuple[pathlib.Path, dict[str, Any]]) -> None:
-    folder, result = study
-    path = folder / result["report"]
-    assert path.parent == folder / "runs" / "small"
-    whole = path.read_text(encoding="utf-8")
-    assert len(data(whole)["trials"]) == len(result["trials"])
-    assert any("log" in trial for trial in data(whole)["trials"])
-    said = re.sub(r"\s+", " ", whole.replace("&#39;", "'").replace("&#34;", '"'))
-    assert " ".join(result["conditions"]["verdict"].split()) in said
-    assert result["environment"]["cpu"] in said
-    found = Record.read(path.parent)
-    assert found.confirmation is not None
-    assert found.tried == (str(found.confirmation.recipe),)
-    assert found.started <= str(found.confirmation.measured_at)  # of one run, so by the same clock and in the same form
-    assert set(found.ladder[0]["latency_ms"]) == {"median", "p90"}
-
-
-def test_the_commands_render_a_real_study(study: tuple[pathlib.Path, dict[str, Any]]) -> None:
-    folder, _ = study
-    said = command("report", "runs/small", "--text", folder=folder)
-    assert said.startswith("small: ")
-    assert len(said.splitlines()) <= 40
-    written = command("report", "runs/small", "-o", "elsewhere.html", folder=folder)
-    assert (folder / written.strip()).read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert "a study has nothing to be compared with but another one" in command(
-        "compare", "runs/small", "runs/../runs/small", folder=folder, code=2
-    )
-    shutil.copytree(folder / "runs/small", folder / "again")
-    sides = json.loads(command("compare", "runs/small", "again", "--json", folder=folder))
-    assert sides["differences"] == []
 
 
 def test_the_json_of_a_report_is_the_record(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
