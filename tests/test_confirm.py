@@ -73,6 +73,13 @@ def test_a_ratio_of_a_starved_machine_proves_nothing_and_deserves_another_try(mo
     )
 
 
+def test_a_vague_ratio_that_is_far_above_one_is_a_gain_all_the_same(monkeypatch, tmp_path) -> None:
+    assert confirmed(monkeypatch, Interval(7.36, 4.44, 12.2), tmp_path).ok
+    near = confirmed(monkeypatch, Interval(2.0, 1.3, 3.1), tmp_path)
+    assert not near.ok
+    assert near.undecided
+
+
 def test_a_ratio_that_is_sure_and_too_small_is_held_against_it(monkeypatch, tmp_path) -> None:
     found = confirmed(monkeypatch, Interval(1.01, 0.99, 1.03), tmp_path)
     assert not found.ok

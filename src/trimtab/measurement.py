@@ -8,7 +8,7 @@ from typing import Literal
 
 Scalar = None | bool | int | float | str
 VAGUE = 2.0
-"""Bounds of a ratio that are further apart than this factor prove nothing."""
+"""Bounds of a ratio that are further apart than this factor may not hold, and give no number to quote."""
 SLOW_PAIRS, QUIET = 8, 0.05
 """So few pairs, while others had no more than this share of the CPU, are due to slow calls and not to a busy machine."""
 UNLIKE = 0.05
@@ -38,6 +38,11 @@ class Interval:
         """Whether the bounds are more than a factor of two apart: what was measured beside busy neighbours, whose bounds do not
         hold either, because they come and go."""
         return not self.high <= VAGUE * self.low
+
+    @property
+    def doubtful(self) -> bool:
+        """Of a ratio of speeds: whether it is vague, and would not surely be a gain with bounds twice as far apart."""
+        return self.vague and not self.low * self.low > self.value
 
     @property
     def faster(self) -> bool:

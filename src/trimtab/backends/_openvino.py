@@ -245,7 +245,7 @@ def _name_inputs(model: Any, signature: Signature) -> None:
 def _trace(candidate: Candidate, signature: Signature) -> Any:
     leaves = candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()
     refuse_decisions(candidate, leaves)
-    return runtime().convert_model(exportable(candidate), example_input=tuple(leaves), input=_shapes(signature))
+    return runtime().convert_model(exportable(candidate, traced=True), example_input=tuple(leaves), input=_shapes(signature))
 
 
 def _export(candidate: Candidate, signature: Signature) -> Any:

@@ -21,6 +21,7 @@ from torch.jit.frontend import FrontendError
 
 from trimtab._archive import save_program as write_program
 from trimtab._masks import errors
+from trimtab._scripts import beside
 from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
 from trimtab._weights import HALVES, is_composed, weights
 from trimtab.backends._causes import known_cause
@@ -81,10 +82,13 @@ def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[Exporte
     return program, frozen_signature(candidate, call)
 
 
-def exportable(candidate: Candidate) -> FlatModel:
+def exportable(candidate: Candidate, *, traced: bool = False) -> FlatModel:
     """A flat copy of the model whose weights are plain tensors. Weights in classes of tensors made of others, as torchao's are,
-    become computations on those others: exporters cannot write the classes."""
+    become computations on those others: exporters cannot write the classes. Parts that are TorchScript are held beside the
+    registers, where :func:`torch.export.export` takes them and :func:`torch.jit.trace` does not (``traced``)."""
     flat = candidate.flat()
+    if not traced:
+        flat.model = beside(flat.model)
     if any(is_composed(held) for held in (*flat.parameters(), *flat.buffers())):
         unwrap_tensor_subclass_parameters(flat)
     return flat

@@ -122,7 +122,7 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
         refuse_decisions(candidate, candidate.leaves)
     except CompileError as error:
         return None, [], str(error).rstrip(".")
-    flat = exportable(candidate)
+    flat = exportable(candidate, traced=True)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", TracerWarning)

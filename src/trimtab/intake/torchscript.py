@@ -16,6 +16,7 @@ from trimtab._archive import load_torchscript
 from trimtab._batches import Batch
 from trimtab._independence import FEW, ROUNDING, Judge
 from trimtab._records import ZIP_ERRORS
+from trimtab._scripts import Beside
 from trimtab._weights import tolerance
 from trimtab.dims import BATCH
 from trimtab.errors import IntegrityError, UsageError
@@ -82,22 +83,9 @@ class ScriptFile:
         return tuple(wanted)
 
 
-class _Scripted(nn.Module):
-    """Holds the script beside the module's registers: exporters would trip over parameters that are no nn.Parameter."""
-
-    def __init__(self, script: torch.jit.ScriptModule) -> None:
-        super().__init__()
-        self.__dict__["script"] = script.eval()
-
-    def train(self, mode: bool = True) -> Any:
-        """Put the script into the same mode."""
-        self.__dict__["script"].train(mode)
-        return super().train(mode)
-
-
 def scripted(script: torch.jit.ScriptModule, names: tuple[str, ...]) -> nn.Module:
     """``script`` as a module whose ``forward`` has the parameters ``names``, which TorchScript's own does not tell."""
-    kind = type("Scripted", (_Scripted,), {"forward": _forward(names)})
+    kind = type("Scripted", (Beside,), {"forward": _forward(names)})
     module: nn.Module = kind(script).eval()
     return module
 

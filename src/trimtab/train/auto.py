@@ -271,7 +271,7 @@ class _Decisions:
 
     def _against(self, field: str, ratio: Interval, compile_s: float) -> str | None:
         """Why something that runs at ``ratio`` is not worth having; ``None`` if it is."""
-        if ratio.vague:
+        if ratio.doubtful:
             return "the machine was too busy to tell."
         if ratio.high < 1:
             native = field != "autocast" or self.trainer.device.type != "cpu" or _native_bfloat16()

@@ -74,7 +74,7 @@ def confirm(recipe: Recipe, subject: TrainingSubject, rival: Runner, *, plan: Pl
     figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _most(peak), "baseline_score": written.final}
     reason = _unfaithful(recipe, figures["parity"], figures["drop"], written)
     reason = reason or _over(figures["peak_mb"], plan) or (_unproven(found) if must_win else None)
-    undecided = reason is not None and must_win and found.ratio.vague
+    undecided = reason is not None and must_win and found.ratio.doubtful
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, loaded=False, undecided=undecided, **figures)
 
 
@@ -125,7 +125,7 @@ def _over(peak_mb: float, plan: Plan) -> str | None:
 
 def _unproven(found: Comparison) -> str | None:
     ratio = found.ratio
-    if ratio.vague:
+    if ratio.doubtful:
         cause = "the updates are too slow to tell in the time for it" if found.few else "the machine was too busy to tell"
         way_out = "give it more, with timing_seconds=60" if found.few else "run it when the machine is quiet"
         return (

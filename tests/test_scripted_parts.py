@@ -1,0 +1,98 @@
+"""Models that are TorchScript, or hold parts that are, on every backend."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from _backends import needs_compiler, reloaded
+from trimtab.backends.aoti import Aoti
+from trimtab.backends.eager import Eager
+from trimtab.backends.inductor import Inductor
+from trimtab.backends.onnxruntime import OnnxRuntime
+from trimtab.backends.openvino import OpenVino
+from trimtab.backends.torchscript import TorchScript
+from trimtab.candidate import Candidate
+from trimtab.contracts import Backend
+
+BACKENDS = [
+    Eager(),
+    TorchScript(),
+    OnnxRuntime(),
+    OpenVino(),
+    pytest.param(Inductor(), marks=needs_compiler),
+    pytest.param(Aoti(), marks=needs_compiler),
+]
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(rows)).relu())
+
+
+def body() -> nn.Module:
+    torch.manual_seed(0)
+    return Body().eval()
+
+
+def saved(script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+    buffer = io.BytesIO()
+    torch.jit.save(script, buffer)
+    buffer.seek(0)
+    loaded: torch.jit.ScriptModule = torch.jit.load(buffer)
+    return loaded
+
+
+class Around(nn.Module):
+    """Asks the part within for more than a call."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(rows) + self.inner.last.bias)
+
+
+def within() -> nn.Module:
+    return Around(torch.jit.script(body()))
+
+
+def in_a_row() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), torch.jit.trace(body(), torch.zeros(2, 6)), nn.Tanh())
+
+
+def whole() -> nn.Module:
+    return torch.jit.script(body())
+
+
+def from_a_file() -> nn.Module:
+    return saved(torch.jit.script(body()))
+
+
+def without_weights() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), torch.jit.freeze(torch.jit.script(body())))
+
+
+@pytest.mark.parametrize("make", [within, in_a_row, whole, from_a_file, without_weights])
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_what_ships_says_what_the_model_says(backend: Backend, make: Callable[[], nn.Module], tmp_path: pathlib.Path) -> None:
+    model = make().eval()
+    rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    candidate = Candidate.of(model, (rows,))
+    with torch.no_grad():
+        before = model(rows).clone()
+        executable = backend.compile(candidate)
+        for run in (executable, reloaded(backend, executable, tmp_path)):
+            torch.testing.assert_close(run(rows), before, atol=1e-2 if backend.name == "openvino" else 1e-5, rtol=1e-5)
+        assert torch.equal(model(rows), before)
