@@ -345,7 +345,7 @@ def test_what_is_made_for_a_batch_is_measured_at_it() -> None:
 
 def test_an_artifact_and_its_workload_are_counted_in_the_same_unit(tmp_path) -> None:
     body = "def made(): return workload(model=lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(40)], nn.Linear(8, 4)))"
-    found = run(tmp_path, body, objective="throughput", trials=2)
+    found = run(tmp_path, body, objective="throughput", trials=1)
     assert found.best is not None
     assert found.best.artifact is not None
     timing = compare(found.best.artifact.path, write(tmp_path, body), objective="throughput", seconds=1.0)

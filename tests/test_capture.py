@@ -270,7 +270,7 @@ def test_infinite_masks_are_no_mistake_inside_a_program() -> None:
 def test_a_captured_workload_is_optimised(tmp_path: Any) -> None:
     pipeline = Pipeline()
     workload = Workload.capture(pipeline.denoiser, lambda: [pipeline(batch, 4) for batch in (2, 1, 3)], name="denoiser")
-    result = optimize(workload, trials=2, timing_seconds=0.5, out=tmp_path / "run")
+    result = optimize(workload, trials=1, timing_seconds=0.2, out=tmp_path / "run")
     assert result.best is not None
     assert result.best.artifact is not None
     fast = trimtab.load(result.best.artifact.path)

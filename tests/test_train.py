@@ -410,3 +410,23 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
 def test_bad_input(kind: type[TrimtabError], call: Callable[[], object], sentence: str) -> None:
     with pytest.raises(kind, match=sentence):
         call()
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "said"),
+    [
+        (
+            [lambda event: None],
+            "callbacks holds <lambda>, which cannot be called with (trainer, event): too many positional arguments.",
+        ),
+        (["log.jsonl"], "callbacks holds 'log.jsonl', a str, which cannot be called."),
+        (print, "callbacks is print, and no list."),
+    ],
+)
+def test_what_is_no_callback_is_said_before_the_run(callbacks: Any, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Trainer(nn.Linear(1, 1), loss=nn.MSELoss(), optimizer=torch.optim.SGD, callbacks=callbacks)
+    assert said in str(caught.value)
+    assert str(caught.value).endswith(
+        "A callback is called as callback(trainer, event): callbacks=[lambda trainer, event: print(event)]."
+    )

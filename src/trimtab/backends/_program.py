@@ -14,20 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
 from torch.export import Dim as ExportDim
 from torch.export import ExportedProgram
 from torch.jit.frontend import FrontendError
 
 from trimtab._archive import save_program as write_program
 from trimtab._masks import errors
-from trimtab._scripts import beside
 from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
-from trimtab._weights import HALVES, is_composed, weights
+from trimtab._weights import HALVES, weights
 from trimtab.backends._causes import known_cause
+from trimtab.backends._exportable import exportable
 from trimtab.backends._graph_call import graph_call
 from trimtab.backends._other_sizes import Answer, answer, at_sizes, farthest, other_size, shuffled
-from trimtab.candidate import MODEL_ERRORS, Candidate, FlatModel
+from trimtab.candidate import MODEL_ERRORS, Candidate
 from trimtab.errors import CompileError, IntegrityError
 from trimtab.signature import Dim, Signature
 
@@ -80,18 +79,6 @@ def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[Exporte
     if reason := disagreement(candidate, call, candidate.leaves):
         raise CompileError(f"torch.export made a program that does something else than the model: {reason}.")
     return program, frozen_signature(candidate, call)
-
-
-def exportable(candidate: Candidate, *, traced: bool = False) -> FlatModel:
-    """A flat copy of the model whose weights are plain tensors. Weights in classes of tensors made of others, as torchao's are,
-    become computations on those others: exporters cannot write the classes. Parts that are TorchScript are held beside the
-    registers, where :func:`torch.export.export` takes them and :func:`torch.jit.trace` does not (``traced``)."""
-    flat = candidate.flat()
-    if not traced:
-        flat.model = beside(flat.model)
-    if any(is_composed(held) for held in (*flat.parameters(), *flat.buffers())):
-        unwrap_tensor_subclass_parameters(flat)
-    return flat
 
 
 def program_call(program: ExportedProgram) -> Call:

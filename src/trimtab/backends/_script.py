@@ -15,11 +15,11 @@ from torch.jit._trace import TracerWarning
 from trimtab._archive import load_torchscript
 from trimtab._tree import Structure
 from trimtab.backends._decisions import refuse_decisions
+from trimtab.backends._exportable import exportable
 from trimtab.backends._program import (
     EXPORT_ERRORS,
     Call,
     disagreement,
-    exportable,
     first_line,
     frozen_signature,
     quiet,

@@ -10,9 +10,10 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trimtab._callables import refuses
 from trimtab._json import to_json
 from trimtab.contracts import require
-from trimtab.errors import StorageError
+from trimtab.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from trimtab.train.summary import Summary
@@ -88,6 +89,29 @@ class Ended(Event):
 
 
 Callback = Callable[["Trainer", Event], None]
+
+
+def checked(callbacks: Sequence[Callback]) -> list[Callback]:
+    """``callbacks``, which can all be called with a trainer and an event.
+
+    Raises:
+        UsageError: they are no sequence, or one of them cannot be called so.
+    """
+    fix = "A callback is called as callback(trainer, event): callbacks=[lambda trainer, event: print(event)]."
+    if not isinstance(callbacks, Sequence):
+        raise UsageError(f"callbacks is {_name(callbacks)}, and no list. {fix}")
+    for callback in callbacks:
+        if not callable(callback):
+            raise UsageError(f"callbacks holds {_name(callback)}, a {type(callback).__name__}, which cannot be called. {fix}")
+        if error := refuses(callback, None, None):
+            raise UsageError(f"callbacks holds {_name(callback)}, which cannot be called with (trainer, event): {error}. {fix}")
+    return list(callbacks)
+
+
+def _name(callback: Any) -> str:
+    return getattr(callback, "__name__", None) or repr(callback)
+
+
 """Called with the trainer and what happened; ``trainer.stop(reason)`` ends the run after this update."""
 
 

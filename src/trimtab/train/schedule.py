@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import copy
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from trimtab._callables import refuses
 from trimtab.errors import UsageError
 from trimtab.train.stopping import EarlyStopping
 from trimtab.workload import user_code
@@ -82,12 +82,8 @@ def check_given(schedule: Any) -> None:
     )
     if not callable(schedule):
         raise UsageError(f"schedule is {name}, a {type(schedule).__name__}, and no schedule. {fix}")
-    try:
-        inspect.signature(schedule).bind(None, 1)
-    except TypeError as error:
+    if error := refuses(schedule, None, 1):
         raise UsageError(f"schedule is {name}, which cannot be called with (optimizer, updates): {error}. {fix}") from error
-    except ValueError:  # builtins have no signature
-        return
 
 
 def made(schedule: Schedule, optimizer: Optimizer, updates: int) -> LRScheduler:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
 from trimtab.errors import StorageError, UsageError
-from trimtab.train import auto, epoch, lengths, prepare, progress, saving, validation
+from trimtab.train import auto, epoch, events, lengths, prepare, progress, saving, validation
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed import alike
@@ -98,7 +98,7 @@ class Trainer:
         self.early_stopping, self.schedule = early_stopping, schedule
         self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
-        self.callbacks, self.metrics = list(callbacks), dict(metrics or {})
+        self.callbacks, self.metrics = events.checked(callbacks), dict(metrics or {})
         self.progress = progress
         self.watchers: list[Callback] = []
         """Our own callbacks while a run lasts; every process calls its own."""

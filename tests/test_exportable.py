@@ -1,4 +1,4 @@
-"""Models that are TorchScript, or hold parts that are, on every backend."""
+"""Models that exporters do not take as they are, on every backend: TorchScript within, experts of transformers."""
 
 from __future__ import annotations
 
@@ -96,3 +96,21 @@ def test_what_ships_says_what_the_model_says(backend: Backend, make: Callable[[]
         for run in (executable, reloaded(backend, executable, tmp_path)):
             torch.testing.assert_close(run(rows), before, atol=1e-2 if backend.name == "openvino" else 1e-5, rtol=1e-5)
         assert torch.equal(model(rows), before)
+
+
+@pytest.mark.parametrize("backend", [Eager(), OnnxRuntime(), OpenVino()], ids=lambda backend: backend.name)
+def test_experts_of_transformers_are_computed_by_operators_of_torch(backend: Backend, tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(**small, num_key_value_heads=2, num_local_experts=3)
+    model = transformers.MixtralForCausalLM(config).eval()
+    chosen = model.config._experts_implementation
+    ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+    candidate = Candidate.of(model, (), {"input_ids": ids, "use_cache": False})
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits
+        loaded = reloaded(backend, backend.compile(candidate), tmp_path)
+        found = loaded(input_ids=ids, use_cache=False)
+    torch.testing.assert_close(found["logits"], want, atol=1e-2 if backend.name == "openvino" else 1e-5, rtol=1e-5)
+    assert model.config._experts_implementation == chosen == "grouped_mm"

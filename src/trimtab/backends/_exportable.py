@@ -1,0 +1,41 @@
+"""What exporters and tracers are given in place of a model: the same function, written in words that they know."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
+
+from trimtab._scripts import beside
+from trimtab._weights import is_composed
+from trimtab.candidate import Candidate, FlatModel
+
+EXPERTS = "batched_mm"
+"""The way to compute the experts of a transformers model that consists of plain operators and decides nothing on data.
+
+Source: https://huggingface.co/docs/transformers/experts_interface
+"""
+
+
+def exportable(candidate: Candidate, *, traced: bool = False) -> FlatModel:
+    """A flat copy of the model in a form that can be exported.
+
+    Weights in classes of tensors made of others, as torchao's are, become computations on those others: exporters cannot write
+    the classes. Parts that are TorchScript are held beside the registers, where :func:`torch.export.export` takes them and
+    :func:`torch.jit.trace` does not (``traced``). Experts of transformers, which call an operator of its own by default, are
+    computed with those of torch.
+    """
+    flat = candidate.flat()
+    if not traced:
+        flat.model = beside(flat.model)
+    for module in flat.modules():
+        _plain_experts(module)
+    if any(is_composed(held) for held in (*flat.parameters(), *flat.buffers())):
+        unwrap_tensor_subclass_parameters(flat)
+    return flat
+
+
+def _plain_experts(module: nn.Module) -> None:
+    """Have ``module``, if it is a transformers model with experts, compute them by :data:`EXPERTS`."""
+    can = getattr(type(module), "_can_set_experts_implementation", None)  # transformers 5; its setter warns where it cannot
+    if can is not None and can() and getattr(module.config, "_experts_implementation", None) == "grouped_mm":
+        module.set_experts_implementation(EXPERTS)  # type: ignore[operator]
