@@ -72,6 +72,11 @@ def in_a_row() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), torch.jit.trace(body(), torch.zeros(2, 6)), nn.Tanh())
 
 
+def twice() -> nn.Module:
+    part = torch.jit.script(body())
+    return nn.Sequential(part, nn.Tanh(), part)
+
+
 def whole() -> nn.Module:
     return torch.jit.script(body())
 
@@ -84,7 +89,7 @@ def without_weights() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), torch.jit.freeze(torch.jit.script(body())))
 
 
-@pytest.mark.parametrize("make", [within, in_a_row, whole, from_a_file, without_weights])
+@pytest.mark.parametrize("make", [within, in_a_row, twice, whole, from_a_file, without_weights])
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_what_ships_says_what_the_model_says(backend: Backend, make: Callable[[], nn.Module], tmp_path: pathlib.Path) -> None:
     model = make().eval()

@@ -39,10 +39,11 @@ def beside(model: nn.Module) -> nn.Module:
     """``model`` with every script that is registered within it, or is it, held beside the registers instead; in place."""
     if isinstance(model, torch.jit.ScriptModule):
         return Beside(model)
+    made = dict[torch.jit.ScriptModule, Beside]()  # a part may stand in several places
     for module in list(model.modules()):
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        for name, child in module.named_children():
+        for name, child in module._modules.items():
             if isinstance(child, torch.jit.ScriptModule):
-                module._modules[name] = Beside(child)
+                module._modules[name] = made.setdefault(child, Beside(child))
     return model
