@@ -19,7 +19,7 @@ from trimtab import confirm as module
 from trimtab._json import to_json
 from trimtab.artifact import Golden, write_artifact
 from trimtab.confirm import Confirmation, confirm
-from trimtab.contracts import BACKENDS
+from trimtab.contracts import BACKENDS, PASSES
 from trimtab.environment import Environment
 from trimtab.evaluate import Plan, save, start
 from trimtab.measure.pooled import pooled
@@ -34,6 +34,8 @@ from trimtab.study.study import Study
 from trimtab.study.workers import Workers
 from trimtab.subject import prepare
 from trimtab.trial import State, Trial
+
+NOTHING = rounds.Earlier({"as_written": []})
 
 
 def confirmed(
@@ -154,17 +156,42 @@ def test_the_rounds_before_a_confirmation_are_processes_of_their_own(tmp_path) -
         wanted = {"as_written": study.original}
         plan = to_json(study.plan(seconds=0.3))
         common = study.job() | {"recipe": trial.recipe.to_json(), "files": str(study.files(trial)), "plan": plan, "seconds": 60}
+        common |= {"weights": study.prepared.weights, "ships": True}
         begun = time.monotonic()
         found = rounds.earlier(study, trial, wanted, common, 2, None)
         took = time.monotonic() - begun
-        assert len(found["as_written"]) in (2, 4), "and two more where they differ"
-        assert {each.process_noise for each in found["as_written"]} == {0.0}, "the pooled figure adds it"
-        assert pooled(found["as_written"]).processes == len(found["as_written"])
-        assert rounds.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == {"as_written": []}
+        timed = found.comparisons["as_written"]
+        assert len(timed) in (2, 4), "and two more where they differ"
+        assert {each.process_noise for each in timed} == {0.0}, "the pooled figure adds it"
+        assert pooled(timed).processes == len(timed)
+        assert found.judged is not None
+        assert found.judged.ok
+        assert (found.judged.score, found.judged.latency_ms) == (found.judged.baseline_score, None)
+        assert rounds.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == NOTHING
         assert (rounds.expected(study, trial, 10.0), rounds.expected(study, trial, 1.0)) == (3, 1)
         assert trial.comparison is not None
         slow = dataclasses.replace(trial.comparison, rival=dataclasses.replace(trial.comparison.rival, median=1000.0))
         assert rounds.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1
+
+
+def test_what_the_test_data_refuse_is_not_timed(tmp_path) -> None:
+    recipe = Recipe(passes=[PASSES["autocast"]()], backend=BACKENDS["eager"]())
+    with Workers() as workers:
+        options = Options(timing_s=3, limits=trimtab.Limits(max_drop=0.0))
+        study = Study(write(tmp_path, "def made(): return workload()"), tmp_path / "run", options, workers=workers)
+        study.search(most=1)
+        (eager,) = study.trials
+        lossy = dataclasses.replace(eager, recipe=recipe)
+        assert rounds.expected(study, lossy, 6.0) > 1
+        with Rivals(study.job(), study.folder / "rivals") as rivals:
+            found = finish.confirm(study, lossy, eager, rivals, must_win=True).confirmation
+    assert not found.ok
+    assert str(found.reason).startswith("On the test data it is undecidable ")
+    assert found.parity is not None
+    assert (found.latency_ms, found.speedup, found.undecided) == (None, None, False)
+    assert not (study.folder / finish.CONFIRM_FOLDER).exists(), "one process judged it, and no other was started"
+    assert (study.folder / str(found.log)).is_file()
+    assert study.storage.noted("tried") == [str(lossy.recipe)]
 
 
 @pytest.mark.parametrize(("fault", "error"), [("raise KeyError(7)", "WorkloadError"), ("os._exit(3)", "MeasurementError")])
@@ -185,7 +212,7 @@ def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str,
         assert found.error == error
         assert ("KeyError: 7" if error == "WorkloadError" else "The process that holds as_written ended") in str(found.reason)
         wanted = {"as_written": study.original}
-        assert rounds.earlier(study, None, wanted, job, 0, None) == {"as_written": []}
+        assert rounds.earlier(study, None, wanted, job, 0, None) == NOTHING
 
 
 def test_what_is_handed_over_rests_on_several_pairs_of_processes(tmp_path) -> None:

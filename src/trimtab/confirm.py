@@ -79,20 +79,20 @@ def confirm(
     must_win: bool,
     costs: Mapping[str, float | None] | None = None,
     earlier: Mapping[str, Sequence[Comparison]] | None = None,
+    judged: Confirmation | None = None,
 ) -> tuple[Confirmation, Executable]:
     """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``).
 
     ``costs`` are what only other processes can tell: ``cold_s`` and ``peak_mb``, and ``original_mb``, the peak memory of the
     tuned original. With ``must_win`` it holds only if it is surely faster than the tuned original, and not surely slower than
     as written; where memory is the objective, if it needs less than that. ``earlier`` are the rounds of timing with each rival
-    in other processes, which count as much as what is timed now.
+    in other processes, which count as much as what is timed now, and ``judged`` what :func:`judge` found in the first of them.
     """
     figures: dict[str, Any] = {"loaded": (files / BUILT).exists(), **(costs or {})}
     executable, candidate = load(recipe, files, fresh(subject))
-    reason = _faithful(recipe, executable, candidate, subject, plan, figures) or _fast(
-        executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}
-    )
-    return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures), executable
+    found = judged or judge(recipe, executable, candidate, subject, plan)
+    reason = found.reason or _fast(executable, candidate, subject, rivals, plan, must_win, figures, earlier or {})
+    return dataclasses.replace(found, ok=reason is None, reason=reason, **figures), executable
 
 
 def load(recipe: Recipe, files: pathlib.Path, candidate: Candidate) -> tuple[Executable, Candidate]:
@@ -113,6 +113,13 @@ def _resized(recipe: Recipe, candidate: Candidate) -> Candidate:
         if "batch" in step.sets:
             candidate = step.apply(candidate)
     return candidate
+
+
+def judge(recipe: Recipe, executable: Executable, candidate: Candidate, subject: Subject, plan: Plan) -> Confirmation:
+    """What the outputs for the test data say of ``recipe``, of which nothing is timed."""
+    figures: dict[str, Any] = {}
+    reason = _faithful(recipe, executable, candidate, subject, plan, figures)
+    return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures)
 
 
 def _faithful(

@@ -253,18 +253,21 @@ def confirm(
         "files": str(study.files(trial)),
         "plan": to_json(study.plan(seconds=each_s, width=0.02)),
         "seconds": study.options.trial_s,
+        "weights": study.prepared.weights,
+        "ships": trial.size_mb is not None,
     }
     earlier = rounds.earlier(study, trial, wanted, common, count - 1, end)
-    left_s = timing_s - each_s * len(earlier["as_written"])  # rounds that the budget had no time for leave theirs
+    if earlier.judged is not None and not earlier.judged.ok:
+        return _noted(study, trial, key, earlier.judged, f"{rounds.FOLDER}/{trial.recipe.hash}/{LOG}")
+    left_s = timing_s - each_s * len(earlier.comparisons["as_written"])  # rounds that the budget had no time for leave theirs
     job = common | {
         "kind": "confirm",
         "plan": to_json(study.plan(seconds=max(each_s, left_s), width=0.02)),
-        "earlier": rounds.as_json(earlier),
-        "weights": study.prepared.weights,
+        "earlier": to_json(earlier.comparisons),
+        "judged": to_json(earlier.judged),
         "threads": study.prepared.threads,
         "must_win": must_win,
         "costs": _costs(study, trial, eager if must_win and study.options.objective == "memory" else None),
-        "ships": trial.size_mb is not None,
         "artifact": str(study.folder.absolute() / ARTIFACT),
         "trial": to_json(trial),
         "environment": to_json(study.environment),
@@ -279,11 +282,18 @@ def confirm(
         why = f"The confirmation failed: {outcome.reason}"
         failed = Confirmation(recipe=trial.recipe, ok=False, reason=why, traceback=outcome.traceback, log=log)
         return Best(trial=trial, confirmation=failed, artifact=None)
-    at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    found = dataclasses.replace(from_json(Confirmation, outcome.result), measured_at=at, log=log)
-    _note_tried(study, trial)
+    found = from_json(Confirmation, outcome.result)
     if found.undecided and once_more and not study.interrupted():
+        _note_tried(study, trial)
         return confirm(study, trial, eager, rivals, must_win=must_win, end=end, once_more=False)
+    return _noted(study, trial, key, found, log)
+
+
+def _noted(study: Study, trial: Trial, key: str, found: Confirmation, log: str) -> Best:
+    """Note ``found`` for the next run of this study, unless it is undecided, and that ``trial`` saw the test data."""
+    at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    found = dataclasses.replace(found, measured_at=at, log=log)
+    _note_tried(study, trial)
     if not found.undecided:
         study.storage.note(key, to_json(found))
     return Best(trial=trial, confirmation=found, artifact=_shipped(study, trial))

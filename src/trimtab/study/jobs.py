@@ -21,7 +21,7 @@ from trimtab._tree import cloned, flatten, unflatten
 from trimtab._weights import weight_bytes, weights
 from trimtab.artifact import Golden, open_artifact, write_artifact
 from trimtab.candidate import resized
-from trimtab.confirm import Confirmation, confirm, in_round, load
+from trimtab.confirm import Confirmation, confirm, in_round, judge, load
 from trimtab.contracts import BACKENDS, CHECKS, PASSES, Executable, technique_from_json
 from trimtab.environment import Environment, measured_peaks
 from trimtab.errors import ArtifactError, StorageError, TrimtabError
@@ -244,31 +244,46 @@ def against_job(job: Job, folder: pathlib.Path) -> Any:
 
 
 def round_job(job: Job, folder: pathlib.Path) -> Any:
-    """Time the saved files of a recipe against each rival, in fresh processes."""
+    """Time the saved files of a recipe against each rival, in fresh processes; one of the rounds judges its outputs first."""
     subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
-    executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), fresh(subject))
-    runner = runner_for(executable, candidate, subject, plan.objective)
-    rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
-    return {name: to_json(in_round(runner, rival, plan)) for name, rival in rivals.items()}
+    recipe, source, rivals = _to_confirm(job, subject)
+    executable, candidate = load(recipe, source, fresh(subject))
+    begun = time.perf_counter()
+    judged = judge(recipe, executable, candidate, subject, plan) if job["judges"] else None
+    told = {"judged": to_json(judged), "judging_s": time.perf_counter() - begun, "comparisons": {}}
+    if judged is None or judged.ok:
+        runner = runner_for(executable, candidate, subject, plan.objective)
+        told["comparisons"] = {name: to_json(in_round(runner, rival, plan)) for name, rival in rivals.items()}
+    return told
 
 
 def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it holds."""
     subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
-    sameness.check_weights(job, subject.model, "parameters", "buffers")
-    sameness.check_data(job, subject)
-    recipe = Recipe.from_json(job["recipe"])
-    # they start when this process does, and are watched by the study
-    rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
-    source = pathlib.Path(job["files"])
-    if job["ships"] and not (source / BUILT).exists():  # swept away, or the study's storage is elsewhere
-        save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
+    recipe, source, rivals = _to_confirm(job, subject)
     plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "costs")}
+    asked["judged"] = None if job["judged"] is None else from_json(Confirmation, job["judged"])
     earlier = {name: [from_json(Comparison, each) for each in rounds] for name, rounds in job["earlier"].items()}
     found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, **asked)
     if found.ok and (source / BUILT).exists():
         ship(job, source, subject, executable, found)
     return to_json(found)
+
+
+def _to_confirm(job: Job, subject: Subject) -> tuple[Recipe, pathlib.Path, dict[str, RemoteRunner]]:
+    """The recipe, its files and its rivals, where the workload is still that of the search.
+
+    Raises:
+        WorkloadError: it has other weights or data.
+    """
+    sameness.check_weights(job, subject.model, "parameters", "buffers")
+    sameness.check_data(job, subject)
+    recipe, source = Recipe.from_json(job["recipe"]), pathlib.Path(job["files"])
+    # they start when this process does, and are watched by the study
+    rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
+    if job["ships"] and not (source / BUILT).exists():  # swept away, or the study's storage is elsewhere
+        save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
+    return recipe, source, rivals
 
 
 def explain_job(job: Job, folder: pathlib.Path) -> Any:

@@ -1,12 +1,17 @@
-"""The rounds before a confirmation: the winner is timed in several sets of fresh processes, since no two run alike."""
+"""The rounds before a confirmation: the winner is timed in several sets of fresh processes, since no two run alike.
+
+The first of them judges its outputs for the test data before anything is timed: what these refuse costs no more time.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab._json import from_json, to_json
+from trimtab._json import from_json
+from trimtab.confirm import Confirmation
 from trimtab.errors import StorageError, TrimtabError
 from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, settled, slow
 from trimtab.measurement import Comparison
@@ -21,10 +26,18 @@ LEAST_S = 1.5
 """Seconds of timing that a round needs; where there are fewer in all, there are fewer rounds."""
 
 CONFIRMATION = 2.5
-"""Rounds that the confirmation itself takes as long as: it judges the outputs and writes the artifact, too (2.4 were seen)."""
+"""Rounds that the confirmation itself takes as long as: it writes the artifact, too (2.4 were seen)."""
 
-Earlier = dict[str, list[Comparison]]
-"""For each rival, the comparisons of the rounds so far."""
+
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """What the rounds found so far."""
+
+    comparisons: Mapping[str, list[Comparison]]
+    """Those with each rival, one of each round."""
+
+    judged: Confirmation | None = None
+    """What the first said of the outputs for the test data; where these refuse the recipe, it was the last."""
 
 
 def expected(study: Study, trial: Trial, seconds: float) -> int:
@@ -43,20 +56,25 @@ def earlier(
     None begins that is likely to go on after ``end``, of ``time.monotonic``, nor once the study is interrupted.
     Every process of a round is an interpreter of its own. What fails here ends the rounds; the confirmation tells why.
     """
-    found: Earlier = {name: [] for name in wanted}
-    longest, most = study.startup_s, count
-    while len(found["as_written"]) < most and not study.interrupted():
+    found = Earlier({name: [] for name in wanted})
+    longest, most, ended = study.startup_s, count, found.comparisons["as_written"]
+    while len(ended) < most and not study.interrupted():
         begun = time.monotonic()
         if end is not None and begun + (1 + CONFIRMATION) * longest > end:
             break
+        asked = {**job, "kind": "round", "judges": found.judged is None}
         with Rivals(study.job(), study.folder / FOLDER) as rivals:
-            told = beside(study, rivals, wanted, {**job, "kind": "round"}, study.folder / FOLDER / trial.recipe.hash).result
+            told = beside(study, rivals, wanted, asked, study.folder / FOLDER / trial.recipe.hash).result
         if told is None:
             break
-        for name in wanted:
-            found[name].append(from_json(Comparison, told[name]))
-        longest = time.monotonic() - begun
-        if len(found["as_written"]) == count and not all(settled(rounds) for rounds in found.values()):
+        if told["judged"] is not None:
+            found = dataclasses.replace(found, judged=from_json(Confirmation, told["judged"]))
+            if found.judged is not None and not found.judged.ok:
+                break
+        for name, comparison in told["comparisons"].items():
+            found.comparisons[name].append(from_json(Comparison, comparison))
+        longest = time.monotonic() - begun - told["judging_s"]
+        if len(ended) == count and not all(settled(rounds) for rounds in found.comparisons.values()):
             most = MOST_ROUNDS - 1
     return found
 
@@ -80,8 +98,3 @@ def beside(study: Study, rivals: Rivals, wanted: Mapping[str, Recipe], job: Mapp
         except TrimtabError as error:
             return Outcome(reason=str(error), seconds=time.monotonic() - begun, error=type(error).__name__)
         return study.wait_for(worker, final=True)
-
-
-def as_json(found: Earlier) -> dict[str, Any]:
-    """For a job."""
-    return {name: to_json(rounds) for name, rounds in found.items()}
