@@ -163,6 +163,33 @@ def test_a_signal_to_end_leaves_nothing_behind(number: signal.Signals, tmp_path:
     assert list(temporary.glob("trimtab-*")) == []
 
 
+INTERRUPTED = """
+import os, shutil
+from trimtab._temporary import no_longer, temporary_folder
+
+kept, folder = temporary_folder(), temporary_folder()
+assert os.stat(folder).st_mode & 0o777 == 0o700
+if os.fork() == 0:
+    raise SystemExit  # which has no claim on them
+assert os.wait()[1] == 0
+assert os.path.isdir(folder)
+rmtree, shutil.rmtree = shutil.rmtree, lambda *place, **how: os.kill(os.getpid(), 2)  # Ctrl-C, in the middle of it
+try:
+    no_longer(folder)
+except KeyboardInterrupt:
+    assert os.path.isdir(folder)
+shutil.rmtree = rmtree
+print(len(os.listdir(os.path.dirname(folder))))
+"""
+
+
+def test_temporary_folders_are_gone_in_the_end_whatever_interrupts_their_removal(tmp_path: pathlib.Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_signal_that_is_ignored_stays_so(tmp_path: pathlib.Path) -> None:
     line = "import os, signal; from trimtab.cli import main; os.kill(os.getpid(), signal.SIGHUP); main.main()"
     ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {line}"

@@ -23,6 +23,7 @@ import psutil
 
 from trimtab._disk import says_full
 from trimtab._json import write_json
+from trimtab._temporary import no_longer, temporary_folder
 from trimtab._user_code import IN_WORKER
 from trimtab.errors import StorageError
 from trimtab.study.workers import LIFELINE, Forked, Workers
@@ -74,8 +75,8 @@ class WorkerProcess:
         self.folder = folder
         self.started = time.monotonic()
         # what runtimes unpack and build there is deleted with it, however the worker ends
-        temporary = tempfile.mkdtemp(prefix="trimtab-")
-        self._tidy = weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+        temporary = temporary_folder()
+        self._tidy = weakref.finalize(self, no_longer, temporary)
         own = environment() | {"TMPDIR": temporary}
         with (folder / LOG).open("ab") as log:
             self._earlier = log.tell()  # what earlier workers in this folder said

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trimtab import errors
+from trimtab._temporary import no_longer, temporary_folder
 from trimtab.errors import ArtifactError, MeasurementError, UsageError, WorkloadError
 from trimtab.measure.remote import LONGEST_PATH
 from trimtab.recipe import Recipe
@@ -42,7 +42,7 @@ class Rivals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for name in list(self._processes):
             self.stop(name)
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        no_longer(self._sockets)
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -120,4 +120,4 @@ def _short_folder() -> pathlib.Path:
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) + NAMES > LONGEST_PATH and os.path.isdir(SHORT):
         place = SHORT
-    return pathlib.Path(tempfile.mkdtemp(prefix="trimtab-", dir=place))
+    return pathlib.Path(temporary_folder(place))
