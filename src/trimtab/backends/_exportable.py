@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
 
 from trimtab._scripts import beside
 from trimtab._weights import is_composed
@@ -30,6 +29,9 @@ def exportable(candidate: Candidate, *, traced: bool = False) -> FlatModel:
     for module in flat.modules():
         _plain_experts(module)
     if any(is_composed(held) for held in (*flat.parameters(), *flat.buffers())):
+        # which imports sympy, and costs each process that exports nothing half a second
+        from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
+
         unwrap_tensor_subclass_parameters(flat)
     return flat
 
