@@ -262,7 +262,7 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
     recipe, source, rivals = _to_confirm(job, subject)
     plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "costs")}
-    asked["judged"] = None if job["judged"] is None else from_json(Confirmation, job["judged"])
+    asked["judged"] = job["judged"] and from_json(Confirmation, job["judged"])
     earlier = {name: [from_json(Comparison, each) for each in rounds] for name, rounds in job["earlier"].items()}
     found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, **asked)
     if found.ok and (source / BUILT).exists():
@@ -271,15 +271,10 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
 
 
 def _to_confirm(job: Job, subject: Subject) -> tuple[Recipe, pathlib.Path, dict[str, RemoteRunner]]:
-    """The recipe, its files and its rivals, where the workload is still that of the search.
-
-    Raises:
-        WorkloadError: it has other weights or data.
-    """
+    """The recipe, its files and its rivals; a :class:`WorkloadError` where the workload is not that of the search."""
     sameness.check_weights(job, subject.model, "parameters", "buffers")
     sameness.check_data(job, subject)
     recipe, source = Recipe.from_json(job["recipe"]), pathlib.Path(job["files"])
-    # they start when this process does, and are watched by the study
     rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
     if job["ships"] and not (source / BUILT).exists():  # swept away, or the study's storage is elsewhere
         save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)

@@ -89,6 +89,7 @@ class Ended(Event):
 
 
 Callback = Callable[["Trainer", Event], None]
+"""Called with the trainer and what happened; ``trainer.stop(reason)`` ends the run after this update."""
 
 
 def checked(callbacks: Sequence[Callback]) -> list[Callback]:
@@ -110,9 +111,6 @@ def checked(callbacks: Sequence[Callback]) -> list[Callback]:
 
 def _name(callback: Any) -> str:
     return getattr(callback, "__name__", None) or repr(callback)
-
-
-"""Called with the trainer and what happened; ``trainer.stop(reason)`` ends the run after this update."""
 
 
 class JsonLines:
