@@ -72,11 +72,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Most tests wait for processes, so three run at a time; a file stays together, because its fixtures are costly. Files come in the
+# Most tests wait for processes, so four run at a time; a file stays together, because its fixtures are costly. Files come in the
 # order of their names: by their number of tests, which is the default, the few that take minutes would come last.
 test: lint compiler browser
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "not alone" --durations=60
-	$(BIN)/pytest -m alone
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "not alone" --durations=60
+	$(BIN)/pytest -m alone $$(grep -l mark.alone tests/test_*.py)
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

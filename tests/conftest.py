@@ -27,6 +27,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for wor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+OWN_SERVERS = {"test_forkserver.py", "test_odd_processes.py", "test_interruptions.py"}
+
 _SHARED = "TRIMTAB_TESTS_CACHE"
 """Environment variable that names the cache to the processes that run tests side by side: this machine is measured once."""
 if _SHARED not in os.environ:
@@ -46,6 +48,15 @@ def pytest_runtest_setup() -> None:
     np.random.seed(0)
     if "torch" in sys.modules:  # which some tests want to see imported by what they test
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def one_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Studies of this process share the server of their workers, but for tests of the server itself."""
+    if "trimtab.study.workers" in sys.modules and request.path.name not in OWN_SERVERS:
+        from _server import launch_once  # trimtab, which some tests want to import themselves
+
+        monkeypatch.setattr("trimtab.study.workers.Workers._launch", launch_once)
 
 
 @pytest.fixture

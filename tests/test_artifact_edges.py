@@ -265,8 +265,6 @@ def test_model_files_are_measured_at_the_sizes_stated(tmp_path: pathlib.Path) ->
     apart = trimtab.compare(trimtab.load_workload(command[1], shapes={"input": "1x8"}), script, seconds=1)
     assert apart.note is not None
     assert "inputs of different sizes, 1x8 and 3x8" in str(apart)
-    alike = trimtab.compare(trimtab.load_workload(command[1], shapes={"input": "3x8"}), script, seconds=1)
-    assert alike.note is None
     told = CliRunner().invoke(app, [*command, "--shape", "input=3x8", "--json"])  # which is for the model file alone
     assert told.exit_code == 0, told.output
     assert json.loads(told.stdout)["note"] is None

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -148,43 +149,47 @@ def test_what_it_costs_to_start_is_measured_again_in_the_way_of_the_search(tmp_p
     assert found.ok is (found.peak_mb < (1 - LEAST_GAIN) * found.original_mb)
 
 
-def test_the_rounds_before_a_confirmation_are_processes_of_their_own(tmp_path) -> None:
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Study, Trial]]:
+    """A study that allows no drop and has measured the model as written, and the trial of that."""
+    folder = tmp_path_factory.mktemp("searched")
+    options = Options(timing_s=3, limits=trimtab.Limits(max_drop=0.0))
     with Workers() as workers:
-        study = Study(write(tmp_path, "def made(): return workload()"), tmp_path / "run", Options(timing_s=1), workers=workers)
+        study = Study(write(folder, "def made(): return workload()"), folder / "run", options, workers=workers)
         study.search(most=1)
         (trial,) = study.trials
-        wanted = {"as_written": study.original}
-        plan = to_json(study.plan(seconds=0.3))
-        common = study.job() | {"recipe": trial.recipe.to_json(), "files": str(study.files(trial)), "plan": plan, "seconds": 60}
-        common |= {"weights": study.prepared.weights, "ships": True}
-        begun = time.monotonic()
-        found = rounds.earlier(study, trial, wanted, common, 2, None)
-        took = time.monotonic() - begun
-        timed = found.comparisons["as_written"]
-        assert len(timed) in (2, 4), "and two more where they differ"
-        assert {each.process_noise for each in timed} == {0.0}, "the pooled figure adds it"
-        assert pooled(timed).processes == len(timed)
-        assert found.judged is not None
-        assert found.judged.ok
-        assert (found.judged.score, found.judged.latency_ms) == (found.judged.baseline_score, None)
-        assert rounds.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == NOTHING
-        assert (rounds.expected(study, trial, 10.0), rounds.expected(study, trial, 1.0)) == (3, 1)
-        assert trial.comparison is not None
-        slow = dataclasses.replace(trial.comparison, rival=dataclasses.replace(trial.comparison.rival, median=1000.0))
-        assert rounds.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1
+        yield study, trial
 
 
-def test_what_the_test_data_refuse_is_not_timed(tmp_path) -> None:
-    recipe = Recipe(passes=[PASSES["autocast"]()], backend=BACKENDS["eager"]())
-    with Workers() as workers:
-        options = Options(timing_s=3, limits=trimtab.Limits(max_drop=0.0))
-        study = Study(write(tmp_path, "def made(): return workload()"), tmp_path / "run", options, workers=workers)
-        study.search(most=1)
-        (eager,) = study.trials
-        lossy = dataclasses.replace(eager, recipe=recipe)
-        assert rounds.expected(study, lossy, 6.0) > 1
-        with Rivals(study.job(), study.folder / "rivals") as rivals:
-            found = finish.confirm(study, lossy, eager, rivals, must_win=True).confirmation
+def test_the_rounds_before_a_confirmation_are_processes_of_their_own(searched) -> None:
+    study, trial = searched
+    wanted = {"as_written": study.original}
+    plan = to_json(study.plan(seconds=0.3))
+    common = study.job() | {"recipe": trial.recipe.to_json(), "files": str(study.files(trial)), "plan": plan, "seconds": 60}
+    common |= {"weights": study.prepared.weights, "ships": True}
+    begun = time.monotonic()
+    found = rounds.earlier(study, trial, wanted, common, 2, None)
+    took = time.monotonic() - begun
+    timed = found.comparisons["as_written"]
+    assert len(timed) in (2, 4), "and two more where they differ"
+    assert {each.process_noise for each in timed} == {0.0}, "the pooled figure adds it"
+    assert pooled(timed).processes == len(timed)
+    assert found.judged is not None
+    assert found.judged.ok
+    assert (found.judged.score, found.judged.latency_ms) == (found.judged.baseline_score, None)
+    assert rounds.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == NOTHING
+    assert (rounds.expected(study, trial, 10.0), rounds.expected(study, trial, 1.0)) == (3, 1)
+    assert trial.comparison is not None
+    slow = dataclasses.replace(trial.comparison, rival=dataclasses.replace(trial.comparison.rival, median=1000.0))
+    assert rounds.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1
+
+
+def test_what_the_test_data_refuse_is_not_timed(searched) -> None:
+    study, eager = searched
+    lossy = dataclasses.replace(eager, recipe=Recipe(passes=[PASSES["autocast"]()], backend=BACKENDS["eager"]()))
+    assert rounds.expected(study, lossy, 6.0) > 1
+    with Rivals(study.job(), study.folder / "rivals") as rivals:
+        found = finish.confirm(study, lossy, eager, rivals, must_win=True).confirmation
     assert not found.ok
     assert str(found.reason).startswith("On the test data it is undecidable ")
     assert found.parity is not None

@@ -19,6 +19,7 @@ import pytest
 from _faulty import write
 from _workers import that_stay, workers_that_stay
 from trimtab._disk import refused
+from trimtab.cli._boundary import Ending
 from trimtab.errors import StorageError, UsageError, WorkloadError
 from trimtab.optimizing import alone
 from trimtab.study.options import Options
@@ -145,8 +146,7 @@ def test_what_a_workload_starts_in_a_session_of_its_own_ends_with_its_worker(end
     assert not alive
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_end_leaves_nothing_behind(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+def test_a_signal_to_end_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     command = [sys.executable, "-m", "trimtab", "optimize", write(tmp_path, MADE), "--out", str(tmp_path / "run"), "--plain"]
@@ -155,9 +155,9 @@ def test_a_signal_to_end_leaves_nothing_behind(number: signal.Signals, tmp_path:
         assert process.stdout is not None
         while "trial 1" not in process.stdout.readline():
             assert process.poll() is None
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGTERM
     assert "interrupted; what was finished is kept. To go on from it: trimtab optimize " in errors
     assert workers_that_stay(tmp_path) == []
     assert list(temporary.glob("trimtab-*")) == []
@@ -188,6 +188,15 @@ def test_temporary_folders_are_gone_in_the_end_whatever_interrupts_their_removal
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_to_end_interrupt_a_command(number: signal.Signals) -> None:
+    ending = Ending()
+    with pytest.raises(KeyboardInterrupt), ending:
+        os.kill(os.getpid(), number)
+    assert ending.code == 128 + number
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path: pathlib.Path) -> None:
