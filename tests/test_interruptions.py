@@ -140,18 +140,6 @@ def test_kill_9_leaves_no_worker_and_the_same_command_goes_on(tmp_path) -> None:
     assert before.trials[0].recipe == as_written()
 
 
-def test_two_interrupts_end_at_once(tmp_path) -> None:  # what one does, and how both look in a terminal: test_terminal.py
-    process = command(tmp_path, "def made(): return workload()")
-    wait_for(process, "trial 2")
-    process.send_signal(signal.SIGINT)
-    wait_for(process, "interrupted: finishing with the best so far; press Ctrl-C again to stop at once")
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "interrupted; what was finished is kept. To go on from it: trimtab optimize " in output
-    assert workers_that_stay(tmp_path) == []
-
-
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small tmpfs needs root on Linux")
 def test_a_full_disk_is_said_to_be_full(tmp_path) -> None:
     disk = tmp_path / "disk"

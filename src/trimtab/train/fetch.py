@@ -80,8 +80,10 @@ class Columns:
             if isinstance(places, slice):
                 return column[places].clone()
             if column.is_cuda:
-                places = places.pin_memory()  # so that nobody waits for the copy
-            return column.index_select(0, places.to(column.device, non_blocking=column.is_cuda))
+                places = places.pin_memory().to(column.device, non_blocking=True)  # nobody waits for the copy
+            elif not column.is_cpu:
+                places = places.to(column.device)
+            return column.index_select(0, places)
         chosen = range(len(column))[places] if isinstance(places, slice) else places.tolist()
         return self.collate.join([column[place] for place in chosen], (name,), targets=name in TARGETS)
 
