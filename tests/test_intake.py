@@ -189,6 +189,16 @@ def test_a_folder_of_transformers_brings_its_tokenizer() -> None:
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_size": 16, "vocab_size": 99}
 
 
+def test_a_tokenizer_that_cannot_be_loaded_is_not_said_to_be_missing(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.BertModel(transformers.BertConfig(**SMALL)).save_pretrained(tmp_path)
+    assert f"{tmp_path.name} has no tokenizer, so the token ids are random." in load_workload(f"hf:{tmp_path}").notes
+    (tmp_path / "tokenizer.json").write_text("[]")
+    (note,) = [note for note in load_workload(f"hf:{tmp_path}").notes if "cannot be loaded" in note]
+    assert note.startswith(f"The tokenizer of {tmp_path.name} cannot be loaded (")
+    assert note.endswith("so the token ids are random. Install what it asks for, or give --inputs (in Python, inputs=...).")
+
+
 @pytest.mark.parametrize(
     ("config", "model", "options", "inputs"),
     [

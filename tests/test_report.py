@@ -19,6 +19,7 @@ from trimtab.contracts import BACKENDS as REGISTERED
 from trimtab.contracts import PASSES, Technique
 from trimtab.errors import StorageError, UsageError
 from trimtab.measurement import Drop, Interval
+from trimtab.recipe import Recipe
 from trimtab.report import _charts, _logs, _rows, _trust, _words, html, side_by_side, text, write
 from trimtab.study.record import Record
 from trimtab.trial import State
@@ -198,6 +199,15 @@ def test_the_page_says_what_the_record_holds(folder: pathlib.Path) -> None:
         "No formula counts the operations of aten::sort",
     ):
         assert words in said.replace("&#39;", "'"), words
+
+
+def test_machine_code_is_verified_with_trust() -> None:
+    found = record(6)
+    shipped = next(trial for trial in found.trials if trial.recipe.hash == found.best)
+    code = dataclasses.replace(shipped, recipe=Recipe(backend=REGISTERED["aoti"]()))
+    other = dataclasses.replace(found, trials=(code,), best=code.recipe.hash)
+    assert _trust.commands(found)[-1] == "trimtab verify runs/digits/artifact"
+    assert _trust.commands(other)[-1] == "trimtab verify runs/digits/artifact --trust"
 
 
 def test_undecidable_trials_are_listed_with_what_would_decide(folder: pathlib.Path) -> None:

@@ -130,13 +130,13 @@ def transformers_inputs(source: TransformersFolder, inputs: pathlib.Path | None,
             )
         notes.append(f"The folder has no weights for {few}; they are random, and so is what comes out of them.")
     form = _form(model, folder)
-    tokenizer = _tokenizer(folder) if inputs is None and not shapes and "input_ids" in form.names else None
-    if tokenizer is None:
-        found = inputs_of(form, inputs, shapes)
-        if inputs is None and "input_ids" in form.names and not shapes:
-            notes.append(f"{folder.name} has no tokenizer, so the token ids are random.")
-        return form, dataclasses.replace(found, notes=(*notes, *found.notes))
-    return _from_sentences(form, tokenizer, notes)
+    if inputs is None and not shapes and "input_ids" in form.names:
+        tokenizer = _tokenizer(folder)
+        if not isinstance(tokenizer, str):
+            return _from_sentences(form, tokenizer, notes)
+        notes.append(tokenizer)
+    found = inputs_of(form, inputs, shapes)
+    return form, dataclasses.replace(found, notes=(*notes, *found.notes))
 
 
 def _check_folder(folder: pathlib.Path) -> None:
@@ -242,16 +242,20 @@ def _audio_size(config: Any, folder: pathlib.Path, name: str) -> tuple[int | Dim
 
 
 def _tokenizer(folder: pathlib.Path) -> Any:
-    """The folder's tokenizer, or ``None`` if it brings none that can be loaded without code of its own."""
+    """The folder's tokenizer, or a sentence if it brings none that can be loaded without code of its own."""
     names = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
     if not any((folder / name).is_file() for name in names):
-        return None
+        return f"{folder.name} has no tokenizer, so the token ids are random."
     transformers = require("transformers")
     try:
         with _quiet(transformers):
             return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
-        return None  # what it is without, the notes say
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message").rstrip(".")
+        return (
+            f"The tokenizer of {folder.name} cannot be loaded ({type(error).__name__}: {said}), so the token ids are random. "
+            "Install what it asks for, or give --inputs (in Python, inputs=...)."
+        )
 
 
 def _from_sentences(form: Form, tokenizer: Any, notes: list[str]) -> tuple[Form, Inputs]:

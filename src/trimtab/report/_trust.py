@@ -208,8 +208,12 @@ def commands(record: Record) -> list[str]:
     made = [line for line in (plain(record.command).strip(),) if line]
     if record.artifact is None or not made:
         return made
-    folder = _folder(record.command)
-    return made if folder is None else [*made, shlex.join(["trimtab", "verify", f"{folder.rstrip('/')}/{record.artifact}"])]
+    folder, ships = _folder(record.command), record.winner
+    if folder is None:
+        return made
+    # machine code is loaded only where somebody says that it may be
+    trust = ["--trust"] if ships is not None and ships.recipe.backend.native_code else []
+    return [*made, shlex.join(["trimtab", "verify", f"{folder.rstrip('/')}/{record.artifact}", *trust])]
 
 
 def _folder(command: str) -> str | None:
