@@ -279,7 +279,8 @@ OTHERS = [
         "measure nowhere",
         2,
         "artifact",
-        "There is no artifact folder 'nowhere'. A workload is written file.py, file.py:name or package.module:name.",
+        "There is no artifact folder 'nowhere'. A workload is written file.py, file.py:name, package.module:name, a model file "
+        "(.pt2, .pt, .onnx) or hf:FOLDER.",
     ),
     ("measure faulty.py:good --time 0s", 2, "usage", f"--time is '0s'; it must be above zero. {TIME}"),
     ("measure faulty.py:good --width 0", 2, "usage", "--width is 0.0; it must be above zero. Write it like 2%."),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -273,6 +274,43 @@ def test_the_run_that_is_shown_was_a_real_one() -> None:
         lines = [line for line in shown.splitlines() if line and line != "..." and not line.startswith("$ ")]
         assert len(lines) >= 6
         assert [line for line in lines if line not in cast] == []
+
+
+MODELS = {
+    "ResNet-50": "resnet50",
+    "MobileNetV2": "mobilenet",
+    "BERT-base": "bert",
+    "MiniLM": "minilm",
+    "LSTM, 2 x 256": "lstm",
+    "digits CNN": "digits",
+}
+
+
+def test_tables_of_figures_are_those_that_a_benchmark_wrote() -> None:
+    """Each table of the README is that of the results named above it: times, ratios and their intervals."""
+    rows, found = 0, {}
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        if named := re.search(r"`(benchmarks/results/\w+\.json)`", line):
+            measured = json.loads((ROOT / named[1]).read_text(encoding="utf-8"))["rows"]
+            found = {(row["model"], str(row["batch"])): row for row in measured}
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("| ") or cells[0] not in MODELS:
+            continue
+        rows += 1
+        row = found[MODELS[cells[0]], cells[1]]
+        written, hand = row["against_written"], row["against_hand"]["ratio"]
+        number, unit = cells[2].split()
+        ms = float(number) * {"ms": 1, "s": 1000}[unit]
+        assert ms == pytest.approx(written["rival"]["median"], rel=0.005), line
+        assert numbers(cells[3]) == [f"{written['ratio'][name]:.1f}" for name in ("value", "low", "high")], line
+        assert numbers(cells[4]) == [f"{hand[name]:.2f}" for name in ("value", "low", "high")], line
+        assert ("noisy" in line) == (written["foreign"] > 0.2), line
+    assert rows >= len(MODELS)
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers in a cell, as they are written."""
+    return re.findall(r"\d+\.\d+", text)
 
 
 def source_texts() -> str:

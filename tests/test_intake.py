@@ -82,6 +82,8 @@ def test_a_program_says_itself_what_it_takes(files: pathlib.Path) -> None:
     subject = prepare(workload)
     signature = subject.candidate.signature
     assert signature.describe() == "ids: int64[batch, ids_1], mask: float32[batch, ids_1], extra.shift.0: float32[3]"
+    said = subject.candidate.describe()
+    assert said == "ids: int64[batch=1, ids_1=5], mask: float32[batch=1, ids_1=5], extra.shift.0: float32[3]"
     assert signature.dims == (trimtab.Dim("batch", 1, 64), trimtab.Dim("ids_1", 2, 32))
     assert workload.notes == (
         RANDOM.format("tagger.pt2"),

@@ -93,6 +93,7 @@ def test_the_json_of_optimize_has_exactly_what_is_promised(study) -> None:
     assert result["schema"] == 1
     assert result["workload"] == "tiny"
     assert result["status"] in ("improved", "kept_original")
+    assert result["conditions"]["inputs"] == "input: float32[batch=1, 1, 8, 8]"
     assert [rung["rung"] for rung in result["ladder"]] == ["as_written", "tuned", "lossless", "best"]
     for entry in (*result["ladder"], *result["trials"], result["best"]):
         assert set(entry) - {"rung"} == ENTRY
@@ -126,6 +127,7 @@ def test_every_trial_kept_its_log_and_knows_its_figures(study) -> None:
 def test_the_artifact_runs_alone_and_like_the_model(study) -> None:
     folder, result = study
     artifact = folder / result["artifact"]
+    assert "inputs that were timed: `input: float32[batch=1, 1, 8, 8]`" in (artifact / "README.md").read_text()
     done = subprocess.run([sys.executable, "-I", str(artifact / "run.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     fast = trimtab.load(artifact)

@@ -131,7 +131,7 @@ def test_a_bug_is_one_sentence_and_a_file(capsys, monkeypatch, tmp_path) -> None
     assert code == 70
     found = re.fullmatch(
         r"error\[bug\]: trimtab itself failed: KeyError: 'a thing that should be there' This is a bug in trimtab and not in "
-        r"your model. Its traceback is in (\S+); please send it to us. TRIMTAB_DEBUG=1 prints it.\n",
+        r"your model. Its traceback is in (\S+); please report it with that. TRIMTAB_DEBUG=1 prints it.\n",
         err,
     )
     assert found, err

@@ -150,6 +150,8 @@ def _conditions(manifest: Manifest) -> list[str]:
     lines += [str(gpu) for gpu in here.gpus]
     lines += [f"{name} {here.versions[name]}" for name in manifest.packages if name in here.versions]
     lines.append(f"threads: {manifest.settings.threads or 'the default of the runtime'}")
+    if (inputs := manifest.evidence.get("inputs")) is not None:
+        lines.append(f"inputs that were timed: `{inputs}`")
     return lines
 
 

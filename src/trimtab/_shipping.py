@@ -35,8 +35,8 @@ from trimtab.signature import Signature
 from trimtab.workload import Limits
 
 SUMMARY = (
-    *("objective", "speedup", "against_tuned", "comparison", "latency_ms", "throughput", "baseline_score", "score", "drop"),
-    *("parity", "size_mb", "peak_mb", "cold_s", "baseline_speedup"),
+    *("objective", "inputs", "speedup", "against_tuned", "comparison", "latency_ms", "throughput", "baseline_score", "score"),
+    *("drop", "parity", "size_mb", "peak_mb", "cold_s", "baseline_speedup"),
 )
 """Figures of the evidence that the manifest and the README repeat."""
 BASELINE_TIMES, BASELINE_MB = 8, 64

@@ -221,6 +221,10 @@ class Candidate:
         """The tensors of the example inputs, in the order of the signature."""
         return flatten((self.args, dict(self.kwargs)), "inputs")[0]
 
+    def describe(self) -> str:
+        """The example inputs in words, with their sizes: ``images: float32[batch=2, 1, 8, 8]``."""
+        return self.signature.describe(self.leaves)
+
     def flat(self, *, copied: bool = True) -> FlatModel:
         """The model as exporters like it best: tensors in a row in, a tuple of tensors out; of a copy unless said otherwise."""
         return FlatModel(self.own_model() if copied else self.model, self.signature, self.settings)

@@ -214,9 +214,14 @@ class Signature:
             dims=(),
         )
 
-    def describe(self) -> str:
-        """The inputs in words: ``images: float32[batch, 1, 8, 8]``."""
-        return ", ".join(map(str, self.inputs)) or "no tensors"
+    def describe(self, leaves: Sequence[torch.Tensor] = ()) -> str:
+        """The inputs in words: ``images: float32[batch, 1, 8, 8]``; of ``leaves``: ``images: float32[batch=2, 1, 8, 8]``."""
+        sizes = self.sizes(leaves) if leaves else {}
+        named = {name: f"{name}={size}" for name, size in sizes.items()}
+        known = (
+            dataclasses.replace(spec, shape=tuple(named.get(str(size), size) for size in spec.shape)) for spec in self.inputs
+        )
+        return ", ".join(map(str, known)) or "no tensors"
 
     def _reorder(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Move positional arguments that came by keyword, and the keyword ones into the order of the example."""

@@ -115,7 +115,7 @@ def _kept(error: Exception) -> str:
         pathlib.Path(name).write_text(head + "".join(traceback.format_exception(error)), encoding="utf-8", errors=ESCAPED)
     except OSError as reason:
         return f"Its traceback could not be written ({reason})."
-    return f"Its traceback is in {name}; please send it to us."
+    return f"Its traceback is in {name}; please report it with that."
 
 
 def interrupted(arguments: Sequence[str]) -> str:

@@ -26,7 +26,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def measure_command(
-    subject: Annotated[str, typer.Argument(help="An artifact's folder, or a workload: file.py[:name], package.module:name.")],
+    subject: Annotated[
+        str,
+        typer.Argument(help="An artifact's folder, file.py[:name], package.module:name, model.pt2, .pt, .onnx or hf:FOLDER"),
+    ],
     vs: Annotated[str | None, typer.Option(help="What to take turns with: another artifact or workload.")] = None,
     time: Annotated[str, typer.Option(help="Most time for sampling.")] = "10s",
     width: Annotated[str, typer.Option(help="Stop when the ratio's interval is this narrow.")] = "2%",

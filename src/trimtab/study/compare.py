@@ -15,6 +15,7 @@ from trimtab._units import positive
 from trimtab._user_code import outside_workers
 from trimtab.errors import ArtifactError, StorageError, UsageError
 from trimtab.evaluate import Objective
+from trimtab.intake.load import FORMS
 from trimtab.measure import pairs
 from trimtab.measure.energy import Energy, Power, energy_meter
 from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled, slow
@@ -190,10 +191,7 @@ def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib
     if os.path.isdir(what):
         raise ArtifactError(f"{os.fspath(what)!r} is no artifact: it has no {MANIFEST}. Give the folder that has one.")
     if not pathlib.Path(what).suffix and ":" not in os.fspath(what):
-        raise ArtifactError(
-            f"There is no artifact folder {os.fspath(what)!r}. A workload is written file.py, file.py:name or "
-            "package.module:name."
-        )
+        raise ArtifactError(f"There is no artifact folder {os.fspath(what)!r}. A workload is written {FORMS}.")
     return {"workload": {"reference": os.fspath(what)}, "recipe": as_written().to_json(), "fresh": False}
 
 

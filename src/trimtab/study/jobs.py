@@ -123,7 +123,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "blocked": blocked,
         "notes": [*subject.notes, *doublets, *_few_threads(), *(finding.message for finding in findings), *failures],
         "findings": to_json(findings),
-        "inputs": subject.candidate.signature.describe(),
+        "inputs": subject.candidate.describe(),
         "threads": torch.get_num_threads(),
         "splits": subject.splits.examples(),
         "share": _is_share(subject, reference),
@@ -152,14 +152,13 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     executable = artifact.load(trust=job["trust"]) if original is None else original
     runner: Runner
     leaves = artifact.golden().cases[0].inputs
-    sizes = [list(leaf.shape) for leaf in leaves]
     if job["objective"] == "throughput":
         runner = together(executable, _at_its_batch(leaves, executable), rows(leaves, executable.signature))
     else:
         args, kwargs = unflatten(executable.signature.input_structure, [leaf.clone() for leaf in leaves])
         runner = one_call(executable, args, kwargs)
     runner.block(1)
-    write_json(folder / READY, {"sizes": sizes})
+    write_json(folder / READY, {"sizes": [list(leaf.shape) for leaf in leaves]})
     serve(runner, job["address"], authkey())
     return {}
 
@@ -322,6 +321,7 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     trial, plan = from_json(Trial, job["trial"]), from_json(Plan, job["plan"])
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
     figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
+    figures["inputs"] = subject.candidate.describe()
     if not executable.settings.keep_memory:  # which this process cannot take back, and which the original does not do
         torch.set_num_threads(job["threads"])
         travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
