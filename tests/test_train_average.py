@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from _runs import loader, trainer
+from _runs import Line, loader, trainer
+from trimtab import Trainer
 from trimtab.train.stopping import Ema
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,15 +72,25 @@ def test_an_average_follows_buffers_that_are_made_on_the_way() -> None:
     assert made.ema.shadow["table"].shape == (5, 1)
 
 
-def test_a_trainer_that_has_shown_its_average_resumes_without_it(tmp_path: pathlib.Path) -> None:
-    made = trainer(ema=0.9, checkpoint=tmp_path)
-    made.fit(loader(), steps=8)
-    made.resume().fit(loader(), steps=16)
-    other = trainer(ema=0.9, checkpoint=tmp_path / "other")
-    other.fit(loader(), steps=8)
-    fresh = trainer(ema=0.9, checkpoint=tmp_path / "other").resume()
-    fresh.fit(loader(), steps=16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trainer_that_has_shown_its_average_resumes_without_it(tmp_path: pathlib.Path, dtype: torch.dtype) -> None:
+    data = [tuple(value.to(dtype) for value in batch) for batch in loader()]
+
+    def made_in(folder: pathlib.Path) -> Trainer:
+        torch.manual_seed(0)
+        return trainer(Line().to(dtype), ema=0.9, checkpoint=folder)
+
+    made, other = made_in(tmp_path), made_in(tmp_path / "other")
+    made.fit(data, steps=8)
+    made.resume().fit(data, steps=16)
+    other.fit(data, steps=8)
+    fresh = made_in(tmp_path / "other").resume()
+    fresh.fit(data, steps=16)
     assert torch.equal(made.model.layer.weight, fresh.model.layer.weight)
+    assert made.ema is not None
+    assert fresh.ema is not None
+    for name, value in fresh.ema.shadow.items():
+        assert torch.equal(made.ema.shadow[name], value), name
 
 
 def test_parameters_that_somebody_has_loaded_are_left_to_him() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
+from trimtab.train import states
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
@@ -55,7 +56,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Put back what :func:`state_of` gave, unless the loss is another one now."""
     loss, now = trainer.objective.module, state_of(trainer)
     if loss is not None and {n: _shape(v) for n, v in now.items()} == {n: _shape(v) for n, v in state.items()}:
-        loss.load_state_dict(state)
+        loss.load_state_dict(states.versioned(state, states.versions(now)))
     elif state or now:
         trainer.note("The checkpoint was made with another loss: what that had learnt or counted is left out.")
 

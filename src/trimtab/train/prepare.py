@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.passes.channels_last import lay_out
-from trimtab.train import epoch, given, lengths, optimizer_state, own_loss, rates
+from trimtab.train import epoch, given, lengths, optimizer_state, own_loss, rates, states
 from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.checkpoint import refuse_strange
@@ -29,6 +29,7 @@ from trimtab.train.kernels import bring_state, use_kernels
 from trimtab.train.prefetch import transfer_for
 from trimtab.train.step import Step
 from trimtab.train.validation import Move
+from trimtab.train.world import World
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
@@ -213,6 +214,7 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
     world = trainer.world
     return {
         "model": world.whole(trainer.model.state_dict()),
+        "versions": states.versions(trainer.model.state_dict()),
         "optimizer": world.whole(trainer.optimizer.state_dict()),
         "scheduler": schedules.state_of(ready.scheduler),
         "step": ready.step.state_dict(),
@@ -275,23 +277,25 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     for group in missing:
         trainer.optimizer.add_param_group(group)
     given.restore_flags(trainer, state)
-    trainer.model.load_state_dict({name: world.part(value, now[name]) for name, value in state["model"].items()})
+    trainer.model.load_state_dict(_of_model(state["model"], now, state, world))
     own_loss.restore(trainer, state.get("loss", {}))
     world.seed = state["seed"]
     if trainer.ema is not None:
-        trainer.ema.updates = state["ema_updates"]
-        trainer.ema.follow(trainer.model)  # a lazy one has its shapes only now
-        for name, value in trainer.ema.shadow.items():
-            if name in state["ema"] and state["ema"][name].shape == value.shape:  # some buffers are made by a forward pass
-                value.copy_(world.part(state["ema"][name], value))
+        trainer.ema.load(trainer.model, state["ema"], state["ema_updates"], world.part)
     best = state["best"]
-    trainer.best_parameters = None if best is None else {name: world.part(value, now[name]) for name, value in best.items()}
+    trainer.best_parameters = None if best is None else _of_model(best, now, state, world)
     vars(trainer.position).update(state["position"])
     given.restore_best(trainer, state)
     if len(taken := state.get("taken", ())) == world.processes:
         trainer.position.batch = taken[world.index]
     _share_anew(trainer, state["processes"])
     _redecide(trainer, state.get("decided", {}))
+
+
+def _of_model(values: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """This process's part of ``values``, which a checkpoint has for what the model has ``now``."""
+    parts = {name: world.part(value, now[name]) for name, value in values.items()}
+    return states.versioned(parts, state["versions"])
 
 
 def _share_anew(trainer: Trainer, before: int) -> None:

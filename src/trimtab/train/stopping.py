@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trimtab.errors import UsageError
+from trimtab.train import states
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,25 @@ class Ema:
             else:
                 shadow.copy_(kept)
 
+    @torch.no_grad()
+    def load(
+        self,
+        model: nn.Module,
+        kept: Mapping[str, torch.Tensor],
+        updates: int,
+        part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Be the average of ``updates`` whose values are ``kept``, with ``model`` as the last of these left it.
+
+        What only a forward pass makes may have another shape in ``kept``, or not be there: it begins anew. ``part`` gives
+        this process's part of a whole value, as the other tensor is one.
+        """
+        self.updates, self._exact = updates, {}
+        self.follow(model)  # a lazy one has its shapes only now
+        for name, value in self.shadow.items():
+            if name in kept and kept[name].shape == value.shape:
+                value.copy_(part(kept[name], value))
+
     @contextlib.contextmanager
     def shown(self, model: nn.Module) -> Iterator[None]:
         """A block in which ``model`` has the average."""
@@ -164,7 +183,7 @@ class Shown:
             self.ema.exchange(self.model)
             self._average = True
         if best is not None:
-            self._best, self._last = best, copied_state(self.model)
+            self._best, self._last = best, states.copied(self.model)
             self.model.load_state_dict(best)
         elif self._average:
             self._averaged = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
@@ -192,12 +211,6 @@ class Shown:
     def forget(self) -> None:
         """The model has what an update left: a checkpoint was put into it."""
         self._average, self._best, self._last, self._averaged = False, None, {}, {}
-
-
-def copied_state(model: nn.Module) -> dict[str, Any]:
-    """A copy of all that is in the state of ``model``; what a module adds there as its extra state need not be a tensor."""
-    state = model.state_dict()
-    return {n: v.detach().clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for n, v in state.items()}
 
 
 def _is_averaged(model: nn.Module, name: str, value: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
 from trimtab.errors import StorageError, UsageError
-from trimtab.train import auto, epoch, events, lengths, prepare, progress, saving, validation
+from trimtab.train import auto, epoch, events, lengths, prepare, progress, saving, states, validation
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed import alike
@@ -31,7 +31,7 @@ from trimtab.train.position import Position
 from trimtab.train.runtime import allocate, running
 from trimtab.train.schedule import Schedule
 from trimtab.train.step import Update
-from trimtab.train.stopping import EarlyStopping, Ema, Shown, copied_state
+from trimtab.train.stopping import EarlyStopping, Ema, Shown
 from trimtab.train.summary import Summary
 from trimtab.train.validation import Metric
 from trimtab.train.world import World
@@ -347,7 +347,7 @@ class Trainer:
             if better:
                 position.best, position.stale = self.results[stopping.metric], 0
                 if self.early_stopping is not None and stopping.restore_best:
-                    self.best_parameters = copied_state(self.model)
+                    self.best_parameters = states.copied(self.model)
             else:
                 position.stale += 1
             if isinstance(ready.scheduler, ReduceLROnPlateau):
