@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
+    CyclicLR,
     ExponentialLR,
     LambdaLR,
     LinearLR,
@@ -140,13 +141,115 @@ def test_another_kind_of_schedule_is_refused(before: Any, after: Any, said: str,
     assert resumed.position.update == EPOCH
 
 
+class Warming(LRScheduler):
+    """Says what the rate is."""
+
+    def __init__(self, optimizer: Optimizer, rise: int) -> None:
+        self.rise = rise
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [base * min(1.0, (self.last_epoch + 1) / self.rise) for base in self.base_lrs]
+
+
+class Shrinking(LRScheduler):
+    """Says what the rate is after the last one."""
+
+    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+        self.factor = factor
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] * (self.factor if self.last_epoch else 1) for group in self.optimizer.param_groups]
+
+
+OPTIONS: dict[str, tuple[Callable[[Optimizer, Any], LRScheduler], Any, Any, str]] = {
+    "step": (lambda o, gamma: StepLR(o, 3, gamma), 0.5, 0.8, "The StepLR's gamma in the script was 0.5 when"),
+    "exponential": (ExponentialLR, 0.9, 0.95, "The ExponentialLR's gamma in the script was 0.9 when the run began. It goes on"),
+    "floor": (lambda o, floor: CosineAnnealingLR(o, 16, floor), 0.0, 1e-3, "CosineAnnealingLR's eta_min in the script was 0.0"),
+    "power": (lambda o, power: PolynomialLR(o, 16, power), 1.0, 2.0, "The PolynomialLR's power in the script was 1.0 when"),
+    "restarts": (CosineAnnealingWarmRestarts, 4, 5, "The CosineAnnealingWarmRestarts's T_0 in the script was 4 when the run"),
+    "cyclic": (lambda o, top: CyclicLR(o, 1e-3, top, 4), 1e-2, 3e-2, "CyclicLR's max_lrs in the script was [0.01] when"),
+    "base": (lambda o, base: CyclicLR(o, base, 1e-2, 4), 1e-3, 2e-3, "It goes on with what is there now: 0.002."),
+    "cycle": (
+        lambda o, div: OneCycleLR(o, 1e-2, total_steps=30, div_factor=div), 25.0, 10.0,
+        "The optimizer's initial_lr in the script was 0.0004 when the run began. It goes on with what is there now: 0.001.",
+    ),
+    "strategy": (
+        lambda o, how: OneCycleLR(o, 1e-2, total_steps=30, anneal_strategy=how), "cos", "linear",
+        "The OneCycleLR's anneal_func_type in the script was 'cos' when the run began. It goes on with what is there now: 'lin",
+    ),
+    "own": (Warming, 10, 20, "The Warming's rise in the script was 10 when the run began. It goes on with what is"),
+    "inner": (
+        lambda o, gamma: SequentialLR(o, [ConstantLR(o, 0.5, 3), ExponentialLR(o, gamma)], [3]), 0.9, 0.8,
+        "The ExponentialLR's gamma in the script was 0.9 when the run began. It goes on with what is there now: 0.8.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_the_script_has_changed_of_a_schedule_goes_before_what_the_run_had(name: str, tmp_path: pathlib.Path) -> None:
+    made, before, after, said = OPTIONS[name]
+    sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+    def one(value: Any, **options: Any) -> Trainer:
+        return trainer(schedule=lambda optimizer, _: made(optimizer, value), optimizer=sgd, **options)
+
+    want = rates(whole := one(after))
+    whole.fit(loader(), epochs=2)
+    one(before, checkpoint=tmp_path).fit(loader(), epochs=1)
+    got = rates(resumed := one(after, checkpoint=tmp_path).resume())
+    resumed.fit(loader(), epochs=2)
+    begin = 1 if name == "cycle" else 0  # the rate of the first update is of the cycle as it was: only the optimizer knows
+    assert got[begin:] == pytest.approx(want[EPOCH + begin :], rel=1e-6)
+    assert [note for note in resumed.notes if said in note], resumed.notes
+    again = one(after, checkpoint=tmp_path).resume()
+    again.fit(loader(), epochs=3)
+    assert not [note for note in again.notes if "in the script was" in note]
+
+
+def test_a_schedule_that_goes_by_its_last_rate_goes_on_from_that(tmp_path: pathlib.Path) -> None:
+    trainer(schedule=lambda optimizer, _: Shrinking(optimizer, 0.9), checkpoint=tmp_path).fit(loader(), epochs=1)
+    got = rates(resumed := trainer(schedule=lambda optimizer, _: Shrinking(optimizer, 0.5), checkpoint=tmp_path).resume())
+    resumed.fit(loader(), epochs=2)
+    assert got == pytest.approx([0.01 * 0.9**EPOCH * 0.5**update for update in range(EPOCH)])
+
+
+def test_a_plateau_has_the_patience_of_the_script_and_a_new_best_for_another_figure(tmp_path: pathlib.Path) -> None:
+    def plateau(patience: int, mode: str = "min", **options: Any) -> Trainer:
+        sgd = functools.partial(torch.optim.SGD, lr=1e-12)  # nothing gets better
+        schedule = lambda optimizer, _: ReduceLROnPlateau(optimizer, mode, 0.1, patience)  # noqa: E731
+        return trainer(schedule=schedule, checkpoint=tmp_path, optimizer=sgd, **options)
+
+    held_out = loader(shuffle=False)
+    first = plateau(50)
+    first.fit(loader(), held_out, epochs=4)
+    assert first.optimizer.param_groups[0]["lr"] == 1e-12
+    resumed = plateau(1).resume()
+    resumed.fit(loader(), held_out, epochs=5)
+    assert isinstance(resumed.scheduler, ReduceLROnPlateau)
+    assert resumed.scheduler.patience == 1
+    assert (
+        "The ReduceLROnPlateau's patience in the script was 50 when the run began. It goes on with what is there now: 1."
+        in (resumed.notes)
+    )
+    best = resumed.scheduler.best
+    other = plateau(
+        1, "max", metrics={"size": lambda output, target: output.abs().mean()},
+        early_stopping=EarlyStopping(metric="size", mode="max", patience=9),
+    ).resume()  # fmt: skip
+    other.fit(loader(), held_out, epochs=6)
+    assert isinstance(other.scheduler, ReduceLROnPlateau)
+    assert other.scheduler.best == other.results["size"] != best
+
+
 def test_schedulers_that_are_multiplied_keep_their_lengths(tmp_path: pathlib.Path) -> None:
     def chained(optimizer: Optimizer, updates: int, length: int | None = None) -> LRScheduler:
         return ChainedScheduler([ConstantLR(optimizer, 0.5, total_iters=3), CosineAnnealingLR(optimizer, length or updates)])
 
     trainer(schedule=chained, checkpoint=tmp_path).fit(loader(), epochs=1)
     resumed = trainer(schedule=chained, checkpoint=tmp_path).resume()
-    with pytest.raises(UsageError, match=r"The CosineAnnealingLR in a ChainedScheduler lasts {'T_max': 16} now, unlike in the"):
+    with pytest.raises(UsageError, match=r"has changed: the CosineAnnealingLR in it has T_max=16, was 8\. Give what"):
         resumed.fit(loader(), epochs=2)
     resumed.schedule = functools.partial(chained, length=EPOCH)
     assert resumed.fit(loader(), epochs=2).updates == EPOCH

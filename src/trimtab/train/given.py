@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -106,6 +107,11 @@ def restore_best(trainer: Trainer, state: Mapping[str, Any]) -> None:
         trainer.best_parameters = None
 
 
+def watches_another(trainer: Trainer, state: Mapping[str, Any]) -> bool:
+    """Whether the figure of the validation that the run goes by is another one now, or better the other way."""
+    return tuple(state["watched"])[:2] != _watched(trainer.early_stopping)[:2]
+
+
 def over(trainer: Trainer, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """``state``, a checkpoint, with the options of the optimizer that are others in the script by now, each with a note.
 
@@ -122,6 +128,11 @@ def over(trainer: Trainer, state: Mapping[str, Any]) -> Mapping[str, Any]:
             factors[place] = float(after[rate]) / float(before[rate])
             groups[place] |= rates.multiplied(groups[place], factors[place])
             told.append(_told("learning rate", before[rate], after[rate]))
+        for name in sorted({"initial_lr", "min_lr"} & before.keys() & after.keys() - {rate}):  # of one cycle
+            wanted = float(before[name]) * factors[place]
+            if wanted and not math.isclose(after[name], wanted):
+                groups[place][name] *= after[name] / wanted
+                told.append(_told(name, before[name], after[name]))
         for option in sorted((before.keys() & after.keys()) - set(rates.RATES)):
             if _differ(before[option], after[option]):
                 groups[place][option] = copy.deepcopy(after[option])

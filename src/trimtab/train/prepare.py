@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.passes.channels_last import lay_out
-from trimtab.train import epoch, given, lengths, optimizer_state, own_loss, rates, states
+from trimtab.train import epoch, given, lengths, optimizer_state, own_loss, rates, schedule_state, states
 from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.checkpoint import refuse_strange
@@ -93,7 +93,7 @@ def refuse_unkept(trainer: Trainer) -> None:
     if trainer.checkpoints is not None:
         optimizer_state.refuse_left_out(trainer.optimizer)
         given = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
-        refuse_strange(given | {"scheduler": schedules.state_of(trainer.scheduler), "loss": own_loss.state_of(trainer)})
+        refuse_strange(given | {"scheduler": schedule_state.state_of(trainer.scheduler), "loss": own_loss.state_of(trainer)})
 
 
 def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move:
@@ -216,7 +216,8 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "model": world.whole(trainer.model.state_dict()),
         "versions": states.versions(trainer.model.state_dict()),
         "optimizer": world.whole(trainer.optimizer.state_dict()),
-        "scheduler": schedules.state_of(ready.scheduler),
+        "scheduler": schedule_state.state_of(ready.scheduler),
+        "schedule_begun": schedule_state.begun(ready.scheduler),
         "step": ready.step.state_dict(),
         "ema": None if trainer.ema is None else world.whole(trainer.ema.shadow),
         "ema_updates": None if trainer.ema is None else trainer.ema.updates,
@@ -337,6 +338,7 @@ def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
     if schedule is None or isinstance(schedule, LRScheduler):
         if schedule is not None:
             schedules.refuse_foreign(schedule, trainer.optimizer)
+            schedule_state.begun(schedule)
         return schedule
     if updates is None:
         raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
@@ -347,11 +349,12 @@ def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
     for group in groups if before is not None else ():  # a second run shapes the rates that the first one began with
         group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
     made = schedules.made(schedule, trainer.optimizer, updates)
+    schedule_state.begun(made)
     if before is not None:
         for group, values in zip(groups, kept, strict=True):
             group.update(values)
         if trainer.resuming is None:
-            schedules.load(made, schedules.state_of(before))
+            schedule_state.load(made, schedule_state.state_of(before), schedule_state.begun(before))
     return made
 
 
@@ -361,4 +364,7 @@ def _load_rest(trainer: Trainer, made: Ready, state: Mapping[str, Any]) -> None:
     # Not before, because making a scheduler changes the learning rates.
     optimizer_state.load(trainer.optimizer, state["optimizer"], trainer.world, before)
     made.step.load_state_dict(state["step"])
-    schedules.load(made.scheduler, state["scheduler"])
+    for text in schedule_state.load(made.scheduler, state["scheduler"], state["schedule_begun"]):
+        trainer.note_once(text)
+    if isinstance(made.scheduler, ReduceLROnPlateau) and given.watches_another(trainer, state):
+        made.scheduler._reset()  # its best is of that figure

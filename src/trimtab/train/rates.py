@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,16 @@ def scale(optimizer: Optimizer, scheduler: LRScheduler | None, wanted: float) ->
         group[SCALE] = wanted
     _scale_schedule(scheduler, factors)
     return True
+
+
+@torch.no_grad()
+def put(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    """Give each group of an optimizer its rate."""
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)  # a compiled or captured update reads that very tensor
+        else:
+            group["lr"] = rate
 
 
 def chosen(group: Mapping[str, Any]) -> str:

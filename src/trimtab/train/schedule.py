@@ -6,7 +6,7 @@ import bisect
 import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -38,11 +38,6 @@ ENDLESS = 10**7
 """Updates of a run that is timed for as long as somebody asks. No schedule has to last for it: at its end the rate stays."""
 _LONG, _LITTLE, _NOTHING = 100, 1e-3, 1e-6
 """Updates of a run that is long enough to tell whether a schedule counts epochs, and shares of a rate that are too small."""
-_LENGTHS = (
-    *("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones"),
-    *("step_size", "milestones", "total_size", "step_ratio"),
-)
-"""What torch's schedulers call how long they last; the rest of their state says where they stand."""
 
 
 def one_cycle(max_lr: float | list[float], *, warmup: float = 0.3) -> Schedule:
@@ -126,34 +121,38 @@ def advance(scheduler: LRScheduler) -> str | None:
             f"The schedule ended after {scheduler.last_epoch} updates, and the run makes more, as where the loader gives more "
             "batches than its len() says: the learning rate stays as it is."
         )
-    _take_in(scheduler)
+    take_in(scheduler)
     scheduler.step()
     return None
 
 
-def state_of(scheduler: LRScheduler | None) -> dict[str, Any] | None:
-    """The state of ``scheduler`` without the functions in it, which are made again from the same arguments."""
-    if scheduler is None:
-        return None
-    state = {name: value for name, value in scheduler.state_dict().items() if not callable(value) and name != "lr_lambdas"}
-    if "_schedulers" in state:
-        state["_schedulers"] = [state_of(inner) for inner in _inside(scheduler)]
-    return {**state, "kind": type(scheduler).__qualname__}
+def inside(scheduler: LRScheduler) -> list[LRScheduler]:
+    """Those that ``scheduler`` is made of."""
+    found: list[LRScheduler] = getattr(scheduler, "_schedulers", [])
+    return found
 
 
-def load(scheduler: LRScheduler | None, state: Mapping[str, Any] | None) -> None:
-    """Put ``scheduler``, made for the run as it is now, where the one stood that ``state`` is of; it lasts as it was made to.
-
-    The optimizer has its state already: where the schedule has another shape now, its rate is that of the shape.
+def take_in(scheduler: LRScheduler) -> None:
+    """Steer what came to the optimizer after ``scheduler`` was made, as in a run that thaws its model layer by layer.
 
     Raises:
-        UsageError: they are of different kinds, or made of different schedulers.
+        UsageError: nothing says what the rate of that would be.
     """
-    _refuse_other(scheduler, state)
-    if scheduler is not None and state is not None:
-        scheduler.load_state_dict(_loadable(scheduler, state))
-        _take_in(scheduler)
-        _reshape(scheduler, state)
+    for inner in inside(scheduler):
+        take_in(inner)
+    groups, rates = scheduler.optimizer.param_groups, getattr(scheduler, "base_lrs", None)
+    shapes: list[Any] = getattr(scheduler, "lr_lambdas", [])
+    if rates is None or len(rates) >= len(groups):
+        return
+    kept_in_group = isinstance(scheduler, OneCycleLR) and "max_lr" not in groups[-1]
+    if kept_in_group or isinstance(scheduler, CyclicLR) or (len(shapes) < len(groups) and len(set(map(id, shapes))) > 1):
+        raise UsageError(
+            f"The optimizer has {len(groups)} groups of parameters by now, and the {type(scheduler).__name__} was made for "
+            f"{len(rates)}, so that it has no rate for the others. Give schedule=cosine(), which takes them in, or all groups "
+            "from the start, with requires_grad=False on what is to be thawed."
+        )
+    rates += [group.setdefault("initial_lr", copy.deepcopy(group["lr"])) for group in groups[len(rates) :]]
+    shapes += shapes[-1:] * (len(groups) - len(shapes))
 
 
 def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStopping | None) -> None:
@@ -204,9 +203,9 @@ def _too_short(scheduler: LRScheduler, updates: int) -> str | None:
     if isinstance(scheduler, SequentialLR):
         bounds = [0, *scheduler._milestones, updates]
         spans = [min(end, updates) - begin for begin, end in itertools.pairwise(bounds)]
-        parts = zip(_inside(scheduler), spans, strict=True)
+        parts = zip(inside(scheduler), spans, strict=True)
     else:
-        parts = zip(_inside(scheduler), itertools.repeat(updates), strict=False)
+        parts = zip(inside(scheduler), itertools.repeat(updates), strict=False)
     if (found := next((words for part in parts if (words := _too_short(*part))), None)) is not None or updates < _LONG:
         return found
     name, short = type(scheduler).__name__, updates / 10
@@ -230,96 +229,10 @@ def _ended(scheduler: LRScheduler) -> bool:
     """Whether one more step would be an error."""
     if isinstance(scheduler, SequentialLR):
         coming = scheduler.last_epoch + 1
-        return coming not in scheduler._milestones and _ended(_inside(scheduler)[bisect.bisect(scheduler._milestones, coming)])
+        return coming not in scheduler._milestones and _ended(inside(scheduler)[bisect.bisect(scheduler._milestones, coming)])
     if isinstance(scheduler, ChainedScheduler):
-        return any(map(_ended, _inside(scheduler)))
+        return any(map(_ended, inside(scheduler)))
     return isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps
-
-
-def _take_in(scheduler: LRScheduler) -> None:
-    """Steer what came to the optimizer after ``scheduler`` was made, as in a run that thaws its model layer by layer.
-
-    Raises:
-        UsageError: nothing says what the rate of that would be.
-    """
-    for inner in _inside(scheduler):
-        _take_in(inner)
-    groups, rates = scheduler.optimizer.param_groups, getattr(scheduler, "base_lrs", None)
-    shapes: list[Any] = getattr(scheduler, "lr_lambdas", [])
-    if rates is None or len(rates) >= len(groups):
-        return
-    kept_in_group = isinstance(scheduler, OneCycleLR) and "max_lr" not in groups[-1]
-    if kept_in_group or isinstance(scheduler, CyclicLR) or (len(shapes) < len(groups) and len(set(map(id, shapes))) > 1):
-        raise UsageError(
-            f"The optimizer has {len(groups)} groups of parameters by now, and the {type(scheduler).__name__} was made for "
-            f"{len(rates)}, so that it has no rate for the others. Give schedule=cosine(), which takes them in, or all groups "
-            "from the start, with requires_grad=False on what is to be thawed."
-        )
-    rates += [group.setdefault("initial_lr", copy.deepcopy(group["lr"])) for group in groups[len(rates) :]]
-    shapes += shapes[-1:] * (len(groups) - len(shapes))
-
-
-def _inside(scheduler: LRScheduler) -> list[LRScheduler]:
-    found: list[LRScheduler] = getattr(scheduler, "_schedulers", [])
-    return found
-
-
-def _refuse_other(scheduler: LRScheduler | None, state: Mapping[str, Any] | None) -> None:
-    now = "no schedule" if scheduler is None else type(scheduler).__qualname__
-    was = "no schedule" if state is None else state["kind"]
-    if now != was:
-        raise UsageError(f"The run began with {was}, and this is {now}. Give the schedule that it began with.")
-
-
-def _loadable(scheduler: LRScheduler, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with what torch expects in place of functions; how long ``scheduler`` lasts stays as it is."""
-    found = {name: value for name, value in state.items() if name != "kind"} | _lengths(scheduler)
-    if (functions := getattr(scheduler, "lr_lambdas", None)) is not None:
-        found["lr_lambdas"] = [None] * len(functions)
-    inner, kept = _inside(scheduler), state.get("_schedulers", ())
-    if len(inner) != len(kept):
-        raise UsageError(
-            f"This {type(scheduler).__name__} is made of {len(inner)} schedulers, and that of the run was of {len(kept)}. Give "
-            "the schedule that the run began with."
-        )
-    if inner:
-        for pair in zip(inner, kept, strict=True):
-            _refuse_other(*pair)
-        found["_schedulers"] = [_loadable(*pair) for pair in zip(inner, kept, strict=True)]
-    return found
-
-
-def _lengths(scheduler: LRScheduler) -> dict[str, Any]:
-    return {name: vars(scheduler)[name] for name in _LENGTHS if name in vars(scheduler)}
-
-
-def _reshape(scheduler: LRScheduler, state: Mapping[str, Any], *, moved: bool = False) -> None:
-    """Give the optimizer the rate of ``scheduler`` where it stands, if that of ``state`` had another shape or place.
-
-    Otherwise it has that rate: what most schedulers compute from the rate before differs from their formula in the last digits.
-
-    Raises:
-        UsageError: there is no telling what the rate would be.
-    """
-    changed = moved or any(value != state.get(name) for name, value in _lengths(scheduler).items())
-    if isinstance(scheduler, ChainedScheduler):
-        for inner, kept in zip(_inside(scheduler), state["_schedulers"], strict=True):
-            if moved or any(value != kept.get(name) for name, value in _lengths(inner).items()):
-                raise UsageError(
-                    f"The {type(inner).__name__} in a ChainedScheduler lasts {_lengths(inner)} now, unlike in the run so far. "
-                    "Give the lengths that it had, or schedule=cosine(...), which fits itself to the run."
-                )
-    elif isinstance(scheduler, SequentialLR):
-        place = bisect.bisect_right(scheduler._milestones, scheduler.last_epoch)
-        inner = _inside(scheduler)[place]
-        if changed:
-            inner.last_epoch = scheduler.last_epoch - [0, *scheduler._milestones][place]
-        _reshape(inner, state["_schedulers"][place], moved=changed)
-        scheduler._last_lr = inner.get_last_lr()
-    elif scheduler.last_epoch > getattr(scheduler, "total_steps", math.inf):
-        return  # the run is over already, and OneCycleLR has no rate for what comes after
-    elif changed or isinstance(scheduler, LambdaLR):  # whose shape is in its functions, and whose rates are its formula's
-        scheduler._update_lr(scheduler.last_epoch)
 
 
 def _shaped(warmup: float, floor: float, shape: Callable[[float], float]) -> Schedule:
