@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from _runs import EPOCH, loader, trainer
-from trimtab import Settings
+from trimtab import Settings, Trainer
 from trimtab.errors import UsageError
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed.group import Group
+from trimtab.train.events import Event, Progressed
 from trimtab.train.prepare import check_place, optimizer_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,6 +76,43 @@ def test_a_part_that_is_in_evaluation_mode_is_told_of_and_can_be_thawed() -> Non
         other[index].eval()
     (note,) = trainer(other, optimizer=slow).fit(loader(), epochs=1).notes
     assert note.startswith("In evaluation mode, and so it stays: 1, 2, 3 and 2 more. ")
+
+
+def test_what_a_callback_puts_in_another_mode_stays_so_and_is_so_in_the_run_that_goes_on(tmp_path: pathlib.Path) -> None:
+    def made(name: str) -> tuple[Trainer, list[tuple[bool, bool]]]:
+        modes: list[tuple[bool, bool]] = []
+
+        def freeze(run: Trainer, event: Event) -> None:
+            if isinstance(event, Progressed) and event.update == 3:
+                run.model[1].eval()
+                run.model[2].train()
+            modes.append((run.model[1].training, run.model[2].training))
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
+        model[2].eval()
+        slow = functools.partial(torch.optim.SGD, lr=1e-6)
+        one = trainer(model, optimizer=slow, callbacks=[freeze], log_every=1, checkpoint=tmp_path / name)
+        model[1].register_forward_pre_hook(lambda module, _: modes.append((module.training, model[2].training)))
+        return one, modes
+
+    whole, modes = made("whole")
+    notes = whole.fit(loader(), loader(), epochs=3).notes
+    assert modes[0] == (True, False)
+    assert modes[-1] == (False, False)  # as every run leaves a model
+    assert "In evaluation mode, from now on: 1." in notes
+    assert "In training mode, from now on: 2." in notes
+    made("cut")[0].fit(loader(), loader(), steps=EPOCH + 2)
+    resumed, _ = made("cut")
+    notes = resumed.resume().fit(loader(), loader(), epochs=3).notes
+    assert "In evaluation mode, as the run before left it: 1." in notes
+    assert "In training mode, as the run before left it: 2." in notes
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+    other, _ = made("cut")
+    other.model[2].train()
+    other.model[1].eval()  # chosen anew
+    assert not [note for note in other.resume().fit(loader(), epochs=4).notes if "left it" in note]
 
 
 class Placed(nn.Linear):

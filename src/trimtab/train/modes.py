@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from weakref import WeakSet
 
 from torch import nn
@@ -15,33 +16,49 @@ class Modes:
 
     A model that is in evaluation mode itself, as models come from a hub, has nothing that was chosen so; as a run leaves it, it
     has what was chosen before that, whichever Trainer it is given to. ``model.train()`` makes the choice anew, and that of a
-    part of it the choice for that part.
+    part of it the choice for that part; callbacks may do so in mid-run.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._frozen: list[str] = []
+        self._given: list[str] | None = None
+        """Which those were that the first run found."""
 
     def look(self) -> str | None:
         """Take note of the modules that are to stay as they are; what an earlier run left in evaluation mode tells nothing.
 
         Returns a sentence about those to which it makes a difference: a part that comes from a hub is in evaluation mode too.
         """
-        for module in self.model.modules():
-            if module.training:
-                _FROZEN.discard(module)
-            elif self.model.training:
-                _FROZEN.add(module)
-        self._frozen = [name for name, module in self.model.named_modules() if module in _FROZEN]
-        matter: list[str] = []
-        for name in self._frozen:
-            within = bool(matter) and name.startswith(f"{matter[-1]}.")
-            if name and not within and _matters(self.model.get_submodule(name)):
-                matter.append(name)
-        if not matter:
+        self._take()
+        if self._given is None:
+            self._given = self._frozen
+        if not (shown := self._shown(self._frozen)):
             return None
-        shown = ", ".join(matter[:3]) + (f" and {len(matter) - 3} more" if len(matter) > 3 else "")
         return f"In evaluation mode, and so it stays: {shown}. model.train() before fit() has all modules train."
+
+    def follow(self) -> list[str]:
+        """Take note of what callbacks have put in another mode since the run began; sentences about that."""
+        before = self._frozen
+        if self.model.training:  # else somebody has evaluated the model, and told nothing of its parts
+            self._take()
+        return self._told(before, "from now on")
+
+    def state_of(self) -> dict[str, list[str] | None]:
+        """What a checkpoint keeps: which modules are frozen, and which were when the run began."""
+        now = [name for name, module in self.model.named_modules() if not module.training]
+        return {"given": self._given, "now": now if self.model.training else self._frozen}
+
+    def restore(self, state: Mapping[str, list[str] | None]) -> list[str]:
+        """Freeze and thaw what the run had by then, unless the script has frozen others from the start; sentences on it."""
+        if state["given"] != self._given or (now := state["now"]) is None:
+            return []
+        before = self._frozen
+        for name, module in self.model.named_modules():
+            (_FROZEN.add if name in now else _FROZEN.discard)(module)
+        self._frozen = [name for name, module in self.model.named_modules() if module in _FROZEN]
+        self.train()
+        return self._told(before, "as the run before left it")
 
     def train(self, copy: nn.Module | None = None) -> None:
         """Training mode, but for those: the model's, or that of a copy of it."""
@@ -49,6 +66,28 @@ class Modes:
         model.train()
         for name in self._frozen:
             model.get_submodule(name).training = False
+
+    def _take(self) -> None:
+        for module in self.model.modules():
+            if module.training:
+                _FROZEN.discard(module)
+            elif self.model.training:
+                _FROZEN.add(module)
+        self._frozen = [name for name, module in self.model.named_modules() if module in _FROZEN]
+
+    def _told(self, before: list[str], since: str) -> list[str]:
+        modes = {"evaluation": set(self._frozen) - set(before), "training": set(before) - set(self._frozen)}
+        names = {mode: self._shown(sorted(changed)) for mode, changed in modes.items()}
+        return [f"In {mode} mode, {since}: {shown}." for mode, shown in names.items() if shown]
+
+    def _shown(self, names: Sequence[str]) -> str:
+        """Those of the modules ``names``, without what is in them, to which the mode makes a difference."""
+        matter: list[str] = []
+        for name in names:
+            within = bool(matter) and name.startswith(f"{matter[-1]}.")
+            if name and not within and _matters(self.model.get_submodule(name)):
+                matter.append(name)
+        return ", ".join(matter[:3]) + (f" and {len(matter) - 3} more" if len(matter) > 3 else "")
 
 
 def _matters(module: nn.Module) -> bool:

@@ -232,6 +232,7 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "processes": world.size,
         "seed": world.seed,
         "decided": trainer.decided,
+        "modes": trainer.modes.state_of(),
         "kind": type(trainer.model).__qualname__,
         "optimizer_kind": type(trainer.optimizer).__qualname__,
         **given.state_of(trainer),
@@ -364,7 +365,8 @@ def _load_rest(trainer: Trainer, made: Ready, state: Mapping[str, Any]) -> None:
     # Not before, because making a scheduler changes the learning rates.
     optimizer_state.load(trainer.optimizer, state["optimizer"], trainer.world, before)
     made.step.load_state_dict(state["step"])
-    for text in schedule_state.load(made.scheduler, state["scheduler"], state["schedule_begun"]):
+    told = schedule_state.load(made.scheduler, state["scheduler"], state["schedule_begun"])
+    for text in (*told, *trainer.modes.restore(state["modes"])):
         trainer.note_once(text)
     if isinstance(made.scheduler, ReduceLROnPlateau) and given.watches_another(trainer, state):
         made.scheduler._reset()  # its best is of that figure

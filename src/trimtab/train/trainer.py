@@ -266,6 +266,8 @@ class Trainer:
         self._stop_if_stale()  # which the run that is gone on with had ended by
         while not self.world.any(self.ending) and not lengths.over(self, epochs, steps):
             if not position.due:
+                for text in self.modes.follow():
+                    self.note_once(text)
                 self.modes.train()
                 epoch.begin(self, ready.feed)
                 if not (yield from self._epoch(ready, meter, steps)):
