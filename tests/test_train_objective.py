@@ -243,6 +243,57 @@ def test_the_class_of_a_model_says_what_its_loss_is_a_mean_over(kind: str, weigh
     assert int(Objective(None)(model, {"input_ids": tokens, "labels": labels})[1]) == weight
 
 
+@pytest.mark.parametrize(("shifts", "weight"), [(True, 12), (False, 14)])
+def test_a_class_of_its_own_that_asks_transformers_for_its_loss_is_a_mean_over_what_that_compares(
+    shifts: bool, weight: int
+) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Speaker(transformers.GPT2PreTrainedModel):  # type: ignore[name-defined, misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.body, self.head = transformers.GPT2Model(config), nn.Linear(8, 20)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.head(self.body(input_ids).last_hidden_state)
+            return {"loss": self.loss_function(logits, labels, 20)}
+
+    class Naming(Speaker):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(input_ids=input_ids, labels=labels)
+
+    class Tagger(transformers.GPT2PreTrainedModel):  # type: ignore[name-defined, misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.table = nn.Embedding(20, 20)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": functional.cross_entropy(self.table(input_ids).flatten(0, 1), labels.flatten())}
+
+    config = transformers.GPT2Config(
+        vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )  # fmt: skip
+    tokens = torch.randint(1, 20, (2, 7))
+    for kind in (Speaker, Naming) if shifts else (Tagger,):
+        assert int(Objective(None)(kind(config), {"input_ids": tokens, "labels": tokens})[1]) == weight
+
+
+def test_a_loss_that_is_a_module_may_take_the_model(tmp_path: pathlib.Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return functional.cross_entropy(model(batch["x"]), batch["labels"]) * self.scale
+
+    made = Trainer(network(), loss=(loss := Scaled()), optimizer=SGD, checkpoint=tmp_path)
+    assert made.fit(batches(), batches(), epochs=1).updates == 4
+    assert float(loss.scale.detach()) < 1
+    Trainer(network(), loss=(again := Scaled()), optimizer=SGD, checkpoint=tmp_path).resume()
+    assert torch.equal(again.scale, loss.scale)
+
+
 def test_a_class_of_its_own_goes_by_what_the_config_says() -> None:
     class Wrapped(nn.Linear):
         config = type("Config", (), {"architectures": ["GPT2LMHeadModel"]})

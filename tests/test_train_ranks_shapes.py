@@ -15,6 +15,7 @@ from _ranks import failure
 from trimtab.candidate import Settings
 from trimtab.train.batch_size import find_batch
 from trimtab.train.distributed.tensor_parallel import mesh, split_layers
+from trimtab.train.events import Progressed
 from trimtab.train.trainer import Trainer
 
 KINDS = (None, "bfloat16", "float16", "topk", "powersgd")
@@ -155,7 +156,41 @@ def searched(folder: pathlib.Path) -> dict[str, Any]:
     return {"size": found.size, "first": found.tried[0].reason, "rest": [one.reason for one in found.tried[1:]]}
 
 
-CHECKS = (different, waves, tied, mixed, odd, uneven, searched)
+def masked(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mean over what has a label, written out: over nothing it is 0/0, and so is every gradient of it."""
+    inputs, labels = batch
+    mask = (labels != -100).float()
+    values = nn.functional.cross_entropy(model(inputs), labels.clamp(min=0), reduction="none")
+    return (values * mask).sum() / mask.sum(), mask.sum()
+
+
+NOTHING: dict[str, tuple[Any, dict[str, Any]]] = {
+    "torch's": (nn.CrossEntropyLoss(), {}),
+    "own": (masked, {}),
+    "in shards": (nn.CrossEntropyLoss(), {"sharding": "shard"}),
+}
+
+
+def unlabelled(name: str, **settings: Any) -> list[Any]:
+    """Of four updates of two batches the second has labels in one of them, and the third has none."""
+    torch.manual_seed(0)
+    loss = NOTHING[name][0]
+    model, data = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, CLASSES)), batches()
+    for _, labels in data[3:6]:
+        labels.fill_(-100)
+    made = Trainer(model, loss=loss, optimizer=functools.partial(torch.optim.SGD, lr=0.1), settings=Settings(**settings))
+    losses: list[float] = []
+    made.callbacks.append(lambda _, event: losses.append(event.loss) if isinstance(event, Progressed) else None)
+    made.log_every = 1
+    made.fit(data, epochs=1)
+    return [losses, flat(model)]
+
+
+def nothing(folder: pathlib.Path) -> dict[str, Any]:
+    return {name: unlabelled(name, **options) for name, (_, options) in NOTHING.items()}
+
+
+CHECKS = (different, waves, tied, mixed, odd, uneven, searched, nothing)
 
 
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
@@ -221,3 +256,12 @@ def test_a_search_leaves_out_the_one_example_that_has_no_statistics(ranks: list[
         assert each["first"] == "BatchNorm cannot be trained on one example"
         assert each["size"] > 1
         assert not any(each["rest"])
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_batches_that_stand_for_nothing_count_for_nothing(ranks: list[dict[str, Any]], name: str) -> None:
+    losses, wanted = unlabelled(name, accumulate=2)
+    assert losses[2] == 0
+    for each in (rank["nothing"][name] for rank in ranks):
+        torch.testing.assert_close(torch.tensor(each[1]), torch.tensor(wanted))
+    assert ranks[0]["nothing"][name][0] == pytest.approx(losses, rel=1e-5)

@@ -146,6 +146,17 @@ def test_a_batch_of_which_all_labels_are_left_out_is_no_error_alone(own: bool) -
         (lambda model, batch: model(torch.rand(4, 1)).mean(), {"n": 4}, "Nothing tells how many examples a batch has"),
         (lambda model, batch: (model(torch.rand(4, 1)).mean(), 4), {"n": 4}, None),
         (
+            lambda model, batch: model(batch["x"]).mean(),
+            {"edges": torch.zeros(2, 37), "x": torch.rand(5, 1)},  # as a graph has
+            "The tensors of a batch differ in their first axis ((2, 37), (5, 1)): it counts for as many examples as the first "
+            "has, 2. If the loss is a mean over something else, return (mean, weight) from loss(model, batch).",
+        ),
+        (
+            lambda model, batch: (model(batch["x"]).mean(), 5),
+            {"edges": torch.zeros(2, 37), "x": torch.rand(5, 1)},
+            None,
+        ),
+        (
             lambda model, batch: model(batch["pixels"].float()).mean(),
             {"pixels": torch.full((4, 1), 156, dtype=torch.uint8)},  # as many as -100 has bits
             None,

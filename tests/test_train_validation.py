@@ -341,6 +341,9 @@ def test_validation_batches_whose_examples_nobody_can_count_are_told_of() -> Non
     (note,) = trainer(loss=boxed).fit(data, data, epochs=2).notes
     assert note.startswith("Nothing tells how many examples a batch has, so that all batches count alike. If they are not")
     assert trainer(loss=lambda model, box: (with_model(model, box.batch), 2)).fit(data, data, epochs=1).notes == ()
+    graphs = [{"edges": torch.zeros(3, 7), "batch": batch} for batch in batches()]
+    (note,) = trainer(loss=lambda model, graph: with_model(model, graph["batch"])).fit(graphs, graphs, epochs=1).notes
+    assert note.startswith("The tensors of a batch differ in their first axis ((3, 7), ")
 
 
 def with_model(model: nn.Module, batch: Any) -> torch.Tensor:

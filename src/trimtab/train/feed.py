@@ -17,7 +17,7 @@ from trimtab.train.clock import Clock
 from trimtab.train.draws import datasets_of
 from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
-from trimtab.train.rows import fields_of, inside, length, rows_of, with_fields
+from trimtab.train.rows import fields_of, length, rows_of, uneven, with_fields
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
@@ -234,9 +234,7 @@ def split(batch: Batch, size: int) -> list[Batch]:
     if count <= size:
         return [batch]
     rows = {id(row) for row in rows_of(batch) if len(row) == count}
-    columns = _columns(batch, rows)
-    if any(length(column) not in (None, count) for column in columns):
-        shapes = ", ".join(map(_shape, columns))
+    if shapes := uneven(batch):
         raise WorkloadError(
             f"A batch cannot be taken apart into micro-batches of {size}: its tensors differ in their first axis ({shapes}). "
             "Make the loader's batches smaller and set accumulate instead."
@@ -290,18 +288,6 @@ def _part(start: int, end: int, count: int, rows: set[int]) -> Callable[[Batch],
         return item[start:end] if whole or _per_example(item, count, rows) else rebuilt(item, part)
 
     return part
-
-
-def _columns(batch: Batch, rows: set[int]) -> list[torch.Tensor | PackedSequence]:
-    """The tensors and packed sequences in ``batch`` that are not in a list with an entry per example."""
-    if isinstance(batch, (torch.Tensor, PackedSequence)):
-        return [batch]
-    return [] if id(batch) in rows else [tensor for item in inside(batch) for tensor in _columns(item, rows)]
-
-
-def _shape(column: torch.Tensor | PackedSequence) -> str:
-    """What an error says of it."""
-    return f"{length(column)} packed sequences" if isinstance(column, PackedSequence) else str(tuple(column.shape))
 
 
 def _per_example(item: Any, count: int | None, rows: set[int]) -> bool:

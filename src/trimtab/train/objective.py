@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.rows import fields_of, inside, length, with_fields
+from trimtab.train.rows import fields_of, inside, length, uneven, with_fields
 from trimtab.workload import user_code
 
 Weight = float | torch.Tensor
@@ -35,9 +35,13 @@ _EITHER = (
     "Give the mean alone, or (mean, weight) where the weight says how much the mean is over, such as the number of tokens; "
     "other figures are for metrics=... and callbacks."
 )
-UNTOLD = (
+_UNTOLD = (
     "Nothing tells how many examples a batch has, so that all batches count alike. If they are not alike, return "
     "(mean, weight) from loss(model, batch)."
+)
+_UNEVEN = (
+    "The tensors of a batch differ in their first axis ({}): it counts for as many examples as the first has, {}. If the loss "
+    "is a mean over something else, return (mean, weight) from loss(model, batch)."
 )
 _NOT_ALONE = (
     "One example has no statistics of its own. If it is what is left for the last batch, leave it out with drop_last=True; "
@@ -95,8 +99,8 @@ class Objective:
         """Whether nobody but the loss sees the model's outputs."""
         self._weighs = False
         """Whether what the last loss is a mean over was known."""
-        self.untold = False
-        """Whether a loss counted for one example because nothing told how many its batch had."""
+        self.untold: str | None = None
+        """Why a batch, of which nothing told what its loss is a mean over, may not have as many examples as it counted for."""
         self.doubted = False
         """Whether it was told already that losses may count for something else than they are a mean over."""
         self._elementwise = _kind(loss) in _ELEMENTWISE
@@ -155,7 +159,8 @@ class Objective:
         if self.loss is not None and not self._with_model:
             weight = _denominator(self.loss, targets)
         self._weighs = weight is not None
-        self.untold |= weight is None and length(batch) is None
+        if weight is None and self.untold is None:
+            self.untold = untold(batch)
         return loss, examples(batch) if weight is None else weight, outputs
 
     def doubt(self, group: Sequence[Batch], *, alone: bool) -> str | None:
@@ -168,8 +173,8 @@ class Objective:
         self.doubted = True
         if self.summed or self._weighs:
             return None
-        if any(length(batch) is None for batch in group):
-            return UNTOLD
+        if (text := next(filter(None, map(untold, group)), None)) is not None:
+            return text
         if any(map(_ignores, group)):
             return (
                 f"Some targets are {IGNORED}. If the loss leaves them out, as torch's own do, its mean is over fewer than the "
@@ -254,6 +259,14 @@ def examples(batch: Batch) -> int:
     return 1 if found is None else found
 
 
+def untold(batch: Batch) -> str | None:
+    """Why ``batch`` may not be of as many :func:`examples` as it is taken for, if there is a reason to think so."""
+    if (count := length(batch)) is None:
+        return _UNTOLD
+    shapes = uneven(batch)
+    return None if shapes is None else _UNEVEN.format(shapes, count)
+
+
 def is_pair(batch: Batch) -> bool:
     """Whether ``batch`` is of inputs and targets."""
     return isinstance(batch, (tuple, list)) and len(batch) == 2
@@ -295,10 +308,8 @@ def _may_be_of_nothing(loss: torch.Tensor) -> bool:
 
 def _takes_model(loss: Callable[..., Any]) -> bool:
     """Whether the first parameter of a function is called as a model would be."""
-    if isinstance(loss, nn.Module):
-        return False
     try:
-        first = next(iter(inspect.signature(loss).parameters), "")
+        first = next(iter(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters), "")
     except (TypeError, ValueError):  # builtins have no signature
         return False
     return first in _MODEL_NAMES
@@ -312,7 +323,12 @@ def _shifts(model: nn.Module) -> bool:
     names = [type(model).__name__]
     if not re.search("For[A-Z]", names[0]):
         names += getattr(getattr(model, "config", None), "architectures", None) or []
-    return any("CausalLM" in name or "LMHead" in name for name in names)
+    if any("CausalLM" in name or "LMHead" in name for name in names):
+        return True
+    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        return False
+    calls = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
+    return any("loss_function" in call.__code__.co_names for call in calls if inspect.isfunction(call))
 
 
 def _options(loss: Callable[..., Any] | None) -> dict[str, Any]:

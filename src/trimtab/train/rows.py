@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,20 @@ def length(batch: Any) -> int | None:
         elif (found := len(item) if _is_rows(item, items) else length(item)) is not None:
             return found
     return next(iter(later), None)
+
+
+def uneven(batch: Any) -> str | None:
+    """The shapes of the tensors in ``batch`` where the first axis of some is not that of its examples.
+
+    Lists with an entry per example are left out.
+    """
+    count = length(batch)
+    columns = list(_columns(batch, {id(row) for row in rows_of(batch) if len(row) == count}))
+    if all(_column(column) in (None, count) for column in columns):
+        return None
+    return ", ".join(
+        f"{_column(each)} packed sequences" if isinstance(each, PackedSequence) else str(tuple(each.shape)) for each in columns
+    )
 
 
 def alone(item: Any) -> bool:
@@ -97,6 +111,15 @@ def _is_rows(item: Any, beside: list[Any]) -> bool:
         return not axes & columns
     tensors = [other for other in others if all(isinstance(each, torch.Tensor) for each in other)]
     return bool(tensors) and len(axes.union(*({_column(each) for each in other} for other in tensors))) > 1
+
+
+def _columns(batch: Any, rows: set[int]) -> Iterator[torch.Tensor | PackedSequence]:
+    """The tensors and packed sequences in ``batch`` that are in none of ``rows``."""
+    if isinstance(batch, (torch.Tensor, PackedSequence)):
+        yield batch
+    elif id(batch) not in rows:
+        for item in inside(batch):
+            yield from _columns(item, rows)
 
 
 def _column(item: Any) -> int | None:

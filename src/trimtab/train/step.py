@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,7 +160,8 @@ class Step:
                     losses.append(loss.detach())
                     weights.append(weight)
                     clock.enter("backward")
-                    self.scaler.scale(self._weighted(loss, weight, count)).backward()  # type: ignore[no-untyped-call]
+                    with self._left_out(weight):
+                        self.scaler.scale(self._weighted(loss, weight, count)).backward()  # type: ignore[no-untyped-call]
             if counted < count:
                 idle.put_back()
         if not world.used:
@@ -256,13 +257,23 @@ class Step:
 
     def _of_something(self, loss: torch.Tensor, weight: Weight) -> torch.Tensor:
         """``loss``, or 0 where it is a mean over nothing, as where all labels are ignored, which is no number."""
-        if self.world.size == 1 and _known_to_be_nothing(weight):  # others may wait for what the backward pass exchanges
-            return self._nought()
+        if _known_to_be_nothing(weight):
+            return loss.nan_to_num() * 0
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) if isinstance(weight, torch.Tensor) else loss
 
-    def _nought(self) -> torch.Tensor:
-        """A loss of 0 whose gradients are 0; those of a mean over nothing are no numbers, even where it is multiplied by 0."""
-        return torch.stack([p.reshape(-1)[:0].sum() for p in self._parameters if p.requires_grad]).sum()
+    @contextlib.contextmanager
+    def _left_out(self, weight: Weight) -> Iterator[None]:
+        """A block whose backward pass goes its way, since others may wait for what it exchanges, and adds nothing to gradients.
+
+        Those of a mean over nothing are no numbers, even where it is multiplied by 0.
+        """
+        parameters = [p for p in self._parameters if p.requires_grad] if _known_to_be_nothing(weight) else []
+        hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients, in memory that may be changed in place: of a sparse one, as an embedding's may be, its values."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.feed import Seekable, has_workers, keeps_workers, rebuilt, set_workers
-from trimtab.train.objective import UNTOLD, Batch, Weight, call, examples, is_pair
+from trimtab.train.objective import Batch, Weight, call, examples, is_pair
 from trimtab.train.peek import first_batches, kept_random
 from trimtab.train.world import wide
 from trimtab.workload import user_code
@@ -77,7 +77,7 @@ def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[s
             value per example.
     """
     objective, metrics, clock, world = trainer.objective, trainer.metrics, ready.clock, ready.step.world
-    answers, objective.untold = _Answers(trainer, ready), False
+    answers, objective.untold = _Answers(trainer, ready), None
 
     def cut() -> bool:
         return trainer.interrupted
@@ -110,8 +110,8 @@ def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[s
         return None
     if not world.any(bool(losses)):
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
-    if objective.untold and len(losses) > 1:
-        trainer.note_once(UNTOLD)
+    if len(losses) > 1:
+        trainer.note_once(objective.untold)
     found = {"loss": float(world.mean(losses, weights, summed=objective.summed)[0])}
     for name, parts in values.items():
         means, counts = [wide(part).mean() for part in parts], [float(part.numel()) for part in parts]

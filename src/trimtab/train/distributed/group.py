@@ -182,7 +182,10 @@ class Group(World):
             both = torch.stack(weighted(losses, weights))
         both = both.to(self.device(self.settings.device))  # a metric may be on the CPU, in some processes only
         dist.all_reduce(both, group=self.data)
-        return (both[1], None) if summed else (both[1] / both[0], both[0])
+        if summed:
+            return both[1], None
+        count = torch.where(both[0] > 0, both[0], 1.0)  # what stands for nothing has no gradient, and is no 0/0
+        return both[1] / count, count
 
     def agreed(self, value: float) -> float:
         """The mean of what the processes give."""
