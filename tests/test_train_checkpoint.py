@@ -46,6 +46,8 @@ def test_what_goes_in_comes_out(tmp_path: pathlib.Path) -> None:
             "tied": [tied, tied], "view": tied[1], "turned": tied.t(), "empty": torch.zeros(0, 3), "none": None,
             "half": torch.randn(5).bfloat16(), "number": torch.tensor(3), "truth": torch.tensor([True, False]),
             "image": torch.randn(1, 2, 3, 3).to(memory_format=torch.channels_last),
+            "waves": torch.randn(3, 2, dtype=torch.complex128), "turning": torch.randn(3, dtype=torch.complex128).conj(),
+            "wave": torch.randn((), dtype=torch.complex128), "scales": torch.ones(3).to(torch.float8_e8m0fnu),
         },
         "keys": {0: {"exp_avg": torch.ones(2)}, "0": (1, 2.5, "x"), (1, 2): False},
     }  # fmt: skip
@@ -236,6 +238,8 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: pathlib.Path) -> N
 def test_what_cannot_be_kept_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UsageError, match=r"A builtins\.set cannot be kept in a checkpoint\."):
         Checkpoints(tmp_path).save(1, {"x": {1, 2}})
+    with pytest.raises(UsageError, match=r"A tensor of torch\.qint8 cannot be kept in a checkpoint: its scale is no part of"):
+        Checkpoints(tmp_path).save(1, {"x": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)})
     assert list(tmp_path.glob("update-*")) == []
 
 
@@ -253,6 +257,24 @@ def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path: pathlib.Path) 
     checkpoints.save(10, {"x": torch.ones(1)})
     Checkpoints(tmp_path, keep=1).save(1, {"x": torch.ones(1)})
     assert (tmp_path / "update-00000001").exists()
+
+
+def test_a_kill_between_two_renames_leaves_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    place = checkpoints.save(7, {"x": 7})
+    os.replace(place, tmp_path / f".{place.name}.old")  # as far as one gets that writes the same update again
+    found = Checkpoints(tmp_path)
+    assert (found.update(), found.load()) == (7, {"x": 7})
+    assert not place.exists()  # who only reads moves nothing
+    damaged = tmp_path / ".update-00000008.old"
+    found.save(8, {"x": 8})
+    assert place.exists()
+    os.replace(tmp_path / "update-00000008", damaged)
+    damage(damaged)
+    assert Checkpoints(tmp_path).load() == {"x": 7}
+    found.save(8, {"x": 9})
+    assert Checkpoints(tmp_path).load() == {"x": 9}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["update-00000007", "update-00000008"]
 
 
 def test_numbers_that_are_not_finite_come_back(tmp_path: pathlib.Path) -> None:

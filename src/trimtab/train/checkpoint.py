@@ -28,7 +28,7 @@ from trimtab._json import dumps
 from trimtab.errors import StorageError, UsageError
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
-SCHEMA = 3
+SCHEMA = 4
 SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -36,7 +36,16 @@ SPARSE = {
 }
 """What tensors of other layouts are made of: methods that give strided ones."""
 LAYOUTS = {str(layout): layout for layout in SPARSE}
-_NAME = re.compile(r"update-(\d{8})")
+PLAIN = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    }
+)
+"""The types that safetensors has; tensors of others are kept as their bytes."""
+_NAME = re.compile(r"update-(\d{8})|\.update-(\d{8})\.old")
+"""A checkpoint, or one that was on its way out when its writer was killed: it is one until another has taken its place."""
 
 
 class Checkpoints:
@@ -104,7 +113,7 @@ class Checkpoints:
 
     def update(self) -> int | None:
         """After how many updates the newest checkpoint was written, whole or not; ``None`` if there is none."""
-        return max((int(place.name.removeprefix("update-")) for place in self._places()), default=None)
+        return max(map(_number, self._places()), default=None)
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """What the newest whole checkpoint holds, its tensors on ``device``.
@@ -122,17 +131,26 @@ class Checkpoints:
             raise StorageError(
                 f"{place} has schema {facts.get('schema')}, but this trimtab reads {SCHEMA}. Use the one that wrote it."
             )
-        state = decode(facts["state"], load_file(place / TENSORS, device=str(device)))
+        tensors = load_file(place / TENSORS, device=str(device))
+        for key, (dtype, shape) in facts["bytes"].items():
+            tensors[key] = tensors[key].view(getattr(torch, dtype)).reshape(shape)
+        state = decode(facts["state"], tensors)
         assert isinstance(state, dict)
         return state
 
     def _places(self) -> list[pathlib.Path]:
         """Every checkpoint folder, the newest first."""
-        found = self.folder.glob("update-*") if self.folder.is_dir() else ()
-        return sorted((place for place in found if _NAME.fullmatch(place.name)), reverse=True)
+        named = sorted(
+            place for place in (self.folder.iterdir() if self.folder.is_dir() else ()) if _NAME.fullmatch(place.name)
+        )
+        found = {_number(place): place for place in named}  # where there are both, that with the plain name, which comes later
+        return [found[number] for number in sorted(found, reverse=True)]
 
     def _sweep(self, written: pathlib.Path | None = None) -> None:
         """Remove what a process left that was killed while writing, and what is older than ``keep`` whole ones."""
+        for place in self._places():
+            if place.name.startswith("."):
+                os.replace(place, self.folder / f"update-{_number(place):08d}")
         for left in self.folder.glob(".update-*"):
             shutil.rmtree(left, ignore_errors=True)
         places = self._places()
@@ -147,6 +165,11 @@ class Checkpoints:
                 whole += 1
 
 
+def _number(place: pathlib.Path) -> int:
+    """After how many updates a checkpoint was written."""
+    return int("".join(filter(str.isdigit, place.name)))
+
+
 def _write(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
     written = Encoder()
     tree = written.encode(state)
@@ -154,7 +177,7 @@ def _write(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
         save_file(written.tensors, folder / TENSORS)
     except SafetensorError as error:  # it tells of a full disk in words only
         raise OSError(str(error)) from error
-    (folder / STATE).write_text(dumps({"schema": SCHEMA, "state": tree}), encoding="utf-8")
+    (folder / STATE).write_text(dumps({"schema": SCHEMA, "bytes": written.bytes, "state": tree}), encoding="utf-8")
     (folder / HASHES).write_text(dumps({name: sha256(folder / name) for name in (TENSORS, STATE)}), encoding="utf-8")
     for name in (TENSORS, STATE, HASHES):
         _sync(folder / name)
@@ -166,6 +189,8 @@ class Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.bytes: dict[str, tuple[str, list[int]]] = {}
+        """Of those that are kept as bytes, by their keys: the type and the shape."""
         self._keys: dict[Any, str] = {}
         self._storages: set[int] = set()
 
@@ -176,11 +201,16 @@ class Encoder:
             UsageError: something inside can be neither.
         """
         if isinstance(value, torch.Tensor):
-            value = value.detach()
+            value = value.detach().resolve_conj() if value.is_complex() else value.detach()
             if is_traceable_wrapper_subclass(value) and not hasattr(value, "full_tensor"):  # what is spread out comes whole
                 raise UsageError(
                     f"A {type(value).__module__}.{type(value).__qualname__}, a tensor made of others, cannot be kept in a "
                     "checkpoint. Use plain tensors, as an optimizer with states of 32 bits does, or leave out checkpoint=..."
+                )
+            if value.is_quantized:
+                raise UsageError(
+                    f"A tensor of {value.dtype} cannot be kept in a checkpoint: its scale is no part of its numbers. Train "
+                    "before it is quantized, or leave out checkpoint=..."
                 )
             return {"tensor": self._keep(value)} if value.layout == torch.strided else self._sparse(value)
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
@@ -232,6 +262,9 @@ class Encoder:
             tensor.clone(memory_format=torch.contiguous_format) if storage in self._storages else tensor.contiguous()
         )
         self._storages.add(storage)
+        if tensor.dtype not in PLAIN:
+            self.bytes[key] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            self.tensors[key] = self.tensors[key].reshape(-1).view(torch.uint8)
         return key
 
 
