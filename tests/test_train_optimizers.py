@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.optim import ASGD, SGD, AdamW, Muon, NAdam, Optimizer
 
-from _runs import loader, told, trainer
+from _runs import EPOCH, loader, told, trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError
-from trimtab.train.events import Event, Progressed
+from trimtab.train.batch_size import find_batch
+from trimtab.train.events import Event, Progressed, Validated
 from trimtab.train.rehearsal import rehearsal
 from trimtab.train.schedule import cosine
+from trimtab.train.stopping import EarlyStopping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,3 +195,79 @@ class Twice(SGD):
 def test_an_optimizer_that_calls_the_model_itself_is_refused(kind: Callable[..., Optimizer]) -> None:
     with pytest.raises(UsageError, match=r"calls the model several times per update, which this loop does not do"):
         trainer(optimizer=functools.partial(kind, lr=0.1))
+
+
+@pytest.mark.parametrize("name", ["SGDScheduleFree", "AdamWScheduleFree"])
+def test_an_optimizer_with_an_average_of_its_own_shows_that_and_trains_on_without_it(name: str, tmp_path: pathlib.Path) -> None:
+    """Written out beside the Trainer, as the package that this comes from asks for it."""
+    free = functools.partial(getattr(pytest.importorskip("schedulefree"), name), lr=0.01)
+    data = [(x / 32, y / 32) for x, y in loader(shuffle=False)]
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(1, 1)
+
+    model, want = network(), list[float]()
+    optimizer = free(model.parameters())
+    for _ in range(3):
+        model.train()
+        optimizer.train()
+        for x, y in data:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        optimizer.eval()
+        with torch.no_grad():
+            want.append(float(torch.stack([nn.functional.mse_loss(model(x), y) for x, y in data]).mean()))
+
+    def made(folder: pathlib.Path) -> tuple[Trainer, list[float]]:
+        losses: list[float] = []
+
+        def watch(_: Trainer, event: Event) -> None:
+            if isinstance(event, Validated):
+                losses.append(event.metrics["loss"])
+
+        return trainer(network, optimizer=free, checkpoint=folder, callbacks=[watch]), losses
+
+    whole, losses = made(tmp_path / "whole")
+    whole.fit(data, data, epochs=3)
+    assert losses == pytest.approx(want, rel=1e-4)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(whole.model.state_dict()[name], value)
+    cut, first = made(tmp_path / "cut")
+    cut.fit(data, data, steps=EPOCH + 3)
+    resumed, rest = made(tmp_path / "cut")
+    resumed.resume().fit(data, data, epochs=3)
+    cut.fit(data, data, epochs=3)
+    assert first == losses == first[:1] + rest
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value)
+        assert torch.equal(cut.model.state_dict()[name], value)
+    before = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    assert find_batch(whole, data, seconds=0.1).size > 0
+    for name, value in before.items():
+        assert torch.equal(whole.model.state_dict()[name], value)
+    cut.resume()  # in a trainer that shows its average
+    assert cut.fit(data, data, epochs=4).updates == EPOCH
+    whole.fit(data, data, epochs=4)
+    assert torch.equal(cut.model.weight, whole.model.weight)
+    with pytest.raises(UsageError, match=r"ema is 0\.9, and the optimizer keeps an average of its own, .* Leave out ema"):
+        trainer(network, optimizer=free, ema=0.9)
+
+
+def test_the_best_of_an_optimizer_with_an_average_is_an_average() -> None:
+    free = pytest.importorskip("schedulefree").SGDScheduleFree
+    data, seen = [(x / 32, y / 32) for x, y in loader(shuffle=False)], list[float]()
+
+    def watch(run: Trainer, event: Event) -> None:
+        if isinstance(event, Validated):
+            seen.append(run.model.weight.item())
+
+    made = trainer(
+        nn.Linear(1, 1), optimizer=functools.partial(free, lr=0.1), callbacks=[watch], early_stopping=EarlyStopping(patience=9)
+    )
+    made.fit(data, data, epochs=2)
+    assert made.model.weight.item() == seen[-1]
+    made.fit(data, data, epochs=3)
+    assert len(set(seen)) == 3

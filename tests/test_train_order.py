@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import random
 from collections.abc import Callable, Iterator
@@ -146,11 +147,12 @@ def buffered(_: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("make", "steps"), [(forever, EPOCH + 3), (lambda: DataLoader(Stream(buffered), 4), 3)])
 def test_what_cannot_be_gone_through_again_is_said(make: Callable[[], Any], steps: int, tmp_path: pathlib.Path) -> None:
-    assert trainer(Drawing, checkpoint=tmp_path).fit(make(), steps=steps).notes == ()
-    (note,) = trainer(Drawing, checkpoint=tmp_path).resume().fit(make(), steps=2 * EPOCH).notes
+    made = functools.partial(trainer, Drawing, checkpoint_every=100)
+    assert made(checkpoint=tmp_path).fit(make(), steps=steps).notes == ()
+    (note,) = made(checkpoint=tmp_path).resume().fit(make(), steps=2 * EPOCH).notes
     assert note.startswith("The loader draws from torch's random numbers in the middle of an epoch, as the model does")
-    trainer(Drawing, checkpoint=tmp_path / "early").fit(forever(), steps=3)
-    assert trainer(Drawing, checkpoint=tmp_path / "early").resume().fit(forever(), steps=5).notes == ()
+    made(checkpoint=tmp_path / "early").fit(forever(), steps=3)
+    assert made(checkpoint=tmp_path / "early").resume().fit(forever(), steps=5).notes == ()
 
 
 def test_a_search_for_the_batch_leaves_the_loader_as_it_was() -> None:

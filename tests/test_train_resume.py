@@ -300,3 +300,14 @@ def test_a_run_on_a_gpu_goes_on_after_its_best_parameters_were_shown(tmp_path: p
     resumed = trainer(**options).resume()
     assert resumed.fit(data, held_out, epochs=2).updates == 0  # the best ones are those of the checkpoint
     assert resumed.fit(data, held_out, epochs=3).updates == EPOCH
+
+
+def test_data_that_may_have_no_end_asks_for_checkpoints_on_the_way(tmp_path: pathlib.Path) -> None:
+    def notes(**options: Any) -> list[str]:
+        made = trainer(**options)
+        made.fit(loader(Stream(lambda _: DATA), shuffle=False), steps=3)
+        return [note for note in made.notes if "checkpoint_every=1000" in note]
+
+    (note,) = notes(checkpoint=tmp_path / "one")
+    assert note.startswith("Nothing tells how long an epoch of the loader is, and a checkpoint is written when one ends, or")
+    assert notes(checkpoint=tmp_path / "two", checkpoint_every=2) == notes() == []

@@ -127,7 +127,7 @@ def find_batch(
     trainer.modes.look()
     trainer.modes.train()
     try:
-        with running(trainer.settings):
+        with trainer.shown.modes.trained(), running(trainer.settings):
             search = _Search(trainer, step, limit_mb, seconds, None)
             entries = search.run((size, [move(split(pool, size)[0])]) for size in sizes)
     finally:

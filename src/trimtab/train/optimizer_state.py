@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
@@ -23,6 +25,61 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
             held = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
             found += [one for one in held if isinstance(one, Optimizer) and all(one is not other for other in found)]
     return found
+
+
+class OptimizerModes:
+    """The modes of an ``optimizer`` that trains other parameters than those that its owner is to have, such as their average.
+
+    It says so by having ``train()`` and ``eval()``, each of which puts its kind of parameters into ``model``.
+
+    Source: Defazio et al. 2024, https://arxiv.org/abs/2405.15682; the protocol is that of their schedulefree.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model = model
+        found: list[Any] = with_inner(optimizer)
+        self._switched = found[:1] if _has_modes(found[0]) else [each for each in found if _has_modes(each)]
+
+    def __bool__(self) -> bool:
+        return bool(self._switched)
+
+    def train(self) -> None:
+        """Have the parameters that are trained."""
+        for each in self._switched:
+            each.train()
+
+    def eval(self) -> None:
+        """Have those that are to be used."""
+        for each in self._switched:
+            each.eval()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """A block with the parameters that are to be used, and those that are trained afterwards, to the last digit."""
+        with self._within(self.eval, self.train):
+            yield
+
+    @contextlib.contextmanager
+    def trained(self) -> Iterator[None]:
+        """The inverse of :meth:`used`."""
+        with self._within(self.train, self.eval):
+            yield
+
+    @contextlib.contextmanager
+    def _within(self, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+        kept = [parameter.detach().clone() for parameter in self._model.parameters()] if self else []
+        before()
+        try:
+            yield
+        finally:
+            after()
+            with torch.no_grad():
+                for parameter, value in zip(self._model.parameters() if self else (), kept, strict=True):
+                    parameter.copy_(value)
+
+
+def _has_modes(optimizer: Any) -> bool:
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def refuse_closure(optimizer: Optimizer) -> None:

@@ -28,6 +28,16 @@ def save(trainer: Trainer, ready: Ready) -> None:
     tell(trainer, Saved(update=trainer.position.update, epoch=trainer.position.epoch, path=str(path)))
 
 
+def remark(trainer: Trainer, ready: Ready, steps: int | None) -> str | None:
+    """A sentence where nobody knows how far apart the checkpoints are: the data may have no end."""
+    if trainer.checkpoints is None or trainer.checkpoint_every is not None or steps is None or ready.feed.length() is not None:
+        return None
+    return (
+        "Nothing tells how long an epoch of the loader is, and a checkpoint is written when one ends, or the run. Give "
+        "checkpoint_every=1000, or another number of updates, for one in between."
+    )
+
+
 @contextlib.contextmanager
 def saving(trainer: Trainer, ready: Ready) -> Iterator[None]:
     """A block between two whole updates; where it fails, a checkpoint is written first, as far as all processes can do that."""

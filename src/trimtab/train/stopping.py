@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from trimtab.errors import UsageError
 from trimtab.train import states
+from trimtab.train.optimizer_state import OptimizerModes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,13 +164,19 @@ class Ema:
 
 
 class Shown:
-    """What a run leaves in its model in place of what its last update left: the average, or the best parameters.
+    """What a run leaves in its model in place of what its last update left: an average, or the best parameters.
 
-    The run that goes on with the same data begins with the latter again; its optimizer goes with those.
+    The average is ``ema``, or the one that the optimizer keeps, as its ``modes`` tell. The run that goes on with the same data
+    begins with what its last update left; its optimizer goes with that.
     """
 
-    def __init__(self, model: nn.Module, ema: Ema | None) -> None:
-        self.model, self.ema = model, ema
+    def __init__(self, model: nn.Module, ema: Ema | None, modes: OptimizerModes) -> None:
+        if ema is not None and modes:
+            raise UsageError(
+                f"ema is {ema.decay}, and the optimizer keeps an average of its own, for which it has train() and eval(). "
+                "Leave out ema=..., or take another optimizer."
+            )
+        self.model, self.ema, self.modes = model, ema, modes
         self._average = False
         self._best: Mapping[str, Any] | None = None
         self._last: dict[str, Any] = {}
@@ -177,14 +184,20 @@ class Shown:
         self._averaged: dict[str, torch.Tensor] = {}
         """The parameters as the average was shown, to see whether somebody changes them."""
 
+    def during(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the model has the average."""
+        return self.modes.used() if self.ema is None else self.ema.shown(self.model)
+
     def show(self, best: Mapping[str, Any] | None) -> None:
         """Put into the model what its owner is to have."""
         if self.ema is not None:
             self.ema.exchange(self.model)
             self._average = True
-        if best is not None:
-            self._best, self._last = best, states.copied(self.model)
-            self.model.load_state_dict(best)
+        if best is not None or self.modes:
+            self._last = states.copied(self.model)
+            self.modes.eval()
+            self._best = states.copied(self.model) if best is None else best
+            self.model.load_state_dict(self._best)
         elif self._average:
             self._averaged = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
@@ -199,6 +212,7 @@ class Shown:
             stays = not _equal(dict(self.model.named_parameters()), averaged)
         else:
             stays = not (same and _equal(self.model.state_dict(), best))
+        self.modes.train()
         if best is not None and not stays:
             self.model.load_state_dict(last)
         if self.ema is None:

@@ -26,6 +26,7 @@ from trimtab.train.memory import Room
 from trimtab.train.meter import Meter
 from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, Objective, in_step
+from trimtab.train.optimizer_state import OptimizerModes
 from trimtab.train.peek import kept_random
 from trimtab.train.position import Position
 from trimtab.train.runtime import allocate, running
@@ -125,7 +126,7 @@ class Trainer:
         self.goes_on = False
         """Whether the run that begins has the very iterator that the last one had begun."""
         self.room = Room(self)
-        self.shown = Shown(model, self.ema)
+        self.shown = Shown(model, self.ema, OptimizerModes(model, self.optimizer))
         self._stop: str | None = None
         self._kept = False
         """Whether what an update of this run has made was looked at: a checkpoint may not be able to hold it."""
@@ -216,6 +217,7 @@ class Trainer:
                 "folder where all hosts have it."
             )
         state = self.checkpoints.load()
+        self.shown.modes.train()  # what it would make of parameters now is written over
         prepare.restore(self, state)
         self.resuming = state
         self.shown.forget()
@@ -261,6 +263,7 @@ class Trainer:
         to_come = None if ready.updates is None else ready.updates - position.update
         schedules.check(ready.scheduler, to_come, None if held_out is None else self.early_stopping or EarlyStopping())
         self.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
+        self.note_once(saving.remark(self, ready, steps))
         step.discard()  # whatever was computed before this run
         first, began = position.epoch, position.update
         self._stop_if_stale()  # which the run that is gone on with had ended by
@@ -339,7 +342,7 @@ class Trainer:
             position.due = False
             return
         prepare.settle(self)
-        with contextlib.nullcontext() if self.ema is None else self.ema.shown(self.model):
+        with self.shown.during():
             found = validation.validate(self, held_out, ready)
             if found is None:
                 self.note("The validation was cut off; the run that goes on begins with it.")
