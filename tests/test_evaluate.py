@@ -253,6 +253,18 @@ def test_a_hopeless_recipe_is_stopped_after_the_first_timing(subject: Subject, t
     assert trial.reason.startswith("Rule 'hopeless': after a first timing it reaches 0.")
 
 
+@pytest.mark.parametrize(("best", "timings"), [(0.0, 2), (100.0, 1)])
+def test_what_is_surely_behind_the_best_is_not_timed_for_long(
+    subject: Subject, tmp_path, capfd, best: float, timings: int
+) -> None:
+    trial = judged(Recipe(backend=EAGER), subject, tmp_path, best=best, seconds=60.0, width=10.0)
+    assert trial.state is State.COMPLETE
+    assert trial.speedup is not None
+    assert trial.score is not None
+    said = capfd.readouterr().out
+    assert said.count("timing: ") == timings
+
+
 def test_failures_keep_their_words_and_their_traceback(subject: Subject, tmp_path) -> None:
     trial = judged(Recipe(passes=(Shift(by=float("nan")),), backend=EAGER), subject, tmp_path)
     assert (trial.state, trial.reason) == (State.FAILED, "Nobody can shift by NaN.")

@@ -66,6 +66,8 @@ class Plan:
     """Width of the ratio's interval, relative to it, at which sampling stops."""
     floor: float = 0.0
     """A recipe whose speed-up is surely below this after the first timing is stopped."""
+    best: float = 0.0
+    """One whose speed-up is surely below this keeps its first timing: a longer one would only say so more precisely."""
 
 
 def evaluate(
@@ -134,6 +136,7 @@ def _line(
         first = compare(runner, rival, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(rival))
     # the longer timing would end with as few pairs
     slow = first.pairs <= SLOW_PAIRS and time.perf_counter() - begun >= plan.seconds
+    behind = first.ratio.high < plan.best
     figures |= timing(first, executable, candidate, subject, plan.objective)
     if (ratio := first.ratio).high < plan.floor:
         reached = f"{ratio.low:.2f}x to {ratio.high:.2f}x" if ratio.vague else ratio.times()
@@ -156,7 +159,7 @@ def _line(
             )
 
     final = first
-    if not slow:
+    if not slow and not behind:
         with stage("timing"):
             final = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
         figures |= timing(final, executable, candidate, subject, plan.objective)

@@ -40,8 +40,6 @@ from trimtab.workload import Workload
 TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "scratch", "prepare"
 KEEP = 3
 """Trials whose files are kept on disk: the best few, so that the next one can ship if the first does not hold."""
-HOPELESS = 0.5
-"""A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
 
 
 class Study:
@@ -282,7 +280,7 @@ class Study:
         job = self.job() | {
             "kind": "trial",
             "recipe": ask.recipe.to_json(),
-            "plan": to_json(self.plan(floor=self._floor(ask))),
+            "plan": to_json(self.plan(**self._to_reach(ask.recipe))),
             "address": rivals.addresses["as_written"],
         }
         outcome = self.run_job(job, folder, deadline=deadline)
@@ -321,12 +319,11 @@ class Study:
             raise WorkloadError(str(outcome.reason))
         return None if outcome.cut_off else outcome.result or {}
 
-    def plan(self, *, floor: float = 0.0, seconds: float | None = None, width: float = 0.03) -> Plan:
-        """How trials are judged and measured."""
+    def plan(self, *, seconds: float | None = None, width: float = 0.03, **reach: float) -> Plan:
+        """How trials are judged and measured; ``reach`` is what a first timing is held against."""
         options, timing = self.options, seconds or self.options.timing_s
-        return Plan(
-            objective=options.objective, limits=options.limits, floor=floor, quick_s=timing / 4, seconds=timing, width=width
-        )
+        times = {"quick_s": timing / 4, "seconds": timing, "width": width}
+        return Plan(objective=options.objective, limits=options.limits, **times, **reach)
 
     def _deserves_another(self, trial: Trial) -> bool:
         """Whether a finished trial is to be forgotten: what it lacked then, a package or time or memory, is there now."""
@@ -334,11 +331,8 @@ class Study:
             return not self.prepared.why_not(trial.recipe)
         return verdict.has_more(trial, seconds=self.options.trial_s, memory_mb=self.memory_mb)
 
-    def _floor(self, ask: Ask) -> float:
-        if ask.stage in ("as_written", "tuned") or self.options.objective not in ("latency", "throughput"):
-            return 0.0
-        best = verdict.ranked(self._trials, self.options.limits, self.options.objective)
-        return HOPELESS * best[0].speedup.low if best and best[0].speedup else 0.0
+    def _to_reach(self, recipe: Recipe) -> dict[str, float]:
+        return verdict.to_reach(recipe, self._trials, self.options.limits, self.options.objective)
 
     def _facts(self) -> Facts:
         return Facts(

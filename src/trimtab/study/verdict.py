@@ -34,6 +34,8 @@ QUALITY = ("accuracy", "loss")
 """Limits of what a model, or a training, may lose."""
 WORTH = 0.05
 """By how much another might be faster than the first for the question to be worth the time, and a loss worth taking."""
+HOPELESS = 0.5
+"""A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
 OPEN = 2
 """Recipes that are timed against the first, at most."""
 RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
@@ -208,6 +210,18 @@ def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> lis
         return kept
     paying = [trial for trial in kept if not trial.recipe.exact and surely_better(trial, exact, objective)]
     return [*paying, exact, *(trial for trial in kept if trial not in paying and trial is not exact)]
+
+
+def to_reach(recipe: Recipe, trials: Iterable[Trial], limits: Limits, objective: Objective) -> dict[str, float]:
+    """What the first timing of ``recipe`` is held against: below a share of the best so far it is stopped, and behind the best
+    that it could take the place of, which for an exact one is the best exact one, it needs no longer timing. Exact forms of
+    eager are a rung of their own, and are timed in full."""
+    if objective not in ("latency", "throughput") or (recipe.exact and recipe.backend.name == "eager"):
+        return {}
+    order = [trial for trial in ranked(trials, limits, objective) if trial.speedup is not None]
+    peers = [trial for trial in order if trial.recipe.exact or not recipe.exact]
+    floor, best = ([trial.speedup.low for trial in found if trial.speedup] or [0.0] for found in (order, peers))
+    return {"floor": HOPELESS * floor[0], "best": best[0]}
 
 
 def unsettled(ranked: Sequence[Trial]) -> list[Trial]:
