@@ -257,7 +257,7 @@ def test_a_hopeless_recipe_is_stopped_after_the_first_timing(subject: Subject, t
 def test_what_is_surely_behind_the_best_is_not_timed_for_long(
     subject: Subject, tmp_path, capfd, best: float, timings: int
 ) -> None:
-    trial = judged(Recipe(backend=EAGER), subject, tmp_path, best=best, seconds=60.0, width=10.0)
+    trial = judged(Recipe(backend=EAGER), subject, tmp_path, best=best, seconds=3.0, width=10.0)
     assert trial.state is State.COMPLETE
     assert trial.speedup is not None
     assert trial.score is not None
