@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -76,10 +77,21 @@ def test_passes_that_cannot_run_here_are_listed_so(bare, command, monkeypatch) -
     assert rows["attention"]["not_here"] == kernels
     monkeypatch.setenv("COLUMNS", "400")
     _, out, _ = command("list", "passes")
-    shown = {line.split()[0]: " ".join(line.split()) for line in out.splitlines()}
-    assert shown["attention"].endswith(f"can run, but: {' '.join(kernels.values())}")
-    assert shown["channels_last"].endswith("- can run")
-    assert shown["tf32"].endswith(f"tf32 {GPU}")
+    blocks = [[line.strip() for line in block.splitlines()] for block in re.split(r"\n(?! )", out.rstrip())]
+    shown = {lines[0].split(":")[0]: lines for lines in blocks}
+    assert shown["attention"][-1] == f"can run, but: {' '.join(kernels.values())}"
+    assert shown["attention"][-2] == "kernel=flash|efficient|cudnn|math"
+    assert shown["channels_last"][0] == "channels_last: inference, training"
+    assert shown["autocast"][0] == "autocast: inference, training; may lose accuracy"
+    assert shown["channels_last"][-1] == "can run"
+    assert shown["tf32"][-1] == f"tf32 {GPU}"
+
+
+def test_a_list_stays_readable_in_a_narrow_terminal(command, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = command("list", "backends")
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert "\n  Intel's OpenVINO: compiles the whole graph with oneDNN kernels; often the\n  fastest runtime" in out
 
 
 @pytest.mark.parametrize(("capability", "reason"), [((7, 5), "no GPU here has it"), ((9, 0), None)])

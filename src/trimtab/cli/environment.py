@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
+import textwrap
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -19,6 +20,7 @@ from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
 from trimtab.errors import UsageError
 
+INDENT = "  "
 _USES = {"infer": "inference", "train": "training"}
 _MARKUP = re.compile(r"(?::[a-z]+:)?`+~?([^`]+)`+")
 """Of docstrings, which a terminal shows as it stands."""
@@ -131,13 +133,21 @@ def list_command(
     if not rows:
         typer.echo(f"There are no {kind} yet.")
         return 0
-    table = _table("name", "for", "what it does", "fields", "here")
+    console = Console(highlight=False)
     for row in rows:
-        fields = ", ".join(f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items())
-        cells = (row["summary"], fields or "-", _here(row))
-        _add(table, row["name"], ", ".join(_USES[mode] for mode in row["modes"]), *cells)
-    Console(highlight=False).print(table)
+        _show(console, row)
     return 0
+
+
+def _show(console: Console, row: dict[str, Any]) -> None:
+    """A technique in a few lines, which a table would break into slivers."""
+    head = [", ".join(_USES[mode] for mode in row["modes"]), *(["may lose accuracy"] if row["exact"] is False else [])]
+    console.print(Text.assemble((row["name"], "bold"), f": {'; '.join(head)}"))
+    fields = [f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items()]
+    for line in (row["summary"], ", ".join(fields), _here(row)):
+        if line:
+            words = textwrap.fill(line, console.width - len(INDENT), break_on_hyphens=False)
+            console.print(Text(textwrap.indent(words, INDENT)))
 
 
 def _row(cls: Any, contracts: Any) -> dict[str, Any]:
