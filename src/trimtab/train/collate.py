@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.objective import IGNORED
+from trimtab.train.torch_losses import IGNORED
 
 LABELS = frozenset({"labels", "label_ids"})
-"""Keys whose padding is :data:`~trimtab.train.objective.IGNORED`, unless said otherwise: losses leave it out."""
+"""Keys whose padding is :data:`~trimtab.train.torch_losses.IGNORED`, unless said otherwise: losses leave it out."""
 TARGETS = frozenset({"label", "target", "targets", "tags"})
 """Keys of which the same holds where they hold whole numbers, and ``pad`` is not a number of your own."""
 _NUMBERS = (bool, int, float, complex, np.generic)

@@ -7,7 +7,6 @@ mean over 300 are not worth the same. Gradient accumulation and training on seve
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 import re
@@ -18,19 +17,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.train import torch_losses
 from trimtab.train.rows import fields_of, inside, length, uneven, with_fields
+from trimtab.train.torch_losses import IGNORED
 from trimtab.workload import user_code
 
 Weight = float | torch.Tensor
 Batch = Any
 """What the loader gives: ``(inputs, targets)``, a mapping of keyword arguments, or whatever the user's own loss takes."""
 
-IGNORED = -100
-"""The label that torch and transformers leave out of a mean."""
 _EITHER = (
     "Give the mean alone, or (mean, weight) where the weight says how much the mean is over, such as the number of tokens; "
     "other figures are for metrics=... and callbacks."
@@ -48,22 +46,6 @@ _NOT_ALONE = (
     "else make batches, or Settings(batch=...), larger."
 )
 _MODEL_NAMES = frozenset({"model", "module", "net", "network"})
-_CLASSES = (functional.cross_entropy, functional.nll_loss)
-_ELEMENTWISE = (
-    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
-    *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.poisson_nll_loss),
-)
-_MODULES: dict[type[nn.Module], Callable[..., Any]] = {
-    nn.CrossEntropyLoss: functional.cross_entropy,
-    nn.NLLLoss: functional.nll_loss,
-    nn.MSELoss: functional.mse_loss,
-    nn.L1Loss: functional.l1_loss,
-    nn.SmoothL1Loss: functional.smooth_l1_loss,
-    nn.HuberLoss: functional.huber_loss,
-    nn.BCELoss: functional.binary_cross_entropy,
-    nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
-    nn.PoissonNLLLoss: functional.poisson_nll_loss,
-}
 
 
 class in_step(user_code):
@@ -92,7 +74,7 @@ class Objective:
         if loss is not None and not callable(loss):
             raise UsageError(f"loss is a {type(loss).__name__}, which cannot be called. Give a function or a torch.nn loss.")
         self.loss = loss
-        self.summed = _options(loss).get("reduction") == "sum"
+        self.summed = torch_losses.options(loss).get("reduction") == "sum"
         """Whether the loss is a sum, so that those of several batches add up as they are."""
         self._with_model = loss is not None and _takes_model(loss)
         self.calls_model = loss is None or self._with_model
@@ -103,12 +85,12 @@ class Objective:
         """Why a batch, of which nothing told what its loss is a mean over, may not have as many examples as it counted for."""
         self.doubted = False
         """Whether it was told already that losses may count for something else than they are a mean over."""
-        self._elementwise = _kind(loss) in _ELEMENTWISE
+        self._elementwise = torch_losses.kind(loss) in torch_losses.ELEMENTWISE
 
     @property
     def known(self) -> bool:
         """Whether it is one of torch's own losses, so that what it is a mean over is known."""
-        return not self.calls_model and _kind(self.loss) in (*_CLASSES, *_ELEMENTWISE)
+        return not self.calls_model and torch_losses.kind(self.loss) in (*torch_losses.CLASSES, *torch_losses.ELEMENTWISE)
 
     @property
     def module(self) -> nn.Module | None:
@@ -146,7 +128,7 @@ class Objective:
             try:
                 loss, weight = self.loss(outputs, targets), None
             except IndexError as error:
-                raise WorkloadError(_wrong_label(self.loss, outputs, targets, error)) from error
+                raise WorkloadError(torch_losses.wrong_label(self.loss, outputs, targets, error)) from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise WorkloadError(_no_scalar(loss))
         if not loss.requires_grad and torch.is_grad_enabled():
@@ -157,7 +139,7 @@ class Objective:
         if self.summed or not (weighed or _may_be_of_nothing(loss)):
             return loss, 1.0, outputs
         if self.loss is not None and not self._with_model:
-            weight = _denominator(self.loss, targets)
+            weight = torch_losses.denominator(self.loss, targets)
         self._weighs = weight is not None
         if weight is None and self.untold is None:
             self.untold = untold(batch)
@@ -331,64 +313,11 @@ def _shifts(model: nn.Module) -> bool:
     return any("loss_function" in call.__code__.co_names for call in calls if inspect.isfunction(call))
 
 
-def _options(loss: Callable[..., Any] | None) -> dict[str, Any]:
-    """The options of one of torch's losses, whether it is a module, a function or a partial one."""
-    if isinstance(loss, functools.partial):
-        return dict(loss.keywords)
-    if isinstance(loss, nn.Module):
-        return {name: getattr(loss, name, None) for name in ("reduction", "weight", "ignore_index")}
-    return {}
-
-
-def _kind(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Torch's function behind a loss of torch's; of any other, something else."""
-    return _MODULES.get(type(loss)) if isinstance(loss, nn.Module) else getattr(loss, "func", loss)
-
-
-def _denominator(loss: Callable[..., Any], targets: Any) -> Weight | None:
-    """What torch's ``loss`` divides by; ``None`` where it is not one of torch's."""
-    kind = _kind(loss)
-    if not isinstance(targets, torch.Tensor):
-        return None
-    if kind in _ELEMENTWISE:
-        return float(targets.numel())
-    if kind not in _CLASSES:
-        return None
-    if targets.is_floating_point():  # probabilities: the mean is over all positions
-        return float(targets.numel() / targets.shape[1 if targets.dim() > 1 else 0])
-    labels: torch.Tensor = targets.long()  # a byte of 156 would be taken for a label of -100
-    classes, kept = _options(loss).get("weight"), labels != _ignored(loss)
-    if classes is None:
-        return kept.sum()
-    weights: torch.Tensor = classes[torch.where(kept, labels, 0)]
-    return weights.mul(kept).sum()
-
-
-def _ignored(loss: Callable[..., Any]) -> int:
-    """The label that ``loss`` leaves out."""
-    ignored = _options(loss).get("ignore_index")
-    return IGNORED if ignored is None else int(ignored)
-
-
 def _ignores(batch: Batch) -> bool:
     """Whether there are labels that are commonly left out of a mean: among the targets, or anywhere if these are not known."""
     found = tensors(batch[1] if is_pair(batch) else batch)
     whole = [t for t in found if t.dtype.is_signed and not (t.is_floating_point() or t.is_complex())]
     return any(bool((t == IGNORED).any()) for t in whole)
-
-
-def _wrong_label(loss: Callable[..., Any], outputs: Any, targets: Any, error: IndexError) -> str:
-    """Which label has no output, if it is that; else what was raised."""
-    if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor) and not targets.is_floating_point():
-        classes = outputs.shape[1 if outputs.dim() > 1 else 0]
-        targets = targets.long()
-        wrong = targets[((targets >= classes) | (targets < 0)) & (targets != _ignored(loss))]
-        if len(wrong):
-            return (
-                f"A label is {int(wrong[0])}, but the model has {classes} outputs, for labels from 0 to {classes - 1}. Number "
-                "the labels from 0, or give the model more outputs."
-            )
-    return f"The loss raised: IndexError: {error}"
 
 
 def _no_scalar(loss: Any) -> str:
