@@ -71,8 +71,7 @@ class Objective:
     """
 
     def __init__(self, loss: Callable[..., Any] | None) -> None:
-        if loss is not None and not callable(loss):
-            raise UsageError(f"loss is a {type(loss).__name__}, which cannot be called. Give a function or a torch.nn loss.")
+        _refuse_other(loss)
         self.loss = loss
         self.summed = torch_losses.options(loss).get("reduction") == "sum"
         """Whether the loss is a sum, so that those of several batches add up as they are."""
@@ -192,6 +191,18 @@ class Objective:
         model = getattr(model, "_orig_mod", model)  # what is compiled
         model = getattr(model, "module", model)  # what DDP wraps
         return loss, (labels[..., 1:] if _shifts(model) else labels).ne(IGNORED).sum()
+
+
+def _refuse_other(loss: Any) -> None:
+    """Refuse what is no loss.
+
+    Raises:
+        UsageError: it cannot be called, or is a class of modules, whose call makes one.
+    """
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise UsageError(f"loss is {loss.__name__}, a class, and no loss yet. Give what it makes: {loss.__name__}().")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss is a {type(loss).__name__}, which cannot be called. Give a function or a torch.nn loss.")
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

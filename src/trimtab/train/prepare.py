@@ -176,6 +176,18 @@ def loss_on(loss: Any, device: torch.device) -> Any:
     return functools.partial(loss.func, *loss.args, **options)
 
 
+def check_model(model: Any) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        UsageError: it is none of torch's modules.
+    """
+    if isinstance(model, type):
+        raise UsageError(f"model is {model.__name__}, a class, and no model yet. Give what it makes: {model.__name__}(...).")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; give a torch.nn.Module.")
+
+
 def check_place(model: nn.Module, device: torch.device) -> None:
     """Refuse to train on ``device`` what its owner has put on a faster one.
 

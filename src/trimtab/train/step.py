@@ -17,11 +17,12 @@ from trimtab.candidate import Settings
 from trimtab.errors import NonFiniteError
 from trimtab.train.clock import Clock
 from trimtab.train.later import Later
-from trimtab.train.memory_errors import final
+from trimtab.train.memory_errors import final, out_of_memory
 from trimtab.train.objective import Batch, Objective, Weight, examples
 from trimtab.train.recompute import buffers_of
 from trimtab.train.rehearsal import Kept
 from trimtab.train.world import World
+from trimtab.workload import user_code
 
 _NO_ROOM = (
     "The gradients fit into memory, but what the optimizer needs beside them does not ({words}). Share them out with "
@@ -84,6 +85,17 @@ def _parts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             part.grad = (grad.to_local() if hasattr(grad, "to_local") else grad).detach()
             found.append(part)
     return found
+
+
+class _updating(user_code):
+    """Tells what the optimizer raises as that, but for what memory or a GPU has to say, which did not begin there."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not out_of_memory(error) and "device-side assert" not in str(error):
+            super().__exit__(kind, error, trace)
+
+
+_UPDATING = _updating("The optimizer raised")
 
 
 class Step:
@@ -304,7 +316,8 @@ class Step:
             left_out = self._found_inf()
             scale = self.scaler.get_scale() if left_out else math.inf
             overflowed = left_out and scale > _LEAST_SCALE and bool(torch.isfinite(update.loss))
-            self.scaler.step(self.optimizer)
+            with _UPDATING:
+                self.scaler.step(self.optimizer)
             self.scaler.update(scale if left_out and not overflowed else None)  # what a lower one does not mend
             update = dataclasses.replace(update, applied=not left_out, overflowed=overflowed)
             if self.settings.nonfinite == "raise" and left_out and not overflowed:
@@ -318,7 +331,8 @@ class Step:
             if update.loss.device.type == "cpu":
                 self.check()
         if update.applied:
-            self.optimizer.step()
+            with _UPDATING:
+                self.optimizer.step()
         return update
 
 

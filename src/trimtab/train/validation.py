@@ -36,7 +36,8 @@ def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batc
     Returns the loader to use, which still has all of its batches.
 
     Raises:
-        UsageError: there is no validation data, early stopping watches a figure that there is not, or metrics cannot be had.
+        UsageError: there is no validation data, early stopping watches a figure that there is not, or metrics cannot be had or
+            told from the loss.
         WorkloadError: the loader raised.
     """
     metrics, stopping, world = trainer.metrics, trainer.early_stopping, trainer.world
@@ -50,6 +51,8 @@ def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batc
             f"EarlyStopping watches {stopping.metric!r}, but the validation has {', '.join(names)}. Name one of these, or give "
             "metrics={...}."
         )
+    if "loss" in metrics:
+        raise UsageError("metrics has a 'loss', as the validation's own mean is called. Give yours another name.")
     lengths = world.gathered(_length(held_out))
     if all(length == 0 for length in lengths):
         raise UsageError("validate has no batch: its len() is 0. Give it data, or leave it out.")
