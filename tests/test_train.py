@@ -259,6 +259,18 @@ def test_what_was_computed_before_a_run_does_not_count() -> None:
     assert torch.equal(clean.weight, spoiled.weight)
 
 
+@pytest.mark.parametrize("settings", [Settings(), Settings(accumulate=2)])
+def test_what_a_callback_differentiates_does_not_count(settings: Settings) -> None:
+    def adversary(run: Trainer, event: Event) -> None:
+        run.model(torch.ones(1, 8, requires_grad=True)).sum().backward()
+
+    clean, spoiled = nn.Linear(8, 3), nn.Linear(8, 3)
+    spoiled.load_state_dict(clean.state_dict())
+    trainer(clean, settings=settings).fit(loader(shuffle=False), epochs=1)
+    trainer(spoiled, settings=settings, callbacks=[adversary], log_every=1).fit(loader(shuffle=False), epochs=1)
+    assert torch.equal(clean.weight, spoiled.weight)
+
+
 @pytest.mark.parametrize("settings", [Settings(), Settings(clip_norm=0.1, accumulate=2)])
 def test_sparse_gradients_are_what_dense_ones_are(settings: Settings) -> None:
     ids = torch.randint(0, 9, (32, 4), generator=torch.Generator().manual_seed(1))

@@ -144,10 +144,10 @@ class Step:
             WorkloadError: memory ran out after the gradients were there, so that the update cannot be made again.
         """
         clock, world = self.clock, self.world
-        if len(self._parameters) != self._known:  # what came to the optimizer may have gathered gradients all the time
+        if len(self._parameters) != self._known:
             self._known = len(self._parameters)
             world.meet(self.optimizer)
-            self.discard()
+        self.discard()  # what others have computed since, such as a callback that trains an adversary of the model
         if self._typical is None and world.size > 1:
             self._typical = world.agreed(max(map(examples, batches)))
         alone = len(batches) == 1 and world.size == 1  # then what the loss is a mean over makes no difference

@@ -265,7 +265,6 @@ class Trainer:
         schedules.check(ready.scheduler, to_come, None if held_out is None else self.early_stopping or EarlyStopping())
         self.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
         self.note_once(saving.remark(self, ready, steps))
-        step.discard()  # whatever was computed before this run
         first, began = position.epoch, position.update
         self._stop_if_stale()  # which the run that is gone on with had ended by
         while not self.world.any(self.ending) and not lengths.over(self, epochs, steps):
