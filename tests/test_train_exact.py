@@ -239,3 +239,58 @@ def test_exact_batchnorm_refuses_what_would_break_it() -> None:
     )
     with pytest.raises(WorkloadError, match=r"exact_batchnorm needs batches of one shape, but these are .* Pad them alike"):
         trainer.fit(ragged, epochs=1)
+
+
+def labelled(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """A loss that goes by what is said of the whole batch."""
+    sharper = {"first": 1.0, "second": 3.0}[batch.get("task", "first")]
+    return functional.cross_entropy(model(batch["x"]) * sharper * batch["scale"], batch["y"], weight=batch["weights"])
+
+
+@pytest.mark.parametrize(
+    "differ",
+    [
+        lambda index: {"scale": 1.0 + index},
+        lambda index: {"scale": torch.tensor(1.0 + index)},
+        lambda index: {"task": ["first", "second"][index]},
+        lambda index: {"task": "second"} if index else {},
+        lambda index: {"weights": torch.arange(1.0, CLASSES + 1) if index else None},
+        lambda index: {"weights": torch.arange(1.0, CLASSES + 1)},
+    ],
+)
+def test_batches_run_as_one_only_where_they_differ_in_their_examples_alone(differ: Callable[[int], dict[str, Any]]) -> None:
+    random = torch.Generator().manual_seed(0)
+    batches = [
+        {
+            "x": torch.randn(4, WIDTH, generator=random),
+            "y": torch.randint(0, CLASSES, (4,), generator=random),
+            **{"scale": 1.0, "weights": None, **differ(index)},
+        }
+        for index in range(2)
+    ]
+    torch.manual_seed(0)
+    apart = nn.Linear(WIDTH, CLASSES)
+    together = copy.deepcopy(apart)
+    for model, joined in ((apart, False), (together, True)):
+        Trainer(model, loss=labelled, optimizer=sgd, settings=Settings(accumulate=2, joined=joined)).fit(batches, epochs=2)
+    close(together, apart)
+    exact = Trainer(apart, loss=labelled, optimizer=sgd, settings=Settings(accumulate=2, exact_batchnorm=True))
+    with pytest.raises(WorkloadError, match=r"exact_batchnorm runs the batches of an update as one, but"):
+        exact.fit(batches, epochs=1)
+
+
+def test_batches_that_are_objects_are_not_taken_for_the_first() -> None:
+    class Graph:
+        def __init__(self, nodes: torch.Tensor) -> None:
+            self.nodes = nodes
+
+    def loss(model: nn.Module, graph: Graph) -> torch.Tensor:
+        found: torch.Tensor = model(graph.nodes).square().mean()
+        return found
+
+    torch.manual_seed(0)
+    graphs, apart = [Graph(torch.randn(3, WIDTH)) for _ in range(2)], nn.Linear(WIDTH, 1)
+    together = copy.deepcopy(apart)
+    for model, joined in ((apart, False), (together, True)):
+        Trainer(model, loss=loss, optimizer=sgd, settings=Settings(accumulate=2, joined=joined)).fit(graphs, epochs=2)
+    close(together, apart)

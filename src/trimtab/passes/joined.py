@@ -10,7 +10,7 @@ from trimtab.contracts import Pass
 
 @dataclass(frozen=True, kw_only=True)
 class Joined(Pass):
-    """Run the batches that are accumulated for an update as one, wherever their shapes and the memory allow after all.
+    """Run the batches that are accumulated for an update as one, where they differ in their examples alone and fit into memory.
 
     Pays on small batches, whose matrix products do not use the whole processor. BatchNorm then sees the whole update, as in
     training without accumulation; ``Settings.exact_batchnorm`` sees to it that it always does.

@@ -17,10 +17,12 @@ from trimtab.train.clock import Clock
 from trimtab.train.draws import datasets_of
 from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
-from trimtab.train.rows import fields_of, length, rows_of, uneven, with_fields
+from trimtab.train.rows import fields_of, inside, length, rows_of, uneven, with_fields
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
+_AS_ONE = "exact_batchnorm runs the batches of an update as one"
+_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
 @runtime_checkable
@@ -140,7 +142,7 @@ class Feed:
         self.clock.enter("other")
         if self.joined and len(group) > 1:
             try:
-                group = [join(group)]
+                group = [united(group)]
             except WorkloadError:
                 if self.exact:
                     raise
@@ -249,8 +251,47 @@ def split(batch: Batch, size: int) -> list[Batch]:
     return [_part(*bounds, count, rows)(batch) for bounds in zip([0, *ends], ends, strict=False)]
 
 
+def united(batches: Sequence[Batch]) -> Batch:
+    """One batch that is worth all of ``batches``, which differ in their examples alone.
+
+    Raises:
+        WorkloadError: a number, a name or whatever else goes for a whole batch is another in the next, or their tensors differ
+            in more than the first axis.
+    """
+    for batch in batches:
+        if shapes := uneven(batch):
+            raise WorkloadError(f"{_AS_ONE}, but nothing tells how to join tensors that differ in their first axis: {shapes}.")
+    first, *others = [dict(_constants(batch, length(batch), set(map(id, rows_of(batch))))) for batch in batches]
+    for other in others:
+        if differing := [place for place in {**first, **other} if (place, first.get(place, ...)) not in other.items()]:
+            raise WorkloadError(
+                f"{_AS_ONE}, but {differing[0]} goes for a whole batch, and is not the same in the next. Give it for each "
+                "example, as a tensor with as many rows."
+            )
+    return join(batches)
+
+
+def _constants(item: Any, count: int | None, rows: set[int], place: str = "batch") -> Iterator[tuple[str, Any]]:
+    """What a batch holds, and where: values that go for all of it, the type of those with one per example."""
+    if isinstance(item, torch.Tensor):
+        yield place, torch.Tensor if item.dim() else item.item()
+    elif isinstance(item, PackedSequence) or _per_example(item, count, rows):
+        yield place, type(item)
+    elif items := _items(item):
+        for key, each in items:
+            yield from _constants(each, count, rows, f"{place}[{key!r}]")
+    else:
+        yield place, item if isinstance(item, _PLAIN) else item.tolist() if isinstance(item, np.ndarray) else id(item)
+
+
+def _items(batch: Any) -> list[tuple[Any, Any]]:
+    """What a container holds, and under which keys, fields or places."""
+    found = batch if isinstance(batch, Mapping) else fields_of(batch)
+    return list(enumerate(inside(batch)) if found is None else found.items())
+
+
 def join(batches: Sequence[Batch]) -> Batch:
-    """One batch with the examples of all; what is neither tensor nor list with a value per example is that of the first.
+    """One batch with the examples of all; what is no tensor or list with a value per example is that of the first.
 
     Raises:
         WorkloadError: their tensors differ in more than the first axis.
@@ -265,7 +306,7 @@ def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[in
         if len({(batch.dtype, batch.shape[1:]) for batch in batches}) > 1:
             shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
             raise WorkloadError(f"exact_batchnorm needs batches of one shape, but these are {shapes}. Pad them alike.")
-        return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
+        return torch.cat(list(batches)) if first.dim() else first
     if isinstance(first, PackedSequence):
         return packed.joined(batches)
     if all(_per_example(batch, count, rows) for batch, count in zip(batches, counts, strict=True)):
