@@ -294,3 +294,11 @@ def test_batches_that_are_objects_are_not_taken_for_the_first() -> None:
     for model, joined in ((apart, False), (together, True)):
         Trainer(model, loss=loss, optimizer=sgd, settings=Settings(accumulate=2, joined=joined)).fit(graphs, epochs=2)
     close(together, apart)
+
+
+@pytest.mark.parametrize("other", [{"mask": torch.ones(4)}, {"scale": None}, {"sizes": (8, 8, 8)}])
+def test_batches_that_hold_different_things_are_not_joined(other: dict[str, Any]) -> None:
+    batch = {"x": torch.ones(4, WIDTH), "scale": torch.ones(4), "sizes": (8, 8)}
+    for batches in ([batch, {**batch, **other}], [{**batch, **other}, batch]):
+        with pytest.raises(WorkloadError, match="hold different things cannot be joined"):
+            join(batches)

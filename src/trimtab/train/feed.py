@@ -17,11 +17,12 @@ from trimtab.train.clock import Clock
 from trimtab.train.draws import datasets_of
 from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
-from trimtab.train.rows import fields_of, inside, length, rows_of, uneven, with_fields
+from trimtab.train.rows import entries, fields_of, length, rows_of, uneven, with_fields
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
 _AS_ONE = "exact_batchnorm runs the batches of an update as one"
+_OTHER_FORM = "Batches that hold different things cannot be joined: give all the same items, tensors in the same places."
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
@@ -277,24 +278,18 @@ def _constants(item: Any, count: int | None, rows: set[int], place: str = "batch
         yield place, torch.Tensor if item.dim() else item.item()
     elif isinstance(item, PackedSequence) or _per_example(item, count, rows):
         yield place, type(item)
-    elif items := _items(item):
+    elif items := entries(item):
         for key, each in items:
             yield from _constants(each, count, rows, f"{place}[{key!r}]")
     else:
         yield place, item if isinstance(item, _PLAIN) else item.tolist() if isinstance(item, np.ndarray) else id(item)
 
 
-def _items(batch: Any) -> list[tuple[Any, Any]]:
-    """What a container holds, and under which keys, fields or places."""
-    found = batch if isinstance(batch, Mapping) else fields_of(batch)
-    return list(enumerate(inside(batch)) if found is None else found.items())
-
-
 def join(batches: Sequence[Batch]) -> Batch:
     """One batch with the examples of all; what is no tensor or list with a value per example is that of the first.
 
     Raises:
-        WorkloadError: their tensors differ in more than the first axis.
+        WorkloadError: their tensors differ in more than the first axis, or they hold different things.
     """
     rows = {id(row) for batch in batches for row in rows_of(batch)}
     return _joined(batches, [length(batch) for batch in batches], rows)
@@ -302,6 +297,8 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[int]) -> Batch:
     first = batches[0]
+    if len({isinstance(batch, torch.Tensor) for batch in batches}) > 1:
+        raise WorkloadError(_OTHER_FORM)
     if isinstance(first, torch.Tensor):
         if len({(batch.dtype, batch.shape[1:]) for batch in batches}) > 1:
             shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
@@ -311,6 +308,8 @@ def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[in
         return packed.joined(batches)
     if all(_per_example(batch, count, rows) for batch, count in zip(batches, counts, strict=True)):
         return np.concatenate(batches) if isinstance(first, np.ndarray) else type(first)(itertools.chain(*batches))
+    if len({frozenset(key for key, _ in entries(batch)) for batch in batches}) > 1:
+        raise WorkloadError(_OTHER_FORM)
     if isinstance(first, Mapping):
         return {key: _joined([batch[key] for batch in batches], counts, rows) for key in first}
     if (found := fields_of(first)) is not None:

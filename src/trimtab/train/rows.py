@@ -69,11 +69,14 @@ def alone(item: Any) -> bool:
 
 def inside(batch: Any) -> list[Any]:
     """What a container holds."""
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    if (found := fields_of(batch)) is not None:
-        return list(found.values())
-    return list(batch) if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) else []
+    return [item for _, item in entries(batch)]
+
+
+def entries(batch: Any) -> list[tuple[Any, Any]]:
+    """What a container holds, each with its key, its field's name or its place."""
+    if (found := batch if isinstance(batch, Mapping) else fields_of(batch)) is not None:
+        return list(found.items())
+    return list(enumerate(batch)) if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) else []
 
 
 def fields_of(batch: Any) -> dict[str, Any] | None:
