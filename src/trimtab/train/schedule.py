@@ -77,6 +77,8 @@ def check_given(schedule: Any) -> None:
     )
     if not callable(schedule):
         raise UsageError(f"schedule is {name}, a {type(schedule).__name__}, and no schedule. {fix}")
+    if isinstance(schedule, type) and issubclass(schedule, LRScheduler):
+        raise UsageError(f"schedule is {name}, a class, to which the updates of a run may mean anything. {fix}")
     if error := refuses(schedule, None, 1):
         raise UsageError(f"schedule is {name}, which cannot be called with (optimizer, updates): {error}. {fix}") from error
 
