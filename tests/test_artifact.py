@@ -22,13 +22,15 @@ import torch
 from torch import nn
 
 import trimtab
+from _studies import comparison
 from trimtab import _machine, _manifest
-from trimtab._artifact_text import run_script
+from trimtab._artifact_text import readme, run_script
 from trimtab._json import dumps, to_json
 from trimtab._ties import NEAR_TIES
-from trimtab.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
+from trimtab.artifact import Artifact, Golden, Verification, load, open_artifact, verify, write_artifact
 from trimtab.backends.eager import Eager
 from trimtab.candidate import Candidate
+from trimtab.cli.measure import _lines
 from trimtab.contracts import BACKENDS, missing_package, technique_from_json
 from trimtab.environment import Environment
 from trimtab.errors import ArtifactError, CompileError, IntegrityError, TrimtabError, UntrustedError
@@ -577,3 +579,23 @@ def test_an_original_that_cannot_be_written_is_left_out(tmp_path: pathlib.Path, 
     assert artifact.manifest.baseline is None
     assert "Writing it failed: AssertionError: no pen" in str(artifact.manifest.baseline_reason)
     assert verify(artifact.path).ok
+
+
+def test_a_speed_up_without_a_number_is_quoted_without_one(pristine: Artifact) -> None:
+    then = to_json(Interval(622.5, 41.31, 9380.0))
+    vague = dataclasses.replace(pristine.manifest, evidence={"speedup": then})
+    assert "speedup: unclear (95% interval 41.31 to 9380)" in readme(vague, {})
+    found = Verification(
+        path="artifact",
+        ok=True,
+        integrity=(),
+        differences=(),
+        parity=None,
+        speed=dataclasses.replace(comparison(6.26), ratio=Interval(6.26, 2.25, 153.18)),
+        speed_reason=None,
+        promised=then,
+        baseline_speedup=to_json(INTERVAL),
+    )
+    said = "\n".join(_lines(found))
+    assert "speed:       2.25x to 153.18x the original that travels with it (95% interval); when it was" in said
+    assert "; when it was written, 41.31x to 9380.00x the model as written\n" in said

@@ -304,6 +304,20 @@ def test_less_than_two_percent_is_never_called_a_gain(ratio: float, told: str) -
     assert found.ratio.faster is (told == "faster")
 
 
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [
+        (Interval(300.0, 8.872, 5830.0), "no difference that can be proven"),
+        (Interval(300.0, 41.0, 5830.0), "faster"),
+        (Interval(0.01, 0.005, 0.02), "slower"),
+        (Interval(0.3, 0.05, 0.9), "no difference that can be proven"),
+    ],
+)
+def test_bounds_that_may_not_hold_are_quoted_without_a_number_and_decide_little(ratio: Interval, told: str) -> None:
+    found = str(Timing(subject="one", rival="other", comparison=dataclasses.replace(round_of(1.0), ratio=ratio)))
+    assert f"speed-up unclear (95% interval {ratio.low:.3f} to {ratio.high:.3f}) over 12 pairs: {told}\n" in found
+
+
 def test_a_neighbour_is_noticed() -> None:
     burn = "import time\nend=time.time()+60\nwhile time.time()<end: pass"
     neighbours = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(os.cpu_count() or 1)]

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab._golden import GOLDEN
+from trimtab._json import from_json
 from trimtab._machine import KEEP_MEMORY
-from trimtab._manifest import FileFacts, Manifest
+from trimtab._manifest import CLAIMS, FileFacts, Manifest
 from trimtab.contracts import Backend
+from trimtab.measurement import Interval
 
 _RUN = '''"""{title}. Needs {packages}. `python run.py` checks the test vectors."""
 import {modules}numpy, pathlib, sys
@@ -119,7 +121,8 @@ def _writes(manifest: Manifest) -> str:
 def _figures(manifest: Manifest) -> list[str]:
     lines = []
     for name, value in manifest.evidence.items():
-        if (text := _figure(value)) is not None:
+        vague = name in CLAIMS and value is not None and from_json(Interval, value).vague
+        if (text := _figure(value, vague=vague)) is not None:
             lines.append(f"{name}: {text}")
     errors, allowed = manifest.golden.measured, manifest.golden.tolerance
     for spec, error, most in zip(manifest.signature.outputs, errors, allowed, strict=True):
@@ -130,8 +133,9 @@ def _figures(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _figure(value: Any) -> str | None:
-    """One stored figure in words; ``None`` for what has none, and for tables that stand in ``evidence.json``."""
+def _figure(value: Any, *, vague: bool = False) -> str | None:
+    """One stored figure in words, without the number where it is too ``vague`` for one; ``None`` for what has none, and for
+    tables that stand in ``evidence.json``."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"{value:.4g}"
     if not isinstance(value, Mapping):
@@ -141,7 +145,7 @@ def _figure(value: Any) -> str | None:
     if value.get("value") is None:
         return None
     bounds = [f"{value[key]:.4g}" for key in ("low", "high", "upper") if value.get(key) is not None]
-    return f"{value['value']:.4g}" + (f" (95% interval {' to '.join(bounds)})" if bounds else "")
+    return ("unclear" if vague else f"{value['value']:.4g}") + (f" (95% interval {' to '.join(bounds)})" if bounds else "")
 
 
 def _conditions(manifest: Manifest) -> list[str]:

@@ -36,6 +36,8 @@ MAX_MANIFEST = 4 << 20
 MAX_TEXT = 64 << 20
 MAX_DEPTH = 60
 MAX_FILES = 10_000
+CLAIMS = ("speedup", "baseline_speedup")
+"""Names of the ratios of speeds in the evidence."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.+@-]*)*")
 
 
@@ -251,7 +253,7 @@ def _check(manifest: Manifest, data: Mapping[str, Any]) -> None:
         )
     if any(not 0 <= value < float("inf") for value in golden.tolerance):
         raise IntegrityError(f"{MANIFEST} states a tolerance of {golden.tolerance}; tolerances are positive numbers.")
-    for claim in ("speedup", "baseline_speedup"):
+    for claim in CLAIMS:
         if manifest.evidence.get(claim) is not None:
             _check_claim(manifest.evidence[claim])
     for name in ("backend", "passes"):

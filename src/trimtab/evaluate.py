@@ -139,9 +139,8 @@ def _line(
     behind = first.ratio.high < plan.best
     figures |= timing(first, executable, candidate, subject, plan.objective)
     if (ratio := first.ratio).high < plan.floor:
-        reached = f"{ratio.low:.2f}x to {ratio.high:.2f}x" if ratio.vague else ratio.times()
         return State.STOPPED, (
-            f"Rule 'hopeless': after a first timing it reaches {reached} of the model as written, surely below "
+            f"Rule 'hopeless': after a first timing it reaches {ratio.multiple()} of the model as written, surely below "
             f"{plan.floor:.2f}, which is what it would need to come near the best so far."
         )
 

@@ -56,7 +56,20 @@ class Interval:
 
     def times(self) -> str:
         """As a ratio: ``2.53x (2.41 to 2.66)``, or ``unclear (0.11 to 5.64)`` where one number would mislead."""
-        return f"{'unclear' if self.vague else f'{self.value:.2f}x'} ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.quoted()} ({self.low:.2f} to {self.high:.2f})"
+
+    def quoted(self, digits: int = 2) -> str:
+        """As a ratio without its bounds: ``2.53x``, or ``unclear`` where one number would mislead."""
+        return "unclear" if self.vague else f"{self.value:.{digits}f}x"
+
+    def multiple(self) -> str:
+        """As a ratio that a sentence goes on from: ``2.53x (2.41 to 2.66)``, or ``0.11x to 5.64x`` where one number would
+        mislead."""
+        return self.single() if self.vague else self.times()
+
+    def single(self) -> str:
+        """As :meth:`multiple`, without bounds where one number is enough."""
+        return f"{self.low:.2f}x to {self.high:.2f}x" if self.vague else self.quoted()
 
     def __str__(self) -> str:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import trimtab
-from trimtab._json import dumps
+from trimtab._json import dumps, from_json
 from trimtab._plain import plain
 from trimtab._units import fraction, positive, seconds
 from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
 from trimtab.cli.optimize import Inputs, Shape, Task, brought
+from trimtab.measurement import Interval
 
 if TYPE_CHECKING:
     from trimtab.artifact import Verification
@@ -98,11 +99,8 @@ def _lines(found: Verification) -> Iterator[str]:
         yield f"speed:       not compared. {found.speed_reason}"
     else:
         ratio = found.speed.ratio
-        promised = f"; when it was written, {found.promised['value']:.2f}x the model as written" if found.promised else ""
-        if found.promised and found.baseline_speedup:
-            promised += f", which is {found.promised['value'] / found.baseline_speedup['value']:.2f}x that original"
-        here = f"{ratio.value:.2f}x the original that travels with it ({ratio.low:.2f} to {ratio.high:.2f})"
-        yield f"speed:       {here}{promised}"
+        bounds = "95% interval" if ratio.vague else f"{ratio.low:.2f} to {ratio.high:.2f}"
+        yield f"speed:       {ratio.single()} the original that travels with it ({bounds}){_promised(found)}"
         if found.speed.doubt is not None:
             yield f"             {found.speed.doubt}"
     if found.ok:
@@ -111,3 +109,17 @@ def _lines(found: Verification) -> Iterator[str]:
         yield "NOT verified. Do not use it: copy it anew from where it was written."
     else:
         yield "NOT verified. Do not use it here: make one on this machine with trimtab optimize."
+
+
+def _promised(found: Verification) -> str:
+    """The speed-up that was measured when the artifact was written, to stand behind that of here."""
+    if not found.promised:
+        return ""
+    then = from_json(Interval, found.promised)
+    words = f"; when it was written, {then.single()} the model as written"
+    if not found.baseline_speedup:
+        return words
+    original = from_json(Interval, found.baseline_speedup)
+    if then.vague or original.vague:
+        return words
+    return f"{words}, which is {then.value / original.value:.2f}x that original"

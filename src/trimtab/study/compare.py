@@ -20,7 +20,7 @@ from trimtab.measure import pairs
 from trimtab.measure.energy import Energy, Power, energy_meter
 from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled, slow
 from trimtab.measure.remote import RemoteRunner
-from trimtab.measurement import Comparison
+from trimtab.measurement import Comparison, Interval
 from trimtab.study.handing import handed
 from trimtab.study.jobs import authkey
 from trimtab.study.rivals import Rivals
@@ -51,8 +51,7 @@ class Timing:
         shown = f"{self.subject}: {_ms(found.candidate)}"
         if self.rival is None:
             return f"{shown}\nnoise: it measures {_ratio(found)} of itself, over {found.pairs} pairs{self._spent}{self._advice}"
-        verdict = "faster" if found.ratio.faster else "slower" if found.ratio.slower else "no difference that can be proven"
-        verdict = f"speed-up {_ratio(found)} over {found.pairs} pairs: {verdict}"
+        verdict = f"speed-up {_ratio(found)} over {found.pairs} pairs: {_verdict(found.ratio)}"
         note = "" if self.note is None else f"\n{self.note}"
         return f"{shown}\n{self.rival}: {_ms(found.rival)}\n{verdict}{note}{self._spent}{self._advice}"
 
@@ -201,4 +200,13 @@ def _ms(measured: Any) -> str:
 
 
 def _ratio(found: Comparison) -> str:
-    return f"{found.ratio.value:.3f}x (95% interval {found.ratio.low:.3f} to {found.ratio.high:.3f})"
+    return f"{found.ratio.quoted(3)} (95% interval {found.ratio.low:.3f} to {found.ratio.high:.3f})"
+
+
+def _verdict(ratio: Interval) -> str:
+    """Which of the two is faster; of bounds that may not hold, as beside busy neighbours, only what wider ones say too."""
+    if ratio.faster and not ratio.doubtful:
+        return "faster"
+    if ratio.slower and not (ratio.vague and ratio.high * ratio.high > ratio.value):
+        return "slower"
+    return "no difference that can be proven"

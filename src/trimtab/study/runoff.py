@@ -62,7 +62,7 @@ def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None)
                 ratio = _measured(study, other, first, rivals, until)
             if ratio is None:
                 continue
-            study.notes.append(f"Timed against each other, {other.recipe} runs at {ratio.times()} of {first.recipe}.")
+            study.notes.append(f"Timed against each other, {other.recipe} runs at {ratio.multiple()} of {first.recipe}.")
             if _displaces(other, first, ratio):
                 if rivals.alive(first.recipe.hash):
                     rivals.stop(first.recipe.hash)

@@ -23,10 +23,11 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
     words = (
         f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
     )
-    words = f"{words or found.trial.recipe} is {single(ratio)} as fast as written ({bounds(ratio)})"
+    words = f"{words or found.trial.recipe} is {ratio.single()} as fast as written ({bounds(ratio)})"
     if confirmation.against_tuned is not None:
         tuned = confirmation.against_tuned
-        words += f" and {single(tuned)} the tuned original" + ("" if tuned.vague else f" ({tuned.low:.2f} to {tuned.high:.2f})")
+        words += f" and {tuned.single()} the tuned original"
+        words += "" if tuned.vague else f" ({tuned.low:.2f} to {tuned.high:.2f})"
     words += _cost(study, found)
     return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
 
@@ -64,14 +65,14 @@ def kept(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[
         return words
     if best is not original and original.confirmation.speedup is not None:
         words += (
-            f" The form of {original.trial.recipe} that stands alone runs at {_multiple(original.confirmation.speedup)} of the "
-            f"model as written, so {best.trial.recipe}, which computes the same, ships in its place, at {_multiple(ratio)}."
+            f" The form of {original.trial.recipe} that stands alone runs at {original.confirmation.speedup.multiple()} of the "
+            f"model as written, so {best.trial.recipe}, which computes the same, ships in its place, at {ratio.multiple()}."
         )
     elif ratio.high < 1:
-        words += f" In the form that stands alone it runs at {_multiple(ratio)} of the model as written."
+        words += f" In the form that stands alone it runs at {ratio.multiple()} of the model as written."
     elif ratio.low > 1 and own and not best.trial.recipe.passes:
         words += (
-            f" In the form that stands alone it ran at {_multiple(ratio)} of the model "
+            f" In the form that stands alone it ran at {ratio.multiple()} of the model "
             "as written, and computes the same: so far do two processes of one program differ here. No tuning is behind it."
         )
     if ratio.high < 1:
@@ -90,14 +91,5 @@ def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) ->
 
 
 def bounds(ratio: Interval) -> str:
-    """The interval of ``ratio``, to stand in brackets behind :func:`single`."""
+    """The interval of ``ratio``, to stand in brackets behind ``ratio.single()``."""
     return "95% interval, too wide for one number" if ratio.vague else f"95% interval {ratio.low:.2f} to {ratio.high:.2f}"
-
-
-def single(ratio: Interval) -> str:
-    """One number, or both bounds where one would mislead."""
-    return f"{ratio.low:.2f}x to {ratio.high:.2f}x" if ratio.vague else f"{ratio.value:.2f}x"
-
-
-def _multiple(ratio: Interval) -> str:
-    return single(ratio) if ratio.vague else ratio.times()
