@@ -23,7 +23,7 @@ from trimtab.report._logs import tail
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Record
-from trimtab.study.result import busy
+from trimtab.study.result import Ladder, busy
 from trimtab.study.training import finish
 from trimtab.trial import State
 from trimtab.workload import Limits
@@ -255,6 +255,27 @@ def test_a_narrow_terminal_has_the_recipes_on_lines_of_their_own() -> None:
         assert len(figures) == 74
         assert recipe == f"{'':<12}{rung['recipe']}"
     assert any(line.startswith("LADDER") and line.endswith("  recipe") for line in text(found).splitlines())
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_columns_stay_below_their_heads_where_a_speed_up_is_unclear(columns: int) -> None:
+    unclear = Interval(0.5, 0.000123, 9379.0)
+    found = measured(record(24), unclear)
+    rungs = tuple(rung | {"speedup": to_json(unclear)} if rung["rung"] == "best" else rung for rung in found.ladder)
+    trials = tuple(dataclasses.replace(each, speedup=unclear) if each.number == 3 else each for each in found.trials)
+    lines = text(dataclasses.replace(found, ladder=rungs, trials=trials), columns).splitlines()
+    ladder = [line for line in lines if line.startswith(("LADDER", "as written ", "tuned ", "lossless ", "best "))]
+    ends = {line.index(" ms") + 3 if " ms" in line else line.index("latency") + 7 for line in ladder}
+    assert len(ends) == 1
+    assert any("unclear (0.000123 to >1000)" in line for line in ladder)
+    assert len({line.index("drop ≤") for line in lines if "drop ≤" in line}) == 1
+
+
+def test_the_ladder_stays_in_its_columns_where_a_speed_up_is_unclear() -> None:
+    found = record(24)
+    unclear = tuple(rung | {"speedup": to_json(Interval(622.0, 41.31, 9379.53))} for rung in found.ladder)
+    head, *lines = str(Ladder((*found.ladder, *unclear))).splitlines()
+    assert {line.index(" ms") + 3 for line in lines} == {head.index("latency") + len("latency")}
 
 
 def test_commands_on_a_terminal_take_its_width_and_files_do_not(

@@ -15,13 +15,12 @@ from trimtab._json import to_json, write_json
 from trimtab._units import positive, seconds
 from trimtab.candidate import Settings
 from trimtab.errors import TrimtabError, UsageError
-from trimtab.measurement import Interval
 from trimtab.optimizing import RESULT_FILE, Interrupt, alone, confirm_s, disk_errors, forgetting, run_folder, taken
 from trimtab.report import write as write_report
 from trimtab.study.options import Options
 from trimtab.study.progress import Printed, Progress
 from trimtab.study.record import Record
-from trimtab.study.result import Result
+from trimtab.study.result import Result, speed_ups
 from trimtab.study.storage import shown
 from trimtab.study.training import TrainingStudy, finish
 from trimtab.study.workers import Workers
@@ -40,8 +39,9 @@ class TrainingLadder:
     """The loss as written from the parameters of the confirmation, where that of the best is from these."""
 
     def __str__(self) -> str:
-        lines = [f"{'rung':<11} {'speed-up':<22} {'update':>10} {'final loss':>11} {'rise (up to)':>20}  recipe"]
-        lines += map(_line, self.rungs)
+        speeds = speed_ups(self.rungs)
+        lines = [f"{'rung':<11} {speeds[0]} {'update':>10} {'final loss':>11} {'rise (up to)':>20}  recipe"]
+        lines += map(_line, self.rungs, speeds[1:])
         if self.before is not None:
             lines.append(f"The loss of best is from other parameters, where the settings as written reach {self.before:.6g}.")
         return "\n".join(lines)
@@ -199,10 +199,9 @@ def _spoken(workload: Workload | str, options: Options, **asked: Any) -> str:
     return f"trimtab.tune({', '.join([what, *given])})"
 
 
-def _line(rung: Mapping[str, Any]) -> str:
-    speedup, update, drop, loss = rung["speedup"], rung["latency_ms"]["median"], rung["drop"], rung["score"]["value"]
-    times = "-" if speedup["value"] is None else Interval(**speedup).times()
+def _line(rung: Mapping[str, Any], times: str) -> str:
+    update, drop, loss = rung["latency_ms"]["median"], rung["drop"], rung["score"]["value"]
     ms = "-" if update is None else f"{update:.3g} ms"
     score = "-" if loss is None else f"{loss:.4g}"
     rise = "-" if drop["value"] is None else f"{drop['value']:+.2g} ({drop['upper']:+.2g})"
-    return f"{rung['rung']:<11} {times:<22} {ms:>10} {score:>11} {rise:>20}  {rung['recipe']}"
+    return f"{rung['rung']:<11} {times} {ms:>10} {score:>11} {rise:>20}  {rung['recipe']}"

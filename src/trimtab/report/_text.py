@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from trimtab._plain import plain
@@ -85,11 +85,12 @@ def _ladder(record: Record, screen: Screen) -> Iterator[str]:
     found, terms = _verdict.rungs(record), words.terms(record)
     if not found:
         return
-    head = f"{'LADDER':<11} {'speed-up':<23} {terms.measure:>12} {terms.score:>12} {terms.drop + ' at most':>12}"
+    speed = _wide(rung["speed-up"] for rung in found[:4])
+    head = f"{'LADDER':<11} {'speed-up':<{speed}} {terms.measure:>12} {terms.score:>12} {terms.drop + ' at most':>12}"
     yield f"{head}  recipe" if screen.wide else head[: screen.width]
     for rung in found[:4]:
         figures = f"{rung[terms.measure]:>12} {rung[terms.score]:>12} {rung['at most']:>12}"
-        yield from screen.row(f"{rung['rung']:<11} {rung['speed-up']:<23} {figures}", rung["recipe"])
+        yield from screen.row(f"{rung['rung']:<11} {rung['speed-up']:<{speed}} {figures}", rung["recipe"])
     if words.alone(record):
         many = ", ".join(rung["examples a call"] for rung in found[:4])
         yield from screen.wrapped(f"A latency is that of one call alone; examples a call, from the top: {many}.", 1)
@@ -102,21 +103,30 @@ def _trials(record: Record, screen: Screen) -> Iterator[str]:
     measured = [row for row in found if row.cells[0].key is not None]
     marks = "  (* ships, + keeps the limits)" if measured else ""
     yield from screen.wrapped(f"TRIALS  {_verdict.tally(record)}{marks}", 1, hang=8)
-    for row in measured[: 5 if screen.wide else 2]:
-        yield from screen.row(f"{'*' if row.ships else '+' if row.keeps else ' '} {_figures(row, record)}", row.recipe)
+    shown = measured[: 5 if screen.wide else 2]
+    speed = _wide(words.speed(row.trial.speedup) for row in shown)
+    for row in shown:
+        mark = "*" if row.ships else "+" if row.keeps else " "
+        yield from screen.row(f"{mark} {words.speed(row.trial.speedup):<{speed}} {_figures(row, record)}", row.recipe)
     for row in islice((row for row in found if row.trial.state in (State.FAILED, State.MISMATCH)), 3):
         yield from screen.wrapped(f"! {row.trial.state} {row.recipe}: {row.reason}", 1, hang=4)
 
 
+def _wide(speeds: Iterable[str]) -> int:
+    """Columns for these speed-ups."""
+    return max([23, *map(len, speeds)])
+
+
 def _figures(row: Row, record: Record) -> str:
+    """What stands behind the speed-up of a trial."""
     trial = row.trial
     if trial.drop is not None:
         loss = f"{words.terms(record).drop} ≤ {words.lost(trial.drop.upper, record)}"
     else:
         loss = "" if labelled(record) else f"error {words.error(trial.parity.centred_error if trial.parity else None)}"
     if record.objective == "memory" or not has_files(record):
-        return f"{words.speed(trial.speedup):<23} {loss:<18} {words.megabytes(trial.peak_mb):>12} of memory"
-    return f"{words.speed(trial.speedup):<23} {loss:<18} {words.megabytes(trial.size_mb):>12}"
+        return f"{loss:<18} {words.megabytes(trial.peak_mb):>12} of memory"
+    return f"{loss:<18} {words.megabytes(trial.size_mb):>12}"
 
 
 def _reasons(record: Record, screen: Screen) -> Iterator[str]:

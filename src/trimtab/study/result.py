@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from trimtab._json import to_json
@@ -46,8 +46,9 @@ class Ladder:
     """The original's score on the test data, where that of the best is of those."""
 
     def __str__(self) -> str:
-        lines = [f"{'rung':<11} {'speed-up':<22} {'latency':>10} {'score':>8} {'drop (up to)':>18}  recipe"]
-        lines += [_line(rung, self.share) for rung in self.rungs]
+        speeds = speed_ups(self.rungs)
+        lines = [f"{'rung':<11} {speeds[0]} {'latency':>10} {'score':>8} {'drop (up to)':>18}  recipe"]
+        lines += [_line(rung, times, self.share) for rung, times in zip(self.rungs, speeds[1:], strict=True)]
         if len(set(self.examples)) > 1:
             many = ", ".join(map(str, self.examples))
             lines.append(f"A latency is that of one call alone; examples a call, from the top: {many}.")
@@ -205,11 +206,18 @@ def busy(record: Record) -> list[str]:
     ]
 
 
-def _line(rung: Mapping[str, Any], share: bool) -> str:
-    speedup, latency, drop = rung["speedup"], rung["latency_ms"]["median"], rung["drop"]
-    times = "-" if speedup["value"] is None else Interval(**speedup).times()
+def speed_ups(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table's column of them, with its head, all as wide as the widest."""
+    found = [rung["speedup"] for rung in rungs]
+    told = ["speed-up", *("-" if each["value"] is None else Interval(**each).times() for each in found)]
+    wide = max(22, *map(len, told))
+    return [f"{each:<{wide}}" for each in told]
+
+
+def _line(rung: Mapping[str, Any], times: str, share: bool) -> str:
+    latency, drop = rung["latency_ms"]["median"], rung["drop"]
     ms = "-" if latency is None else f"{latency:.3g} ms"
     score = "-" if rung["score"]["value"] is None else f"{rung['score']['value']:.4f}"
     shown = {name: "-" if value is None else f"{value:.2%}" if share else f"{value:.3g}" for name, value in drop.items()}
     lost = "-" if drop["value"] is None else f"{shown['value']} ({shown['upper']})"
-    return f"{rung['rung']:<11} {times:<22} {ms:>10} {score:>8} {lost:>18}  {rung['recipe']}"
+    return f"{rung['rung']:<11} {times} {ms:>10} {score:>8} {lost:>18}  {rung['recipe']}"
