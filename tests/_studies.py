@@ -147,7 +147,7 @@ def broken(number: int, recipe: Recipe, reason: str, traceback: str = "Traceback
     )
 
 
-def explanation(recipe: Recipe, rows: list[tuple[str, float, float]], ms: float, dtype: Any = "float32") -> Explanation:
+def explanation(recipe: Recipe, rows: list[tuple[str, int, float]], ms: float, dtype: Any = "float32") -> Explanation:
     flops, moved = 5_400_000, 350_000
     return Explanation(
         recipe=str(recipe),

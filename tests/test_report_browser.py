@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from _studies import broken, recipes, record, with_logs
+from _studies import broken, explanation, recipes, record, with_logs
 from trimtab.report import write
 from trimtab.study.record import Record
+from trimtab.study.sampler import as_written
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'trimtab[dev]'")
 
@@ -199,6 +200,18 @@ def test_a_point_of_the_front_tells_on_hover_and_opens_on_click(report: pathlib.
     page.mouse.click(where["x"] + where["width"] / 2, where["y"] + where["height"] / 2)
     page.wait_for_selector("dialog[open]")
     assert "says hello" in page.get_by_role("dialog").inner_text()
+
+
+def test_operators_of_next_to_no_time_fit_a_phone(tmp_path: pathlib.Path, open_page: Open) -> None:
+    shares = [("aten::mm", 1, 200.0), ("aten::_transformer_encoder_layer_fwd", 1, 0.07), ("aten::view", 1, 0.0002)]
+    found = record(4)
+    of_all = {name: explanation(as_written(), shares, ms=200.0) for name in found.explanations}
+    page = open_page(made(dataclasses.replace(found, explanations=of_all), tmp_path), width=360)
+    assert "below 0.1%" in page.locator(".ops").first.inner_text()
+    assert "below 0.001 ms" in page.locator(".ops").first.inner_text().replace("\n", " ")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    wider = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"
+    assert page.eval_on_selector_all(".ops td", wider) == []
 
 
 @pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
