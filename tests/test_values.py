@@ -8,6 +8,7 @@ import math
 import os
 from typing import ClassVar, Literal, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -171,6 +172,8 @@ def test_tree_round_trips_any_nesting(value: object) -> None:
 def test_tree_names_what_cannot_cross() -> None:
     with pytest.raises(UsageError, match=r"inputs\[0\]\['x'\] is a .*set, which cannot cross to another runtime"):
         flatten(({"x": {1, 2}},), "inputs")
+    with pytest.raises(UsageError, match=r"is a numpy.ndarray, which cannot cross to another runtime. Make it a tensor: torch"):
+        flatten((np.zeros(2),), "inputs")
 
 
 def test_a_cache_of_transformers_is_left_out_by_its_own_setting() -> None:

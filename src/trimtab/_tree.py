@@ -236,6 +236,8 @@ def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
         return _branch("record", shallow, leaves, where, type(value).__name__)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     fix = "Use tensors, numbers, strings, tuples, lists, dicts or dataclasses, or wrap the model so that its forward does."
+    if kind == "numpy.ndarray":
+        fix = "Make it a tensor: torch.from_numpy(array)."
     if kind.startswith("transformers.cache_utils."):  # which every generative model of theirs returns unless told not to
         fix = "Give use_cache=False beside the other keyword inputs, and the model leaves it out."
     raise UsageError(f"{where} is a {kind}, which cannot cross to another runtime. {fix}")
