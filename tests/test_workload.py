@@ -177,6 +177,10 @@ def test_items_of_a_run_stay_whole() -> None:
             [(torch.tensor([[float("nan"), 1.0]]), torch.zeros(1))] * 20,
             "Item 0 of the evaluation data holds 1 values that are NaN. Clean the data first.",
         ),
+        (
+            (torch.zeros(0, 2), torch.zeros(0)),
+            "The evaluation data is empty: its inputs and targets have no rows. Give some examples.",
+        ),
         ((torch.zeros(4, 2), torch.zeros(3)), "The evaluation data has 4 inputs but 3 targets. Give one target per input."),
     ],
 )

@@ -85,6 +85,8 @@ def _of_all(data: tuple[Any, Any], most: int, generator: torch.Generator, size: 
     if len(given) != 1 or len(wanted) != 1 or given != wanted:
         counts = [" and ".join(map(str, sorted(found))) or "no" for found in (given, wanted)]
         raise UsageError(f"The evaluation data has {counts[0]} inputs but {counts[1]} targets. Give one target per input.")
+    if given == {0}:
+        raise UsageError("The evaluation data is empty: its inputs and targets have no rows. Give some examples.")
     whole = _batch(inputs, targets, whole=False, where="The evaluation data")
     if not whole.rows:
         raise UsageError(
