@@ -108,6 +108,8 @@ def folder(tmp_path_factory) -> pathlib.Path:
     (found / "other").mkdir()
     (found / "other" / "workload.json").write_text(json.dumps({"name": "resnet", "fingerprint": "0123456789abcdef"}))
     (found / "hollow").mkdir()
+    (found / "bert").mkdir()
+    (found / "bert" / "config.json").write_text("{}")
     (found / "corrupt").mkdir()
     (found / "corrupt" / "manifest.json").write_text('{"schema": 1, "files"')
     return found
@@ -142,14 +144,15 @@ USAGE = [
         "There is no file 'missing.py' (looked in {folder}). Check the path, or write a file to start from: trimtab init.",
     ),
     ("notes.txt", f"'notes.txt' is not a workload. {FORM}"),
+    ("bert", "'bert' is a folder. For the transformers model in it, write 'hf:bert'."),
     ("no_such_module:workload", "There is no module 'no_such_module' on the path. For a file, write its path with .py."),
     (
         "empty.py",
         "'empty.py' defines no workload. `trimtab init` writes a file to start from; if one of its functions makes one, say "
         "which: empty.py:NAME (it has: nothing).",
     ),
-    ("two.py", "'two.py' defines 2 workloads. Name one of them `workload`, or say which: two.py:NAME (it has: nothing)."),
-    ("two.py:c", "'two.py:c': the file has no 'c'. It has: nothing."),
+    ("two.py", "'two.py' defines 2 workloads. Name one of them `workload`, or say which: two.py:NAME (they are: a, b)."),
+    ("two.py:c", "'two.py:c': the file has no 'c'. It has: a, b."),
     (":wrong_type", "'faulty.py:wrong_type' is a Linear; it must be a trimtab.Workload or a function that returns one."),
     (
         ":inputs_empty",

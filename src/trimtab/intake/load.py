@@ -66,6 +66,8 @@ def load_workload(
         _none_of(given, text, ("inputs", "shapes"))
         found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
         return _referred(found, _words(text, given))
+    if os.path.isfile(os.path.join(text, "config.json")):
+        raise UsageError(f"{text!r} is a folder. For the transformers model in it, write {HF + text!r}.")
     raise UsageError(f"{text!r} is not a workload. Write {FORMS}.")
 
 

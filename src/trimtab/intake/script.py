@@ -17,6 +17,9 @@ from trimtab._fixes import no_file
 from trimtab.errors import UsageError
 from trimtab.workload import Workload, user_code
 
+MOST = 12
+"""So many names of a file are told at most."""
+
 
 def read_script(text: str) -> Workload:
     """The workload that the reference ``text`` names; the file's folder is put on ``sys.path``, as ``python file.py`` does.
@@ -79,9 +82,9 @@ def _pick(module: types.ModuleType, name: str, text: str) -> Any:
         return getattr(module, name)
     if hasattr(module, "workload"):
         return module.workload
-    found = [value for value in vars(module).values() if isinstance(value, Workload)]
+    found = _workloads(module)
     if len(found) == 1:
-        return found[0]
+        return getattr(module, found[0])
     if not found:
         raise UsageError(
             f"{text!r} defines no workload. `trimtab init` writes a file to start from; if one of its functions makes one, say "
@@ -89,7 +92,7 @@ def _pick(module: types.ModuleType, name: str, text: str) -> Any:
         )
     raise UsageError(
         f"{text!r} defines {len(found)} workloads. Name one of them `workload`, or say which: {text}:NAME "
-        f"(it has: {', '.join(_public(module)) or 'nothing'})."
+        f"(they are: {', '.join(_workloads(module)[:MOST])})."
     )
 
 
@@ -102,5 +105,11 @@ def _made(found: Any, text: str) -> Workload:
     return found
 
 
+def _workloads(module: types.ModuleType) -> Sequence[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, Workload)]
+
+
 def _public(module: types.ModuleType) -> Sequence[str]:
-    return [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)][:12]
+    """Names that may be asked for: of workloads, and of what may make one."""
+    makers = [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
+    return [*_workloads(module), *makers][:MOST]
