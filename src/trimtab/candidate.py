@@ -16,6 +16,7 @@ from torch import nn
 from trimtab._copies import copied
 from trimtab._hints import fits, options
 from trimtab._json import type_hints
+from trimtab._ordered import ordered, stretched
 from trimtab._tree import Structure, classes, cloned, flatten, names, unflatten
 from trimtab._user_code import user_code
 from trimtab.dims import following, tried
@@ -247,9 +248,11 @@ class Candidate:
 
 
 def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int) -> torch.Tensor:
-    """``leaf`` with every axis that ``shape`` calls ``name`` repeated or cut to ``size``."""
+    """``leaf`` with every axis that ``shape`` calls ``name`` repeated or cut to ``size``; an ordered row stays one."""
     for axis, want in enumerate(shape):
         if want == name and leaf.shape[axis] != size:
+            if ordered(leaf):
+                return stretched(leaf, size)
             leaf = torch.cat([leaf] * -(-size // max(leaf.shape[axis], 1)), dim=axis).narrow(axis, 0, size).contiguous()
     return leaf
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from trimtab._batches import rows_of
 from trimtab._independence import ROUNDING, Answer, Judge
+from trimtab._ordered import ordered, redrawn
 from trimtab._sizes import Specs, as_far_as_it_goes, specs_of
 from trimtab._ties import is_discrete
 from trimtab._tree import cloned, flatten, unflatten
@@ -378,4 +379,5 @@ def _resample(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     values = leaf.flatten()
     if values.numel() == 0:
         return leaf
-    return values[torch.randint(values.numel(), (values.numel(),), generator=generator)].reshape(leaf.shape)
+    index = torch.randint(values.numel(), (values.numel(),), generator=generator)
+    return redrawn(leaf, index) if ordered(leaf) else values[index].reshape(leaf.shape)

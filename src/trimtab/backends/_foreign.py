@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trimtab._masks import errors
+from trimtab._ordered import ordered, slower
 from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import TENSOR, Structure, flatten
 from trimtab._weights import tolerance
@@ -188,6 +189,8 @@ def _sizes_in_words(sizes: Mapping[str, int]) -> str:
 
 def _other_values(leaf: torch.Tensor, sign: int) -> torch.Tensor:
     """Other values of the same kind: the same integers elsewhere, the same floats elsewhere, with the other ``sign`` or not."""
+    if ordered(leaf):
+        return slower(leaf)
     turned = leaf.reshape(-1).flip(0).reshape(leaf.shape)
     return sign * turned if leaf.is_floating_point() else turned
 

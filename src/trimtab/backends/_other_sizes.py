@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from trimtab._machine import free_mb, lifetime_mb
+from trimtab._ordered import ordered
 from trimtab._user_code import user_code
 from trimtab.candidate import Candidate, resized
 from trimtab.errors import UsageError, WorkloadError
@@ -56,11 +57,11 @@ def at_sizes(candidate: Candidate, sizes: Mapping[str, int]) -> list[torch.Tenso
 
 def shuffled(candidate: Candidate, sizes: Mapping[str, int], name: str) -> list[torch.Tensor]:
     """Those tensors with what lies along dimension ``name`` in another order, because the mean of a part would else be that of
-    the whole."""
+    the whole; ordered rows stay in their order."""
     order = torch.randperm(sizes[name], generator=torch.Generator().manual_seed(0), device="cpu")
     leaves = at_sizes(candidate, sizes)
     for i, spec in enumerate(candidate.signature.inputs):
-        for axis in (axis for axis, size in enumerate(spec.shape) if size == name):
+        for axis in (axis for axis, size in enumerate(spec.shape) if size == name and not ordered(leaves[i])):
             leaves[i] = leaves[i].index_select(axis, order.to(leaves[i].device))
     return leaves
 

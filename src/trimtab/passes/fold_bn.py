@@ -16,6 +16,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from trimtab._copies import copied
 from trimtab._masks import errors
+from trimtab._ordered import ordered, slower
 from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import flatten
 from trimtab._user_code import user_code
@@ -244,12 +245,13 @@ def _stir(model: nn.Module, generator: torch.Generator) -> None:
 
 def _resampled(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> list[torch.Tensor]:
     """Inputs of the same kind: floats drawn with the example's mean and spread, other values in another order."""
-    return [
-        torch.randn(t.shape, generator=generator).to(t) * t.std(correction=0) + t.mean()
-        if t.dtype.is_floating_point
-        else t.flatten()[torch.randperm(t.numel(), generator=generator)].view(t.shape)
-        for t in leaves
-    ]
+    return [_resample(leaf, generator) for leaf in leaves]
+
+
+def _resample(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if leaf.dtype.is_floating_point:
+        return torch.randn(leaf.shape, generator=generator).to(leaf) * leaf.std(correction=0) + leaf.mean()
+    return slower(leaf) if ordered(leaf) else leaf.flatten()[torch.randperm(leaf.numel(), generator=generator)].view(leaf.shape)
 
 
 def _other_sizes(candidate: Candidate) -> Iterator[list[torch.Tensor]]:
