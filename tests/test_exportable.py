@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from _backends import needs_compiler, reloaded
 from trimtab.backends.aoti import Aoti
@@ -89,7 +90,15 @@ def without_weights() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), torch.jit.freeze(torch.jit.script(body())))
 
 
-MODELS = [within, in_a_row, twice, whole, from_a_file, without_weights]
+def parametrized() -> nn.Module:
+    """Weights computed at every call: by a matrix exponential, which converters do not know, from a norm, from two parts."""
+    torch.manual_seed(0)
+    first = parametrizations.orthogonal(nn.Linear(6, 6), orthogonal_map="matrix_exp")
+    last = parametrizations.weight_norm(nn.Linear(6, 4))
+    return nn.Sequential(first, nn.Tanh(), parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh(), last)
+
+
+MODELS = [within, in_a_row, twice, whole, from_a_file, without_weights, parametrized]
 SLOW = [within, whole]
 """For AOTInductor, which compiles for ten seconds what was exported as it is for eager PyTorch."""
 ASKED = [(backend, make) for backend in BACKENDS for make in MODELS if make in SLOW or not isinstance(backend, Aoti)]

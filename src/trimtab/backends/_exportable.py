@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from trimtab._scripts import beside
 from trimtab._weights import is_composed
@@ -21,13 +23,15 @@ def exportable(candidate: Candidate, *, traced: bool = False) -> FlatModel:
     Weights in classes of tensors made of others, as torchao's are, become computations on those others: exporters cannot write
     the classes. Parts that are TorchScript are held beside the registers, where :func:`torch.export.export` takes them and
     :func:`torch.jit.trace` does not (``traced``). Experts of transformers, which call an operator of its own by default, are
-    computed with those of torch.
+    computed with those of torch. Weights that are computed from others at every call, as by ``weight_norm``, are what they come
+    to: few converters know a matrix exponential.
     """
     flat = candidate.flat()
     if not traced:
         flat.model = beside(flat.model)
     for module in flat.modules():
         _plain_experts(module)
+        plain_weights(module)
     if any(is_composed(held) for held in (*flat.parameters(), *flat.buffers())):
         # which imports sympy, and costs each process that exports nothing half a second
         from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
@@ -41,3 +45,19 @@ def _plain_experts(module: nn.Module) -> None:
     can = getattr(type(module), "_can_set_experts_implementation", None)  # transformers 5; its setter warns where it cannot
     if can is not None and can() and getattr(module.config, "_experts_implementation", None) == "grouped_mm":
         module.set_experts_implementation(EXPERTS)  # type: ignore[operator]
+
+
+def plain_weights(module: nn.Module) -> None:
+    """Give ``module``, if weights of it are parametrized, these as they are now.
+
+    Not by ``remove_parametrizations``, which changes the class of ``module``, and that is the class of what it was copied from.
+    """
+    if not is_parametrized(module):
+        return
+    names = [name for name, _ in module.get_submodule("parametrizations").named_children()]
+    with torch.no_grad():
+        values = {name: getattr(module, name).detach().clone() for name in names}
+    del module.parametrizations
+    module.__class__ = type_before_parametrizations(module)
+    for name, value in values.items():
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))

@@ -15,7 +15,7 @@ from torch.jit._trace import TracerWarning
 from trimtab._archive import load_torchscript
 from trimtab._tree import Structure
 from trimtab.backends._decisions import refuse_decisions
-from trimtab.backends._exportable import exportable
+from trimtab.backends._exportable import exportable, plain_weights
 from trimtab.backends._program import (
     EXPORT_ERRORS,
     Call,
@@ -75,6 +75,8 @@ def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
         raise CompileError("The model's source cannot be compiled under autocast.")
     holder = type("Flat", (nn.Module,), {})()  # a class of its own: scripts of one class share their methods
     holder.model = candidate.own_model()
+    for part in holder.model.modules():
+        plain_weights(part)
     try:
         with quiet():
             module: torch.jit.ScriptModule = torch.jit.script(holder.eval())
