@@ -16,6 +16,12 @@ def with_fix(sentence: str, fix: str) -> str:
     return f"{sentence}{stop} {fix}"
 
 
+def told(text: str) -> str:
+    """The first line of a message that is not ours, without the stop at its end, and the next one if a colon announces it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(" .!:")
+
+
 def no_file(path: str | os.PathLike[str], fix: str) -> UsageError:
     """The error for a path at which there is no file."""
     return UsageError(f"There is no file {os.fspath(path)!r} (looked in {pathlib.Path.cwd()}). {fix}")

@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 
 from trimtab._disk import out_of_space
-from trimtab._fixes import with_fix
+from trimtab._fixes import told, with_fix
 from trimtab.errors import CompileError, UsageError, WorkloadError
 
 BY_HAND = "Call the model with these inputs yourself."
@@ -60,7 +60,7 @@ class writing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         own = isinstance(error, (Exception, SystemExit)) and not isinstance(error, (CompileError, OSError))
         if error is not None and own and not out_of_space(error):
-            raise CompileError(f"Writing it failed: {type(error).__name__}: {error}{_place(error)}") from error
+            raise CompileError(f"Writing it failed: {type(error).__name__}: {told(str(error))}{_place(error)}.") from error
 
 
 def _place(error: BaseException) -> str:

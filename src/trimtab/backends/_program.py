@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.jit.frontend import FrontendError
 
 from trimtab._archive import save_program as write_program
+from trimtab._fixes import told
 from trimtab._masks import errors
 from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
 from trimtab._weights import HALVES, weights
@@ -270,8 +271,8 @@ def quiet(*, stream: bool = True) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says anything."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    """The first line of an error's message that says anything, without a stop at its end."""
+    return told(str(error))
 
 
 def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:
@@ -328,4 +329,4 @@ def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, p
             program = torch.export.export(exportable(candidate), tuple(laid), dynamic_shapes=shapes)
             return program.run_decompositions({}) if plain and candidate.settings.autocast else program
     except EXPORT_ERRORS as error:
-        raise CompileError(f"torch.export cannot take this model: {type(error).__name__}: {first_line(error)}") from error
+        raise CompileError(f"torch.export cannot take this model: {type(error).__name__}: {first_line(error)}.") from error

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from trimtab._fixes import told
 from trimtab._plain import plain
 from trimtab._user_code import user_code
 from trimtab._weights import parts, raw
@@ -156,7 +157,7 @@ _WRAPPED = "Couldn't get TorchScript module"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, with the error's type.
+    """The first line of an error's text that says something, with the error's type and without a stop at its end.
 
     What torch's exporter and OpenVINO wrap around an error says which step it was and asks for a bug report; the cause is what
     tells why.
@@ -164,5 +165,5 @@ def first_line(error: BaseException) -> str:
     while error.__cause__ is not None and (type(error).__module__.startswith("torch.onnx.") or str(error).startswith(_WRAPPED)):
         error = error.__cause__
     lines = (line.strip().removeprefix("-- ") for line in plain(str(error)).splitlines())
-    told = next((line for line in lines if len(line) > 3 and not line.startswith(_EMPTY)), "no message")
-    return f"{type(error).__name__}: {told[:300]}"
+    saying = "\n".join(line for line in lines if len(line) > 3 and not line.startswith(_EMPTY))
+    return f"{type(error).__name__}: {told(saying)[:300]}"

@@ -82,7 +82,7 @@ def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
             module: torch.jit.ScriptModule = torch.jit.script(holder.eval())
             module.define(_forward_source(candidate))
     except EXPORT_ERRORS as error:
-        raise CompileError(f"torch.jit.script cannot take this model: {type(error).__name__}: {first_line(error)}") from error
+        raise CompileError(f"torch.jit.script cannot take this model: {type(error).__name__}: {first_line(error)}.") from error
     if reason := disagreement(candidate, _caller(module), candidate.leaves):
         raise CompileError(f"torch.jit.script made something else of the model: {reason.rstrip('.')}.")
     return module
@@ -98,7 +98,7 @@ def frozen(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         with quiet():
             result: torch.jit.ScriptModule = torch.jit.freeze(module.eval())
     except EXPORT_ERRORS as error:
-        raise CompileError(f"torch.jit.freeze failed: {first_line(error)}") from error
+        raise CompileError(f"torch.jit.freeze failed: {first_line(error)}.") from error
     return result
 
 
@@ -137,7 +137,7 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
     found = [disagreement(candidate, call, leaves) for leaves in (candidate.leaves, _opposite(candidate.leaves))]
     found += [disagreement(candidate, call, leaves) for leaves in candidate.flat_calibration()[:TRACE_PROBES]]
     wrong = next((reason for reason in found if reason), None)
-    return module, [doubt.rstrip(".") for doubt in doubts], wrong or _wrong_at_other_sizes(candidate, call)
+    return module, doubts, wrong or _wrong_at_other_sizes(candidate, call)
 
 
 def _wrong_at_other_sizes(candidate: Candidate, call: Call) -> str | None:

@@ -228,7 +228,7 @@ def _package(program: ExportedProgram, path: pathlib.Path, mode: Mode) -> None:
         with quiet(), torch.no_grad():
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
     except EXPORT_ERRORS as error:
-        raise CompileError(f"AOTInductor cannot build this model: {type(error).__name__}: {first_line(error)}") from error
+        raise CompileError(f"AOTInductor cannot build this model: {type(error).__name__}: {first_line(error)}.") from error
 
 
 def _load(path: pathlib.Path) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:

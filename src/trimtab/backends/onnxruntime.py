@@ -253,7 +253,7 @@ def load(folder, threads):
                 int8.quantize_static(prepared, target, self.operators, int8.Calibration(rows, names, known))
             stamp(target, names, weight_bits="8" if environment.has_vnni() else "7")
         except (*CONVERSION_ERRORS, *_runtime_errors()) as error:
-            raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}") from error
+            raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}.") from error
         int8.remove_prepared(folder)
 
     def _open_run(self, folder: pathlib.Path, signature: Signature) -> Run:
@@ -271,7 +271,7 @@ def load(folder, threads):
         try:
             return onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
         except (*CONVERSION_ERRORS, *_runtime_errors()) as error:
-            raise CompileError(f"ONNX Runtime cannot open the model: {first_line(error)}") from error
+            raise CompileError(f"ONNX Runtime cannot open the model: {first_line(error)}.") from error
 
 
 def _kernels(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, float]]:

@@ -115,7 +115,7 @@ class OpenVinoExecutable(Executable):
         try:
             return ir.core().compile_model(model, "CPU", {**self._config, **(more or {})})
         except CONVERSION_ERRORS as error:
-            raise CompileError(f"OpenVINO cannot compile the model: {first_line(error)}") from error
+            raise CompileError(f"OpenVINO cannot compile the model: {first_line(error)}.") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +277,7 @@ def load(folder, threads):
                 model = ir.quantize(model, rows, recurrent=self.operators == "all")
             ir.write_model(model, folder)
         except CONVERSION_ERRORS as error:
-            raise CompileError(f"NNCF cannot quantize this model ({self.precision}): {first_line(error)}") from error
+            raise CompileError(f"NNCF cannot quantize this model ({self.precision}): {first_line(error)}.") from error
 
     def _config(self, settings: Settings) -> dict[str, Any]:
         config: dict[str, Any] = {"PERFORMANCE_HINT": self.hint.upper(), "INFERENCE_PRECISION_HINT": "f32"}
@@ -305,14 +305,14 @@ def _read(folder: pathlib.Path) -> Any:
     try:
         return ir.core().read_model(folder / ir.MODEL, folder / ir.WEIGHTS, {"ENABLE_MMAP": False})
     except CONVERSION_ERRORS as error:
-        raise CompileError(f"OpenVINO cannot read the model: {first_line(error)}") from error
+        raise CompileError(f"OpenVINO cannot read the model: {first_line(error)}.") from error
 
 
 def _reshape(model: Any, shapes: Sequence[Sequence[int]]) -> None:
     try:
         model.reshape({port: ir.runtime().PartialShape(list(shape)) for port, shape in zip(model.inputs, shapes, strict=True)})
     except CONVERSION_ERRORS as error:
-        raise CompileError(f"OpenVINO cannot compile the model for the sizes {list(shapes)}: {first_line(error)}") from error
+        raise CompileError(f"OpenVINO cannot compile the model for the sizes {list(shapes)}: {first_line(error)}.") from error
 
 
 def _hot_shapes(model: Any, folder: pathlib.Path, signature: Signature) -> list[list[int]] | None:
@@ -324,7 +324,7 @@ def _hot_shapes(model: Any, folder: pathlib.Path, signature: Signature) -> list[
                 [torch.empty(s, dtype=getattr(torch, spec.dtype), device="meta") for s, spec in _pairs(shapes, signature)]
             )
     except CONVERSION_ERRORS as error:  # an InputError is a ValueError
-        raise IntegrityError(f"{folder / ir.MODEL} names sizes that it was not built for: {first_line(error)}") from error
+        raise IntegrityError(f"{folder / ir.MODEL} names sizes that it was not built for: {first_line(error)}.") from error
     return shapes
 
 

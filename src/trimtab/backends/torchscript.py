@@ -103,4 +103,4 @@ def _optimized(module: Any) -> tuple[Any, list[str]]:
         with quiet(stream=False):
             return torch.jit.optimize_for_inference(module), []
     except EXPORT_ERRORS as error:
-        return module, [f"optimize_for_inference failed, so the frozen module runs as it is: {first_line(error)}"]
+        return module, [f"optimize_for_inference failed, so the frozen module runs as it is: {first_line(error)}."]

@@ -1,0 +1,40 @@
+"""What others say of a failure stands in our sentences as a part of them: one line, and one stop at the end."""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+from torch import nn
+
+from trimtab._fixes import told
+from trimtab.backends.torchscript import TorchScript
+from trimtab.candidate import Candidate
+from trimtab.evaluate import save
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, rows: torch.Tensor) -> torch.Tensor:
+        return rows * rows.sigmoid()
+
+
+class Net(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Swish.apply(rows)
+        return found
+
+
+def test_a_message_is_told_without_its_stop_and_with_what_it_announces() -> None:
+    assert told("\n  Might not generalize to other inputs!\nat line 3") == "Might not generalize to other inputs"
+    assert told("No rule for this constant:\n\n  it is a number.\nmore") == "No rule for this constant: it is a number"
+    assert told("Nothing follows:") == "Nothing follows"
+    assert told(" \n ") == "no message"
+
+
+def test_why_a_model_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> None:
+    executable = TorchScript().compile(Candidate.of(Net().eval(), (torch.randn(2, 3),)))
+    reason = save(executable, tmp_path)["cannot_ship"]
+    assert "Could not export Python function call 'Swish'" in reason
+    assert "\n" not in reason
+    assert reason.endswith(".")
