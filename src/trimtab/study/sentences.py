@@ -23,7 +23,7 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
     words = (
         f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
     )
-    words = f"{words or found.trial.recipe} is {ratio.single()} as fast as written ({bounds(ratio)})"
+    words = f"{words or found.trial.recipe} is {speed(ratio)}"
     if confirmation.against_tuned is not None:
         tuned = confirmation.against_tuned
         words += f" and {tuned.single()} the tuned original"
@@ -90,6 +90,11 @@ def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) ->
     return f"none of {len(trials)} trials was {better} than the tuned original within the limits"
 
 
-def bounds(ratio: Interval) -> str:
-    """The interval of ``ratio``, to stand in brackets behind ``ratio.single()``."""
-    return "95% interval, too wide for one number" if ratio.vague else f"95% interval {ratio.low:.2f} to {ratio.high:.2f}"
+def speed(ratio: Interval) -> str:
+    """What may be claimed of ``ratio`` over the original: beside busy neighbours only which of the two is faster."""
+    if not ratio.vague:
+        return f"{ratio.quoted()} as fast as written (95% interval {ratio.low:.2f} to {ratio.high:.2f})"
+    unclear = f"the timings leave unclear ({ratio.low:.2f} to {ratio.high:.2f})"
+    if ratio.low > 1 or ratio.high < 1:
+        return f"{'faster' if ratio.low > 1 else 'slower'} than as written, by a factor that {unclear}"
+    return f"faster or slower than as written, which {unclear}"

@@ -148,7 +148,7 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
 def _improved(found: Best, lost: list[str]) -> str:
     confirmation, ratio = found.confirmation, found.confirmation.speedup
     assert ratio is not None
-    words = f"{found.trial.recipe} trains {ratio.single()} as fast as written ({sentences.bounds(ratio)})"
+    words = f"{found.trial.recipe} trains {sentences.speed(ratio)}"
     over = "" if confirmation.parity is None else f", over the first {confirmation.parity.n} updates"
     if found.trial.recipe.exact:
         words += f"; its losses are those as written, within rounding{over}"
