@@ -233,3 +233,45 @@ def test_temporary_files_go_with_the_worker_and_what_torch_compiled_stays(tmp_pa
     assert not any(map(os.path.exists, map(os.path.dirname, places)))
     assert len(set(caches)) == 1
     assert not caches[0].startswith(tuple(map(os.path.dirname, places)))
+
+
+DAEMON = """
+    import ctypes, time
+    begun, begins = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            print("daemon", os.getpid(), flush=True)
+            os.write(begins, b"x")
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    os.read(begun, 1)
+    {end}"""
+
+
+@pytest.mark.parametrize(
+    ("end", "forked"),
+    [
+        *[(end, True) for end in ("pass", "os._exit(0)", "ctypes.string_at(0)", "time.sleep(600)")],
+        *[(end, False) for end in ("pass", "time.sleep(600)")],
+    ],
+)
+def test_what_left_its_group_and_its_parent_ends_with_the_worker(tmp_path, end, forked):
+    with Workers() as workers:
+        worker = WorkerProcess(job(tmp_path, DAEMON.format(end=end)), tmp_path / "one", workers if forked else None)
+        while worker.alive and "daemon" not in worker.log_tail(200):
+            time.sleep(0.05)
+        if "sleep" in end:
+            worker.kill()
+        else:
+            worker.wait(seconds=100, memory_mb=None)
+        number = int(worker.log_tail(200).partition("daemon ")[2].split()[0])
+        alive = that_stay([psutil.Process(number)] if psutil.pid_exists(number) else [])
+        for process in alive:
+            process.kill()
+        assert not alive
+        if forked:  # by a server that minded none of it
+            again = WorkerProcess(job(tmp_path), tmp_path / "two", workers)
+            assert again.wait(seconds=100, memory_mb=None).reason is None
+            assert int(told(again)[0]) == workers._server.pid

@@ -26,10 +26,12 @@ import time
 import warnings
 
 import numpy as np
+import psutil
 import torch
 
 from trimtab.study import worker
 from trimtab.study.lifeline import die_with
+from trimtab.study.process import end_descendants
 from trimtab.study.workers import WORD
 
 LONGEST_REQUEST = 1 << 16
@@ -131,13 +133,18 @@ def _settle(log: int, server: int) -> None:
 
 
 def _reap(running: dict[int, int]) -> None:
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        tells = running.pop(pid)
-        os.write(tells, os.waitstatus_to_exitcode(status).to_bytes(WORD, "little", signed=True))
-        os.close(tells)
+    """Tell how each fork ended that did, once what it left behind, which is this process's child from then on, is gone too."""
+    with contextlib.suppress(ChildProcessError):  # nobody is left
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            tells = running.pop(ended[0], None)
+            if tells is None:
+                continue
+            for orphan in psutil.Process().children():
+                if orphan.pid not in running:
+                    end_descendants(orphan.pid)
+                    orphan.kill()
+            os.write(tells, os.waitstatus_to_exitcode(ended[1]).to_bytes(WORD, "little", signed=True))
+            os.close(tells)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with(parent: int) -> None:
@@ -27,7 +27,9 @@ def die_with(parent: int) -> None:
         fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgid(0))
         fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        library = ctypes.CDLL(None, use_errno=True)
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        library.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives whoever started it becomes our child, and is found
     else:
         threading.Thread(target=_watch, daemon=True).start()
     if os.getppid() != parent or select.select([0], [], [], 0)[0]:
