@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import inspect
 import os
 import pathlib
+import re
 import resource
 import signal
 import subprocess
@@ -19,13 +21,17 @@ import pytest
 from _faulty import write
 from _workers import that_stay, workers_that_stay
 from trimtab._disk import refused
+from trimtab.backends.torchscript import TorchScript
 from trimtab.cli._boundary import Ending
 from trimtab.errors import StorageError, UsageError, WorkloadError
+from trimtab.evaluate import ended
 from trimtab.optimizing import alone
+from trimtab.recipe import Recipe
 from trimtab.study.options import Options
 from trimtab.study.process import WorkerProcess
 from trimtab.study.study import Study
 from trimtab.study.workers import Forked, Workers
+from trimtab.trial import State
 
 MADE = "def made(): return workload()"
 
@@ -103,6 +109,38 @@ def test_an_error_that_a_workload_makes_of_ours_is_ours(tmp_path: pathlib.Path) 
     body = "class Mine(trimtab.errors.UsageError): ...\ndef made(): raise Mine('The file states no depth.')"
     with pytest.raises(UsageError, match=r"^The file states no depth\.$"):
         begun(tmp_path, body)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def mute(figures: object) -> tuple[State, str | None]:
+    raise Mute
+
+
+def test_an_error_that_has_no_text_is_told_with_its_place(tmp_path: pathlib.Path) -> None:
+    message = r"raised: Mute: <exception str\(\) failed> \(.*faulty.py, line \d+\)\. .*The traceback is in .*log.txt"
+    with pytest.raises(WorkloadError, match=message):
+        begun(
+            tmp_path,
+            f"{inspect.getsource(Mute)}def fails(output, target): raise Mute\ndef made(): return workload(score=fails)",
+        )
+    assert "in fails" in log_of(tmp_path)
+    trial = ended(Recipe(backend=TorchScript()), mute)
+    assert (trial.state, trial.reason) == (State.FAILED, "Mute: <exception str() failed>")
+
+
+def test_of_a_text_without_end_is_told_as_much_as_can_be_read(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(WorkloadError) as caught:
+        begun(tmp_path, "def made(): raise KeyError('<' + 'x' * 3_000_000 + '>')")
+    told = str(caught.value)
+    assert len(told) < 5000
+    assert "KeyError: '<xxx" in told
+    assert re.search(r"xxx \[\.\.\. 29\d{5} characters more \.\.\.\] xxx.*x>' \(.*line \d+\)\. .*The traceback is in", told)
+    assert (tmp_path / "run" / "prepare" / "log.txt").stat().st_size > 3_000_000, "it lacks the rest"
+    assert (tmp_path / "run" / "prepare" / "result.json").stat().st_size < 100_000
 
 
 @pytest.fixture

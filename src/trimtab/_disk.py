@@ -8,6 +8,8 @@ import os
 import pathlib
 import re
 
+from trimtab._said import said
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the system says where a disk is full, or one's share of it."""
 WORDS = re.compile(r"No space left|Disk quota exceeded|PytorchStreamWriter failed writing|unexpected pos \d+")
@@ -30,7 +32,7 @@ def out_of_space(error: BaseException | None) -> bool:
     seen = set[int]()
     while error is not None and id(error) not in seen:  # an error can be its own cause
         seen.add(id(error))
-        if (isinstance(error, OSError) and error.errno in FULL) or says_full(str(error)):
+        if (isinstance(error, OSError) and error.errno in FULL) or says_full(said(error)):
             return True
         shown = None if error.__suppress_context__ else error.__context__
         error = shown if error.__cause__ is None else error.__cause__

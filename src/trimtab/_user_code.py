@@ -9,6 +9,7 @@ import traceback
 
 from trimtab._disk import out_of_space
 from trimtab._fixes import told, with_fix
+from trimtab._said import said
 from trimtab.errors import CompileError, UsageError, WorkloadError
 
 BY_HAND = "Call the model with these inputs yourself."
@@ -45,8 +46,8 @@ class user_code:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
             exits = isinstance(error, SystemExit)
-            said = f"it called sys.exit({error})" if exits else f"{type(error).__name__}: {error}"
-            told = f"{self.what}: {said}{_place(error)}"
+            words = f"it called sys.exit({error})" if exits else f"{type(error).__name__}: {said(error)}"
+            told = f"{self.what}: {words}{_place(error)}"
             raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
 
 
@@ -60,7 +61,7 @@ class writing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         own = isinstance(error, (Exception, SystemExit)) and not isinstance(error, (CompileError, OSError))
         if error is not None and own and not out_of_space(error):
-            raise CompileError(f"Writing it failed: {type(error).__name__}: {told(str(error))}{_place(error)}.") from error
+            raise CompileError(f"Writing it failed: {type(error).__name__}: {told(said(error))}{_place(error)}.") from error
 
 
 def _place(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from trimtab._disk import out_of_space
 from trimtab._faithful import faithful, writes_otherwise
 from trimtab._fitted import Fitted
 from trimtab._json import from_json, write_json
+from trimtab._said import LONGEST, said, shortened
 from trimtab._tree import flatten
 from trimtab._user_code import writing
 from trimtab.candidate import Candidate, Settings
@@ -94,7 +95,7 @@ def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | No
         if out_of_space(error):
             raise
         state, reason = State.FAILED, describe(error)
-        figures["traceback"] = traceback.format_exc()
+        figures["traceback"] = shortened(traceback.format_exc(), LONGEST)
     figures.pop("cannot_ship", None)
     return Trial(recipe=recipe, state=state, reason=reason, seconds=time.perf_counter() - started, **figures)
 
@@ -366,5 +367,6 @@ def load_saved(recipe: Recipe, folder: pathlib.Path) -> Executable:
 
 def describe(error: BaseException) -> str:
     """An exception in one sentence."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    text = next((line.strip() for line in said(error).splitlines() if line.strip()), "no message")
+    text = shortened(text)
     return text if isinstance(error, (CompileError, InputError)) else f"{type(error).__name__}: {text}"

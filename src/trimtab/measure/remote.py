@@ -20,6 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from types import TracebackType
 from typing import Any, Self
 
+from trimtab._said import said, shortened
 from trimtab.errors import MeasurementError, TrimtabError
 from trimtab.measure.timer import MAX_CALLS, Runner
 
@@ -234,4 +235,5 @@ def _check_address(path: str) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    words = shortened(said(error))
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -13,6 +13,7 @@ from typing import Any
 from trimtab._disk import out_of_space
 from trimtab._fixes import with_fix
 from trimtab._json import write_json
+from trimtab._said import LONGEST, shortened
 from trimtab.errors import TrimtabError, WorkloadError
 from trimtab.study.jobs import JOBS
 from trimtab.study.process import DISK_FULL, JOB, LOG, RESULT, end_descendants
@@ -57,12 +58,12 @@ def _result(job: dict[str, Any], folder: pathlib.Path, shown: pathlib.Path) -> A
         if out_of_space(error):
             raise
         _log_traceback()
-        message = str(error)
+        message = shortened(str(error))
         if job["kind"] == "prepare" and isinstance(error, WorkloadError) and error.__cause__ is not None:
             message = with_fix(message, f"The traceback is in {shown / LOG}.")  # that of the user's own code
         # whoever reads it knows ours alone, and a workload may have made one of its own from them
         kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == TrimtabError.__module__)
-        return {"error": kind, "message": message, "traceback": traceback.format_exc()}
+        return {"error": kind, "message": message, "traceback": shortened(traceback.format_exc(), LONGEST)}
 
 
 if __name__ == "__main__":
