@@ -100,6 +100,8 @@ SILENT = "import sys\nsys.stdout = None\n"
 
 def test_a_workload_may_put_anything_in_the_place_of_the_streams(tmp_path: pathlib.Path) -> None:
     assert begun(tmp_path, SILENT + MADE).prepared.name == "faulty"
+    for number, closes in enumerate(("sys.stdout.close()", "os.close(1)")):
+        assert begun(tmp_path / str(number), f"import sys\n{closes}\n{MADE}").prepared.name == "faulty"
     with pytest.raises(WorkloadError, match="It raised KeyboardInterrupt; its log has the traceback"):
         begun(tmp_path, f"{SILENT}sys.stderr = open(os.devnull, 'w')\ndef made(): raise KeyboardInterrupt")
     assert "in made" in log_of(tmp_path)

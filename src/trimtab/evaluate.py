@@ -205,8 +205,11 @@ def stage(words: str) -> Iterator[None]:
     """Says in the trial's log how long a part of it took."""
     begun = time.perf_counter()
     yield
-    # a workload may have put one of its own in the place of sys.stdout
-    print(f"{words}: {time.perf_counter() - begun:.2f} s", flush=True, file=sys.__stdout__)
+    try:  # a workload may have put one of its own in the place of sys.stdout, or have closed it
+        print(f"{words}: {time.perf_counter() - begun:.2f} s", flush=True, file=sys.__stdout__)
+    except (OSError, ValueError) as error:
+        if out_of_space(error):
+            raise
 
 
 def apply_passes(recipe: Recipe, candidate: Candidate) -> Candidate:
