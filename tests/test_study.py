@@ -360,6 +360,32 @@ def test_a_database_of_another_optuna_is_a_sentence(tmp_path) -> None:
         Storage(url, "x", direction="maximize", identity=IDENTITY)
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("trial_params", "distribution_json", "x"),
+        ("trial_params", "distribution_json", "[]"),
+        ("trial_params", "param_value", None),
+        ("trial_user_attributes", "value_json", '"one' + chr(7)),
+        ("trials", "number", "one"),
+        ("trials", "state", "[]"),
+        ("trials", "datetime_complete", "now"),
+        ("study_user_attributes", "value_json", "NaN"),
+    ],
+)
+def test_a_database_that_a_disk_damaged_is_a_sentence(tmp_path, table: str, column: str, value: str | None) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    for recipe in (as_written(), Recipe(backend=BACKENDS["torchscript"]())):
+        storage.add(complete(recipe, 1.0), 1.0)
+    with sqlite3.connect(tmp_path / "study.db") as database:
+        changed = database.execute(f"update {table} set {column} = ? where rowid = 1", (value,))
+        assert changed.rowcount == 1
+    with pytest.raises(StorageError, match=r"study.db cannot be (read: .*\. Put back a copy of it|opened: .*\. Mend that)"):
+        Storage(url, "x", direction="maximize", identity=IDENTITY).trials()
+    Storage(url, "y", direction="maximize", identity=IDENTITY)
+
+
 @pytest.fixture
 def postgres(tmp_path) -> Iterator[str]:
     """A PostgreSQL server of the test's own; its URL."""

@@ -28,8 +28,9 @@ DRIVERS = {"psycopg": "pip install 'trimtab[postgres]'"}
 """Drivers that an extra of ours brings."""
 COMPLAINTS = (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, KeyError)
 """What is raised where a database cannot be used; a KeyError is all that optuna says of what somebody deleted meanwhile."""
-ODD = (RuntimeError, AssertionError, LookupError, ValueError)
-"""What else optuna raises on opening a database that another version of it made, or somebody changed."""
+ODD = (RuntimeError, AssertionError, LookupError, ValueError, TypeError, AttributeError)
+"""What else optuna raises on reading a database that another version of it made, somebody changed, or a disk damaged."""
+DAMAGED = "Put back a copy of it, or begin anew with --fresh or another --out (in Python, fresh=True or out=...)."
 
 
 class Storage:
@@ -123,7 +124,7 @@ class Storage:
         for item in kept:
             try:
                 found.append(from_json(Trial, json.loads(item.user_attrs[TRIAL])))
-            except ValueError as error:  # a UsageError is one
+            except (ValueError, TypeError) as error:  # a UsageError is one
                 unread.append(str(error).rstrip("."))
         count = "One trial is" if len(unread) == 1 else f"{len(unread)} trials are"
         self.notes = [f"{count} left out, because this installation cannot read what was tried: {unread[0]}."] if unread else []
@@ -139,7 +140,7 @@ class Storage:
         """A fact that :meth:`note` kept, or ``None``."""
         with self.guard("read"):
             text = self.study.user_attrs.get(key)
-        return None if text is None else json.loads(text)
+            return None if text is None else json.loads(text)
 
     def _identify(self, name: str, identity: Mapping[str, Any]) -> None:
         known = json.loads(self.study.user_attrs.get("identity", "null"))
@@ -160,7 +161,7 @@ class Storage:
         Raises:
             StorageError: it cannot be used.
         """
-        met = COMPLAINTS + (ODD if verb == "opened" else ())
+        met = COMPLAINTS + (() if verb == "written" else ODD)
         try:
             yield
         except ImportError as error:
@@ -174,10 +175,10 @@ class Storage:
         except met as error:
             reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
             fix = "If the disk is full, free space." if verb == "written" else "Mend that, or choose another with --storage."
-            raise StorageError(
-                f"The study's storage {self.url} cannot be {verb}: {reason}. {fix} Finished trials are kept, and the same "
-                "command goes on from them."
-            ) from error
+            fix += " Finished trials are kept, and the same command goes on from them."
+            if verb == "read" and not isinstance(error, COMPLAINTS):
+                fix = DAMAGED
+            raise StorageError(f"The study's storage {self.url} cannot be {verb}: {reason}. {fix}") from error
 
 
 def in_file(path: pathlib.Path) -> str:
