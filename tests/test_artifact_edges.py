@@ -228,6 +228,24 @@ def test_a_stranger_cannot_write_to_the_terminal(tmp_path: pathlib.Path) -> None
     assert "\u001b[2J" not in said
 
 
+def test_nor_can_a_strangers_graph(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By what the runtime logs itself of a node that fails."""
+    onnx = pytest.importorskip("onnx")
+    folder = shipped(tmp_path / "artifact", Candidate.of(nn.Linear(4, 4).eval(), (torch.randn(2, 4),)), OnnxRuntime()).path
+    model = onnx.load(folder / "model" / "model.onnx")
+    output = model.graph.output[0].name
+    for node in model.graph.node:
+        node.output[:] = ["before" if name == output else name for name in node.output]
+    model.graph.initializer.append(onnx.helper.make_tensor("beyond", onnx.TensorProto.INT64, [2], [0, 7]))
+    model.graph.node.append(onnx.helper.make_node("Gather", ["before", "beyond"], [output], name="\u001b[2Jforged"))
+    (folder / "model" / "model.onnx").write_bytes(model.SerializeToString())
+    reseal(folder)
+    said = CliRunner().invoke(app, ["verify", str(folder)]).output + "".join(capfd.readouterr())
+    assert "The model failed on a test vector" in said
+    assert "forged" in said
+    assert "\u001b[2J" not in said
+
+
 def test_wrong_outputs_are_why_the_speed_is_not_compared(tmp_path: pathlib.Path) -> None:
     folder = write(tmp_path / "artifact").path
     reseal(folder, set_path("golden", "tolerance", value=[0.0, 0.0]))

@@ -44,6 +44,9 @@ _EXACTLY = f"""    flags = open("/proc/cpuinfo").read().split() if platform.syst
 
 
 BOOLEAN = "tensor(bool)"
+FATAL = 4
+"""The least that the runtime writes to standard error by itself: what fails is raised, and the names that a stranger gave to
+nodes would reach the terminal as they are."""
 
 
 class OnnxExecutable(Executable):
@@ -69,6 +72,7 @@ class OnnxExecutable(Executable):
         self._written = signature.written
         state = require("onnxruntime").capi._pybind_state
         self._vector, self._options = state.OrtValueVector, state.RunOptions()
+        self._options.log_severity_level = FATAL
         self._devices = [state.OrtDevice(state.OrtDevice.cpu(), state.OrtDevice.default_memory(), 0)] * len(outputs)
         self._run: Callable[..., Any] | None = getattr(session, "_sess", session).run_with_ortvaluevector
         self._session = session
@@ -262,7 +266,7 @@ def load(folder, threads):
     def _session(self, folder: pathlib.Path, settings: Settings, *, exactly: bool = False) -> Any:
         onnxruntime = require("onnxruntime")
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = FATAL
         options.intra_op_num_threads = settings.threads or 0
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self.spinning)))
