@@ -21,6 +21,7 @@ from torch.jit.frontend import FrontendError
 from trimtab._archive import save_program as write_program
 from trimtab._fixes import told
 from trimtab._masks import errors
+from trimtab._said import said
 from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
 from trimtab._weights import HALVES, weights
 from trimtab.backends._causes import known_cause
@@ -272,7 +273,7 @@ def quiet(*, stream: bool = True) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that says anything, without a stop at its end."""
-    return told(str(error))
+    return told(said(error))
 
 
 def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:
