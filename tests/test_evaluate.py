@@ -451,6 +451,39 @@ def test_sizes_that_are_stated_are_kept_up_to_the_largest(subject: Subject, tmp_
     assert judged(Recipe(backend=Short()), stated(Dim("batch", max=20)), tmp_path / "kept").reason is None
 
 
+class Average(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+
+class Strict(EagerExecutable):
+    __call__ = Executable.__call__  # eager mode itself takes more than its signature says
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Frozen(Eager):
+    """Eager mode that takes the example's sizes only."""
+
+    name = "frozen"
+
+    def compile(self, candidate: Candidate) -> Executable:
+        executable = Strict(candidate, self.grad_mode)
+        executable.signature = executable.signature.without_dims(candidate.leaves, executable.run(candidate.leaves))
+        executable.notes.append("Built for the example's sizes only: it has a table of them.")
+        return executable
+
+
+def test_a_size_that_was_frozen_is_told_with_the_reason(tmp_path) -> None:
+    data = [(torch.randn(4, steps, 16), torch.zeros(4, dtype=torch.long)) for steps in (5, 7, 9, 5, 7, 9)]
+    evaluation = Evaluation(data=data, score=lambda output, target: output.argmax(1) == target)
+    subject = prepare(Workload(model=Average().eval(), inputs=torch.randn(4, 5, 16), evaluation=evaluation))
+    trial = judged(Recipe(backend=Frozen()), subject, tmp_path)
+    assert trial.state is State.FAILED
+    assert trial.reason is not None
+    assert "was given, but this was built for" in trial.reason
+    assert trial.reason.endswith(". Built for the example's sizes only: it has a table of them.")
+
+
 class Grows(nn.Module):
     """Adds positions, of which it makes more where there are more steps than it has."""
 

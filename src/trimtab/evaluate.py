@@ -120,7 +120,7 @@ def _line(
     if stated and (short := _falls_short(executable, full)):
         return State.FAILED, f"{recipe.backend.name} {short}"
 
-    with stage("outputs on the selection data"):
+    with stage("outputs on the selection data"), _told_why(executable, full):
         outputs = predict(Fitted(executable, full), batches, evaluation)
     exact, most = recipe.exact, plan.limits.max_error
     figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
@@ -177,6 +177,17 @@ def _line(
         figures["cannot_ship"] = f"It cannot ship: what it saves {short}"
     executable.close()
     return State.COMPLETE, figures.get("cannot_ship")
+
+
+@contextlib.contextmanager
+def _told_why(executable: Executable, full: Signature) -> Iterator[None]:
+    """A block in which a size that the executable refuses, because it could not keep it free, is told with why it could not."""
+    try:
+        yield
+    except InputError as error:
+        if len(executable.signature.dims) < len(full.dims):
+            error.args = (" ".join((str(error), *executable.notes)),)
+        raise
 
 
 def _falls_short(executable: Executable, full: Signature) -> str | None:
