@@ -57,7 +57,8 @@ def plain_weights(module: nn.Module) -> None:
     names = [name for name, _ in module.get_submodule("parametrizations").named_children()]
     with torch.no_grad():
         values = {name: getattr(module, name).detach().clone() for name in names}
+    own = type_before_parametrizations(module)  # which is told by what is deleted next
     del module.parametrizations
-    module.__class__ = type_before_parametrizations(module)
+    module.__class__ = own
     for name, value in values.items():
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
