@@ -230,6 +230,37 @@ def test_temporary_folders_are_gone_in_the_end_whatever_interrupts_their_removal
     assert list(tmp_path.iterdir()) == []
 
 
+HOLDING = """
+import time
+from trimtab._temporary import temporary_folder
+
+print(temporary_folder(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_temporary_folder_of_a_process_that_was_killed_is_removed_by_the_next_one(tmp_path: pathlib.Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    (foreign := tmp_path / "trimtab-notes").mkdir()
+    holding = [
+        subprocess.Popen([sys.executable, "-c", HOLDING], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    killed, new, alive = (pathlib.Path(str(process.stdout and process.stdout.readline()).strip()) for process in holding)
+    try:
+        for process in holding[:2]:
+            process.kill()
+            process.wait()
+        for folder in (killed, alive, foreign):
+            os.utime(folder, (0, 0))
+        line = "from trimtab._temporary import temporary_folder; temporary_folder()"
+        subprocess.run([sys.executable, "-c", line], env=environment, check=True)
+        assert sorted(tmp_path.iterdir()) == sorted([new, alive, foreign])  # of a new one nobody knows yet
+    finally:
+        holding[2].kill()
+        for process in holding:
+            process.communicate()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_to_end_interrupt_a_command(number: signal.Signals) -> None:
     ending = Ending()
