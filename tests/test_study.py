@@ -567,3 +567,22 @@ def test_the_model_as_written_is_nobody_ahead_of_its_own_tuned_form() -> None:
         options=Options(objective="memory"), trials=[written, tuned, less], original=as_written(), to_beat=tuned
     )
     assert ahead(study) == [less]
+
+
+@pytest.mark.parametrize(("exact", "best"), [(True, 2.9), (False, 5.8)])
+def test_a_first_timing_is_held_against_the_best_that_the_recipe_could_take_the_place_of(exact: bool, best: float) -> None:
+    lossy = Recipe(backend=BACKENDS["openvino"](precision="int8_static"))
+    trials = [complete(as_written(), 1.0), complete(Recipe(backend=BACKENDS["onnxruntime"]()), 3.0), complete(lossy, 6.0)]
+    recipe = Recipe(backend=BACKENDS["openvino"]() if exact else BACKENDS["openvino"](precision="int8_weights"))
+    ranked = verdict.ranked(trials, Limits(), "latency")
+    low = {trial.recipe: trial.speedup.low for trial in ranked if trial.speedup}
+    found = verdict.to_reach(recipe, trials, Limits(), "latency")
+    assert found == {"floor": verdict.HOPELESS * low[lossy], "best": low[lossy if not exact else trials[1].recipe]}
+    assert found["best"] == pytest.approx(best, abs=0.11)
+    assert verdict.to_reach(recipe, trials, Limits(), "size") == {}
+
+
+def test_a_training_that_is_hopeless_is_stopped_though_it_is_exact_and_eager() -> None:
+    trials = [complete(as_written(), 1.0), complete(Recipe(backend=BACKENDS["eager"]()), 4.0)]
+    slow = Recipe(passes=(PASSES["channels_last"](),), backend=BACKENDS["eager"]())
+    assert verdict.to_reach(slow, trials, Limits(), "throughput")["floor"] > 1

@@ -214,9 +214,8 @@ def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> lis
 
 def to_reach(recipe: Recipe, trials: Iterable[Trial], limits: Limits, objective: Objective) -> dict[str, float]:
     """What the first timing of ``recipe`` is held against: below a share of the best so far it is stopped, and behind the best
-    that it could take the place of, which for an exact one is the best exact one, it needs no longer timing. Exact forms of
-    eager are a rung of their own, and are timed in full."""
-    if objective not in ("latency", "throughput") or (recipe.exact and recipe.backend.name == "eager"):
+    that it could take the place of, which for an exact one is the best exact one, it needs no longer timing."""
+    if objective not in ("latency", "throughput"):
         return {}
     order = [trial for trial in ranked(trials, limits, objective) if trial.speedup is not None]
     peers = [trial for trial in order if trial.recipe.exact or not recipe.exact]
