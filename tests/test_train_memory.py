@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pathlib
 import random
 from collections.abc import Callable, Iterator
@@ -516,6 +517,29 @@ def test_a_forward_that_somebody_put_into_a_module_is_there_after_recomputing() 
     torch.testing.assert_close(module(inputs), expected)
     recomputed.undo()
     assert module.forward is hooked
+
+
+def test_garbage_of_an_earlier_count_does_not_lower_a_later_one() -> None:
+    model = nn.Linear(32, 32)
+    x = torch.randn(512, 32)
+
+    def step() -> None:
+        loss = model(x).square().mean()
+        gc.collect()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def littered() -> None:
+        step()
+        ring: list[Any] = [torch.zeros(1 << 20)]
+        ring.append(ring)
+
+    first = peak_activations(step, model.parameters(), torch.device("cpu"))
+    gc.disable()
+    try:
+        peak_activations(littered, model.parameters(), torch.device("cpu"))
+        assert peak_activations(step, model.parameters(), torch.device("cpu")) == first
+    finally:
+        gc.enable()
 
 
 def test_a_double_of_a_run_keeps_its_budget() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -89,6 +90,7 @@ def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Pa
     Where torch's profiler is running already, which alone tells what the host's allocator does, it is that of :class:`Live`.
     """
     parameters = [p for p in parameters if p.requires_grad]
+    gc.collect()  # garbage in rings, which was there before, must not be given back in the middle of the count
     if device.type == "cuda":
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
