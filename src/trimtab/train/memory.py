@@ -205,10 +205,10 @@ class Fitting:
         Raises:
             WorkloadError: a single example does not fit, batches may not be taken apart, or the GPU met an impossible index.
         """
-        size = largest = max(map(examples, group))
+        whole, size, before = group, None, None
         if self.limit is not None and self._since < self._wait:
-            size, group = min(size, self.limit), parts(group, self.limit)
-        before = None
+            size = min(_largest(group), self.limit)
+            group = parts(group, self.limit)
         while True:
             elements = max(map(_elements, group))
             if before is None and elements > self._fitted:
@@ -223,6 +223,7 @@ class Fitting:
                 if not (again or out_of_memory(error)):
                     raise
                 if not again:
+                    size = size or _largest(group)  # which nobody needs where all goes well
                     self._may_split(step, size, group, error)
             step.discard()  # outside the except block, whose traceback keeps the step's tensors alive
             if before is not None:
@@ -230,11 +231,12 @@ class Fitting:
             if again:
                 self.trainer.note_once(_AGAIN)
                 continue
-            size = -(-size // 2)
+            size = -(-(size or 1) // 2)
             group = parts(group, size)
         self._fitted = max(self._fitted, elements)
-        if self.limit is not None or size < largest:
-            self._remember(size, largest, step, group)
+        if self.limit is not None or size is not None:
+            largest = _largest(whole)
+            self._remember(size or largest, largest, step, group)
         return update
 
     def _may_split(self, step: Step, size: int, group: Sequence[Batch], error: BaseException) -> None:
@@ -304,6 +306,11 @@ class _Before:
         if self._gpu is not None:
             torch.cuda.empty_cache()
             torch.cuda.set_rng_state(self._gpu, self._device)
+
+
+def _largest(group: Sequence[Batch]) -> int:
+    """Examples in the largest batch."""
+    return max(map(examples, group))
 
 
 def _elements(batch: Batch) -> int:

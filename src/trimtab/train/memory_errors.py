@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 from trimtab.errors import WorkloadError
@@ -23,19 +20,22 @@ def said(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-@contextlib.contextmanager
-def final(sentence: str) -> Iterator[None]:
-    """A block that cannot be tried again, because it has begun to change what a second try would begin with.
+class final:
+    """Blocks that cannot be tried again, because they have begun to change what a second try would begin with.
 
     Raises:
-        WorkloadError: memory ran out in it; the error says ``sentence``, with the allocator's words for its ``{words}``.
+        WorkloadError: memory ran out in one; the error says ``sentence``, with the allocator's words for its ``{words}``.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise WorkloadError(sentence.format(words=said(error))) from error
+
+    def __init__(self, sentence: str) -> None:
+        self.sentence = sentence
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and out_of_memory(error):
+            raise WorkloadError(self.sentence.format(words=said(error))) from error
 
 
 def no_second_try(error: BaseException) -> WorkloadError:

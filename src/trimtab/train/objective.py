@@ -207,6 +207,8 @@ def _refuse_other(loss: Any) -> None:
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """The model on inputs that are a tensor, a tuple of positional or a mapping of keyword arguments."""
+    if isinstance(inputs, torch.Tensor):
+        return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
@@ -216,6 +218,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def fresh(batch: Batch) -> Batch:
     """``batch`` in dicts, lists, tuples and dataclasses of its own; the tensors and whatever else is in them are the same."""
+    if isinstance(batch, torch.Tensor):
+        return batch
     if isinstance(batch, tuple) and not isinstance(batch, PackedSequence):
         items = [fresh(item) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)

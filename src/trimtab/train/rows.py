@@ -28,6 +28,8 @@ def rows_of(batch: Any) -> list[Any]:
 
 def length(batch: Any) -> int | None:
     """The number of examples in ``batch``, if anything tells: its first tensor or array, or else a list of examples."""
+    if type(batch) in (tuple, list) and batch and isinstance(first := batch[0], torch.Tensor) and first.ndim:
+        return len(batch) if type(batch) is list and _ragged(batch) else int(first.shape[0])  # what follows says so, for longer
     if (found := _column(batch)) is not None or alone(batch):
         return len(batch) if found is None else found
     items = inside(batch)
@@ -69,11 +71,15 @@ def alone(item: Any) -> bool:
 
 def inside(batch: Any) -> list[Any]:
     """What a container holds."""
+    if type(batch) in (tuple, list):
+        return list(batch)
     return [item for _, item in entries(batch)]
 
 
 def entries(batch: Any) -> list[tuple[Any, Any]]:
     """What a container holds, each with its key, its field's name or its place."""
+    if type(batch) in (tuple, list):  # by far the most are, and nothing else is known as quickly
+        return list(enumerate(batch))
     if (found := batch if isinstance(batch, Mapping) else fields_of(batch)) is not None:
         return list(found.items())
     return list(enumerate(batch)) if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from trimtab.train import epoch, prepare
 from trimtab.train.distributed.alike import tell
 from trimtab.train.events import Saved
 from trimtab.train.objective import Batch
+from trimtab.train.world import NOTHING
 
 if TYPE_CHECKING:
     from trimtab.train.prepare import Ready
@@ -38,28 +38,34 @@ def remark(trainer: Trainer, ready: Ready, steps: int | None) -> str | None:
     )
 
 
-@contextlib.contextmanager
-def saving(trainer: Trainer, ready: Ready) -> Iterator[None]:
-    """A block between two whole updates; where it fails, a checkpoint is written first, as far as all processes can do that."""
-    try:
-        yield
-    except Exception as error:
+class Saving:
+    """Blocks between two whole updates; where one fails, a checkpoint is written first, as far as all processes can do that."""
+
+    def __init__(self, trainer: Trainer, ready: Ready) -> None:
+        self.trainer, self.ready = trainer, ready
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        trainer = self.trainer
         made = trainer.position.update
         unsaved = trainer.checkpoints is not None and made and trainer.checkpoints.update() != made
         if trainer.world.heard(error) and trainer.world.any(bool(unsaved)):
-            epoch.take_back(trainer, ready.feed)
-            save(trainer, ready)
-        raise
+            epoch.take_back(trainer, self.ready.feed)
+            save(trainer, self.ready)
 
 
-def rounds(trainer: Trainer, ready: Ready) -> Iterator[list[Batch]]:
+def rounds(trainer: Trainer, ready: Ready, saving: Saving) -> Iterator[list[Batch]]:
     """What is left of the epoch, as :func:`trimtab.train.epoch.rounds` gives it; the loader may fail before each update.
 
     Of several processes the others may be in an update by then, which does not come to its end: there nothing can be saved.
     """
-    groups = epoch.rounds(trainer, ready.feed)
+    groups, alone = epoch.rounds(trainer, ready.feed), trainer.world.processes == 1
     while True:
-        with saving(trainer, ready) if trainer.world.processes == 1 else contextlib.nullcontext():
+        with saving if alone else NOTHING:
             group = next(groups, None)
         if group is None:
             return

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from trimtab.train.memory_errors import final, out_of_memory
 from trimtab.train.objective import Batch, Objective, Weight, examples
 from trimtab.train.recompute import buffers_of
 from trimtab.train.rehearsal import Kept
-from trimtab.train.world import World
+from trimtab.train.world import NOTHING, World
 from trimtab.workload import user_code
 
 _NO_ROOM = (
@@ -95,7 +95,7 @@ class _updating(user_code):
             super().__exit__(kind, error, trace)
 
 
-_UPDATING = _updating("The optimizer raised")
+_UPDATING, _FINAL = _updating("The optimizer raised"), final(_NO_ROOM)
 
 
 class Step:
@@ -143,11 +143,11 @@ class Step:
             NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
             WorkloadError: memory ran out after the gradients were there, so that the update cannot be made again.
         """
-        clock, world = self.clock, self.world
-        if len(self._parameters) != self._known:
-            self._known = len(self._parameters)
+        clock, world, parameters = self.clock, self.world, self._parameters
+        if len(parameters) != self._known:
+            self._known = len(parameters)
             world.meet(self.optimizer)
-        self.discard()  # what others have computed since, such as a callback that trains an adversary of the model
+        _discard(parameters)  # what others have computed since, such as a callback that trains an adversary of the model
         if self._typical is None and world.size > 1:
             self._typical = world.agreed(max(map(examples, batches)))
         alone = len(batches) == 1 and world.size == 1  # then what the loss is a mean over makes no difference
@@ -155,7 +155,7 @@ class Step:
         weights: list[Weight] = []
         count = world.most(len(batches)) if world.shared else len(batches)
         with world.together(self.model):
-            before = Kept(buffer for module, name in self._statistics if (buffer := module._buffers[name]) is not None)
+            before = self._kept_statistics() if self._statistics else None
             counted = len(batches) if world.counts else 0
             for index in range(count):
                 if index == counted:  # from here on it only keeps step with others
@@ -172,32 +172,32 @@ class Step:
                     losses.append(loss.detach())
                     weights.append(weight)
                     clock.enter("backward")
-                    with self._left_out(weight):
+                    with _left_out(parameters) if _known_to_be_nothing(weight) else NOTHING:
                         self.scaler.scale(self._weighted(loss, weight, count)).backward()  # type: ignore[no-untyped-call]
             if counted < count:
                 idle.put_back()
         if not world.used:
-            self.discard()
+            _discard(parameters)
             return Update(torch.stack(losses).sum(), torch.zeros(()), None, applied=False)
-        with final(_NO_ROOM):  # others may have made the update by now, and parameters or the optimizer's state may be changed
-            update = self._finish(losses, weights)
-            if not update.applied:
+        with _FINAL:  # others may have made the update by now, and parameters or the optimizer's state may be changed
+            update = self._finish(losses, weights, parameters)
+            if not update.applied and before is not None:
                 before.put_back()
-        self.discard()
+        _discard(parameters)
         clock.enter("other")
         return update
 
-    def _finish(self, losses: list[torch.Tensor], weights: list[Weight]) -> Update:
+    def _finish(self, losses: list[torch.Tensor], weights: list[Weight], parameters: list[nn.Parameter]) -> Update:
         """The update from the gradients that all processes have now."""
         clock, world = self.clock, self.world
         clock.enter("communication")
         loss, total = world.mean(losses, weights, summed=self.objective.summed)
         clock.enter("optimizer")
         self.scaler.unscale_(self.optimizer)
-        grads = self._gradients()
+        grads = _gradients(parameters)
         self._unweight(grads, total)
         clip_norm = self.settings.clip_norm
-        wanted = clip_norm is not None or self._made % self._norm_every == 0 or any(grad.is_cuda for grad in grads[:1])
+        wanted = clip_norm is not None or self._made % self._norm_every == 0 or (bool(grads) and grads[0].is_cuda)
         norm = world.norm(grads) if wanted else None  # a GPU takes all norms at once, but one sum after the other
         self._made += 1
         if clip_norm is not None and norm is not None:
@@ -206,6 +206,10 @@ class Step:
         if check is None:
             check = loss if self.settings.nonfinite == "ignore" else world.total(grads)
         return self._apply(Update(loss, check, norm, True))
+
+    def _kept_statistics(self) -> Kept:
+        """What normalisation layers gather, as it is now."""
+        return Kept(buffer for module, name in self._statistics if (buffer := module._buffers[name]) is not None)
 
     def _kept_buffers(self) -> Kept:
         """The buffers as they are now; the statistics of SyncBatchNorm are those of all, and stay alike."""
@@ -217,7 +221,7 @@ class Step:
         """The precision that the forward pass runs in."""
         dtype = self.settings.autocast
         if dtype is None:
-            return contextlib.nullcontext()
+            return NOTHING
         return torch.autocast(self.settings.device, dtype=getattr(torch, dtype))
 
     def check(self) -> None:
@@ -241,8 +245,7 @@ class Step:
 
     def discard(self) -> None:
         """Forget the gradients of an update that was cut off."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        _discard(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale of float16 losses, and the weight that others are relative to."""
@@ -272,30 +275,6 @@ class Step:
         if _known_to_be_nothing(weight):
             return loss.nan_to_num() * 0
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) if isinstance(weight, torch.Tensor) else loss
-
-    @contextlib.contextmanager
-    def _left_out(self, weight: Weight) -> Iterator[None]:
-        """A block whose backward pass goes its way, since others may wait for what it exchanges, and adds nothing to gradients.
-
-        Those of a mean over nothing are no numbers, even where it is multiplied by 0.
-        """
-        parameters = [p for p in self._parameters if p.requires_grad] if _known_to_be_nothing(weight) else []
-        hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _gradients(self) -> list[torch.Tensor]:
-        """The gradients, in memory that may be changed in place: of a sparse one, as an embedding's may be, its values."""
-        found = []
-        for parameter in self._parameters:
-            if (grad := parameter.grad) is not None:
-                if grad.is_sparse:
-                    grad = parameter.grad = grad.coalesce()  # so that no row stands in it twice
-                found.append(grad._values() if grad.is_sparse else grad)
-        return found
 
     def _unweight(self, grads: list[torch.Tensor], total: Weight | None) -> None:
         """Turn the sum of weighted gradients into that of the mean; ``total`` is ``None`` where nothing was weighted."""
@@ -339,3 +318,33 @@ class Step:
 def _known_to_be_nothing(weight: Weight) -> bool:
     """Whether a loss stands for nothing, as far as can be said without waiting for a GPU."""
     return (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu") and not weight
+
+
+@contextlib.contextmanager
+def _left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """A block whose backward pass goes its way, since others may wait for what it exchanges, and adds nothing to gradients.
+
+    Those of a mean over nothing are no numbers, even where it is multiplied by 0.
+    """
+    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients, in memory that may be changed in place: of a sparse one, as an embedding's may be, its values."""
+    found = []
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            if grad.is_sparse:
+                grad = parameter.grad = grad.coalesce()  # so that no row stands in it twice
+            found.append(grad._values() if grad.is_sparse else grad)
+    return found
+
+
+def _discard(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -285,14 +285,14 @@ class Trainer:
 
     def _epoch(self, ready: prepare.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
         """What is left of the epoch; returns whether it is whole."""
-        feed, position = ready.feed, self.position
-        for group in saving.rounds(self, ready):
+        feed, position, kept = ready.feed, self.position, saving.Saving(self, ready)
+        for group in saving.rounds(self, ready, kept):
             update, remarks = self._update(ready, group)
             if not self.world.used:
                 break
             position.batch, position.update, position.drew = feed.taken, position.update + 1, feed.drew
             position.skipped += not update.applied
-            with saving.saving(self, ready):
+            with kept:
                 for remark in remarks:
                     self.note_once(remark)
                 meter.count(update, group if self.world.counts else [])

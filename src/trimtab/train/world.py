@@ -16,6 +16,9 @@ from trimtab.train.objective import Weight
 
 T = TypeVar("T")
 
+NOTHING = contextlib.nullcontext()
+"""A block as any other; one for all of them, because an update has several."""
+
 
 class World:
     """A process that trains alone; ``distributed/`` has those that do not."""
@@ -87,7 +90,7 @@ class World:
 
         With ``model`` it is the forward and backward passes of an update.
         """
-        return contextlib.nullcontext()
+        return NOTHING
 
     def heard(self, error: BaseException) -> bool:
         """Whether all processes have failed with ``error``, or have been told of it, so that they can still act together."""
@@ -99,7 +102,7 @@ class World:
 
     def exchanging(self, model: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[object]:
         """A block whose backward pass exchanges gradients with the other processes only if ``now``."""
-        return contextlib.nullcontext()
+        return NOTHING
 
     def asked(self, ask: Callable[[], T]) -> T:
         """What ``ask`` gives, the forward pass of a batch, so that its backward pass can exchange gradients."""
