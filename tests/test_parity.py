@@ -67,7 +67,7 @@ def test_what_is_compared_is_held_in_double_precision_a_part_at_a_time(monkeypat
     batches = list(outputs(200, 40).split(10))
     for reference in (batches, [batches[0]] * 20, [torch.ones(10, 3)] * 20):
         assert compare_outputs(reference, [batch + 1e-6 for batch in reference], exact=False).ok
-    assert 1 < most[0] <= 3
+    assert 1 < most[0] <= 4
 
 
 def test_a_large_batch_is_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from trimtab._ties import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
 from trimtab._tree import Structure, flatten, names
 from trimtab.measure.slices import LOST, REACHED, along, axes_of, inexact, lost
 from trimtab.measure.structures import unlike
-from trimtab.measure.values import finite, real, scale_of, signed_infinities, unrelated, without_masks
+from trimtab.measure.values import finite, plain, real, scale_of, signed_infinities, unrelated, without_masks
 from trimtab.measurement import Parity, Relative
 from trimtab.signature import TensorSpec, dtype_name
 
@@ -234,6 +234,8 @@ def _nan_in_more(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None
 
 def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
     """How many values are NaN or infinite on one side only, in words."""
+    if plain(a) and plain(b):
+        return {}
     a, b = signed_infinities(real(a)), signed_infinities(real(b))
     return {
         "NaN where the reference has none": int((b.isnan() & ~a.isnan()).sum()),
@@ -265,8 +267,8 @@ def _figures(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]) 
         difference = (y - x).abs()
         count += len(x)
         differing += int((difference > 0).sum())
-        error += float(difference.square().sum())
-        dot, own, other = dot + float((x * y).sum()), own + float(x.square().sum()), other + float(y.square().sum())
+        error += float(difference.dot(difference))
+        dot, own, other = dot + float(x.dot(y)), own + float(x.dot(x)), other + float(y.dot(y))
         if difference.numel():
             max_abs = max(max_abs, float(difference.max()))
             relative = difference / x.abs().clamp(min=floor)

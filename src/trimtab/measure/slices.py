@@ -50,11 +50,11 @@ def along(values: Iterable[tuple[Tensor, Tensor]], axes: Sequence[int]) -> Itera
     reference is not finite, nothing is compared."""
     totals: dict[int, Tensor] = {}
     for reference, output in values:
-        usable = reference.isfinite()
-        known = torch.where(usable, reference, 0.0)
-        off = torch.where(usable, output - reference, 0.0)
+        known, off, usable = reference, output - reference, reference.isfinite()
+        if not usable.all():
+            known, off = torch.where(usable, known, 0.0), torch.where(usable, off, 0.0)
         # over the examples first, so that the axes share the largest part of the work
-        sums = torch.stack([usable.double().sum(0), known.sum(0), known.square().sum(0), off.square().sum(0)])
+        sums = torch.stack([usable.sum(0).double(), known.sum(0), _squares(known), _squares(off)])
         for axis in axes:
             part = sums.movedim(axis, 1).unsqueeze(2).flatten(2).sum(2)
             totals[axis] = totals[axis] + part if axis in totals else part
@@ -63,6 +63,12 @@ def along(values: Iterable[tuple[Tensor, Tensor]], axes: Sequence[int]) -> Itera
         size = (sums[2].sum() / sums[0].sum().clamp(min=1)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         spread = (squares / count - (total / count).square()).clamp(min=0).sqrt()
         yield Slices(axis, spread / size, (errors / count).sqrt() / size)
+
+
+def _squares(values: Tensor) -> Tensor:
+    """The sum of the squares over the first axis, without a copy of them all."""
+    norms: Tensor = torch.linalg.vector_norm(values, dim=0)
+    return norms.square()
 
 
 def inexact(found: Slices, limit: float, rounding: float) -> tuple[int, float]:

@@ -25,9 +25,19 @@ def real(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
+def plain(tensor: Tensor) -> bool:
+    """Whether no value is NaN or beyond :data:`HUGE`. Most outputs are so, and one pass over them saves many."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    tensor = tensor.detach().resolve_conj()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    low, high = map(float, torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float()))  # of 8 bits torch has none
+    return low >= -HUGE and high <= HUGE
+
+
 def signed_infinities(tensor: Tensor) -> Tensor:
     """``tensor`` with what is beyond :data:`HUGE` as infinite."""
-    return torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
+    return tensor if plain(tensor) else torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
 
 
 def without_masks(reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[list[Tensor], float]:
@@ -47,6 +57,8 @@ def without_masks(reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> tup
 def finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The values that are finite in the reference, flat."""
     x, y = real(a), real(b)
+    if plain(a):
+        return x.flatten(), y.flatten()
     usable = signed_infinities(x).isfinite()
     return x[usable], y[usable]
 
@@ -56,7 +68,7 @@ def scale_of(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float
     double precision."""
     count, total, squares, peak = 0, 0.0, 0.0, 0.0
     for x in map(_finite, reference):
-        count, total, squares = count + len(x), total + float(x.sum()), squares + float(x.square().sum())
+        count, total, squares = count + len(x), total + float(x.sum()), squares + float(x.dot(x))
         peak = max(peak, float(x.abs().max()) if len(x) else 0.0)
     count = max(1, count)
     mean, size = total / count, math.sqrt(squares / count)
@@ -75,7 +87,7 @@ def scale_of(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float
 def _finite(tensor: Tensor) -> Tensor:
     """The values that are finite, flat."""
     x = real(tensor)
-    return x[signed_infinities(x).isfinite()]
+    return x.flatten() if plain(tensor) else x[signed_infinities(x).isfinite()]
 
 
 def _spread_over_examples(reference: Sequence[Tensor]) -> float:
@@ -98,7 +110,7 @@ def _spread_over_examples(reference: Sequence[Tensor]) -> float:
 def _usable(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The values, and which of them are finite."""
     x = real(tensor)
-    return x, signed_infinities(x).isfinite()
+    return x, torch.tensor(True).expand(x.shape) if plain(tensor) else signed_infinities(x).isfinite()
 
 
 def unrelated(reference: Tensor, output: Tensor, scale: float) -> int:
