@@ -132,10 +132,10 @@ class Room:
 
         Those cannot ask each other at every update, so that they go by the settings, and look as the run begins.
         """
-        settings, known = self.trainer.settings, self.trainer.objective.known
+        settings, objective = self.trainer.settings, self.trainer.objective
         if self.trainer.world.processes == 1:
-            return len(group) > 1 and (settings.batch is not None or not known)
-        apart = settings.batch is not None or (settings.accumulate > 1 and not known)
+            return len(group) > 1 and (settings.batch is not None or not objective.known)
+        apart = settings.batch is not None or (settings.accumulate > 1 and not objective.known)
         return not self._begun and (apart or settings.adjust)
 
     def _look(self, step: Step, group: Sequence[Batch]) -> None:
@@ -314,4 +314,4 @@ def _largest(group: Sequence[Batch]) -> int:
 
 
 def _elements(batch: Batch) -> int:
-    return sum(tensor.numel() for tensor in tensors(batch))
+    return sum(map(torch.Tensor.numel, tensors(batch)))

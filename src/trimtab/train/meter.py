@@ -44,7 +44,7 @@ class Meter:
         """One update was made from ``group``."""
         self._unread.append(update)
         self._group = group or self._group
-        self._examples += sum(examples(batch) for batch in group)
+        self._examples += sum(map(examples, group))
         if len(self._unread) >= self.trainer.log_every:
             self.report()
 

@@ -52,6 +52,8 @@ class in_step(user_code):
     """Says what to do about a batch of one example that BatchNorm does not take, as the last one of an epoch may be."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
         alone = isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")
         user_code(self.what, _NOT_ALONE if alone else self.fix).__exit__(kind, error, trace)
 
@@ -221,7 +223,7 @@ def fresh(batch: Batch) -> Batch:
     if isinstance(batch, torch.Tensor):
         return batch
     if isinstance(batch, tuple) and not isinstance(batch, PackedSequence):
-        items = [fresh(item) for item in batch]
+        items = [item if isinstance(item, torch.Tensor) else fresh(item) for item in batch]  # for each update; calls add up
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if (found := fields_of(batch)) is not None:
         return with_fields(batch, {name: fresh(item) for name, item in found.items()})
@@ -237,8 +239,10 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, mappings and dataclasses."""
     if isinstance(batch, torch.Tensor):
         return [batch]
-    items = batch if isinstance(batch, PackedSequence) else inside(batch)
-    return [tensor for item in items for tensor in tensors(item)]
+    found: list[torch.Tensor] = []
+    for item in batch if isinstance(batch, PackedSequence) else inside(batch):
+        found += [item] if isinstance(item, torch.Tensor) else tensors(item)
+    return found
 
 
 def opaque(batch: Batch) -> bool:
