@@ -154,6 +154,9 @@ _EMPTY = ("Exception from", "Traceback", "Check 'false' failed at", "FrontEnd AP
 """How lines begin that say nothing yet; what the matter is stands below them."""
 _WRAPPED = "Couldn't get TorchScript module"
 """How OpenVINO begins what it wraps around an exception of the model's own."""
+_UNKNOWN = "No conversion rule found for operations"
+"""How OpenVINO's summary names the operators that it does not know. What fails above it may do so for want of these only, as an
+argument that is none and that nobody took."""
 
 
 def first_line(error: BaseException) -> str:
@@ -164,6 +167,8 @@ def first_line(error: BaseException) -> str:
     """
     while error.__cause__ is not None and (type(error).__module__.startswith("torch.onnx.") or str(error).startswith(_WRAPPED)):
         error = error.__cause__
-    lines = (line.strip().removeprefix("-- ") for line in plain(str(error)).splitlines())
-    saying = "\n".join(line for line in lines if len(line) > 3 and not line.startswith(_EMPTY))
-    return f"{type(error).__name__}: {told(saying)[:300]}"
+    lines = [line.strip().removeprefix("-- ") for line in plain(str(error)).splitlines()]
+    saying = [line for line in lines if len(line) > 3 and not line.startswith(_EMPTY)]
+    saying.sort(key=lambda line: not line.startswith(_UNKNOWN))
+    text = "\n".join(saying)
+    return f"{type(error).__name__}: {told(text)[:300]}"
