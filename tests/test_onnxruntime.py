@@ -368,6 +368,18 @@ def test_what_openvino_cannot_convert_is_named(model, name):
         BACKENDS["openvino"]().compile(Candidate.of(model, (torch.rand(3),)))
 
 
+def test_an_input_may_be_called_as_an_operator_is():
+    class Joined(nn.Module):
+        def forward(self, cat, mean):
+            return torch.cat([cat, mean], 1).mean(1, keepdim=True) + cat
+
+    executable = OnnxRuntime().compile(Candidate.of(Joined(), (torch.rand(2, 3), torch.rand(2, 3))))
+    assert executable.notes == []
+    cat, mean = torch.rand(2, 3), torch.rand(2, 3)
+    torch.testing.assert_close(executable(cat, mean=mean), Joined()(cat, mean))
+    executable.close()
+
+
 def test_why_a_model_was_traced_is_told(monkeypatch):
     def refuses(*_):
         raise ValueError("it has no form for this")

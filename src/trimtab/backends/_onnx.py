@@ -175,7 +175,16 @@ def _export_dynamo(candidate: Candidate, signature: Signature, path: pathlib.Pat
         verbose=False,
     )
     assert program is not None
+    _set_apart(program.model.graph, inputs)
     program.save(path, external_data=weight_bytes(candidate.model) > ONE_FILE_BYTES)
+
+
+def _set_apart(graph: Any, inputs: Sequence[str]) -> None:
+    """Rename what nodes give where it is called as one of the ``inputs``: the exporter names values after their operators, and
+    an input may be called ``cat`` or ``mean`` as well."""
+    for value in (value for node in graph.all_nodes() for value in node.outputs):
+        if value.name in inputs:
+            value.name = f"{value.name}.inner"
 
 
 def _export_torchscript(candidate: Candidate, signature: Signature, path: pathlib.Path) -> None:
