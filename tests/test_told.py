@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,16 @@ class Net(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = Swish.apply(rows)
         return found
+
+
+def test_of_torchscript_is_told_what_was_raised() -> None:
+    @torch.jit.script
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    with pytest.raises(RuntimeError, match="failed in the TorchScript interpreter") as raised:
+        product(torch.ones(2, 5), torch.ones(6, 3))
+    assert told(str(raised.value)) == "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 6x3)"
 
 
 def test_a_message_is_told_without_its_stop_and_with_what_it_announces() -> None:

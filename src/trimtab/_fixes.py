@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 
 from trimtab.errors import IntegrityError, UsageError
+
+_INTERPRETED = "The following operation failed in the TorchScript interpreter"
+"""How TorchScript begins every message of its own; what was raised stands below the places that it went through."""
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 
 
 def with_fix(sentence: str, fix: str) -> str:
@@ -17,8 +22,11 @@ def with_fix(sentence: str, fix: str) -> str:
 
 
 def told(text: str) -> str:
-    """The first line of a message that is not ours, without the stop at its end, and the next one if a colon announces it."""
+    """The first line of a message that is not ours, without the stop at its end, and the next one if a colon announces it. Of
+    TorchScript's the first that says what was raised."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
+    if lines[0].startswith(_INTERPRETED):
+        lines = lines[next((i for i, line in enumerate(lines) if _RAISED.match(line)), 0) :]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(" .!:")
 
 
