@@ -405,3 +405,23 @@ def test_a_program_that_cannot_be_written_is_written_otherwise(
         note.startswith("What is saved takes the example's batch, length only") for note in executable.notes
     ) is not bool(dims)
     torch.testing.assert_close(loaded(rows), model(rows))
+
+
+@pytest.mark.parametrize("most", [None, 60])
+def test_who_loads_a_program_without_trimtab_may_give_the_sizes_that_it_promises(most: int | None, tmp_path) -> None:
+    class Kernel(nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return torch.exp(-torch.cdist(rows, torch.eye(3)))  # which computes few rows another way than many
+
+    candidate = Candidate.of(Kernel(), (torch.rand(4, 3),), dynamic={"rows": {0: Dim("rows", max=most)}})
+    executable = Eager().compile(candidate)
+    executable.save(tmp_path)
+    assert executable.signature.dims == candidate.signature.dims
+    script: dict[str, Any] = {}
+    exec(Eager().script(), script)  # noqa: S102 - as run.py does
+    call = script["load"](str(tmp_path), None)
+    for count in (1, 7, 60):
+        rows = torch.rand(count, 3)
+        torch.testing.assert_close(call([rows])[0], Kernel()(rows))
+    with pytest.raises(RuntimeError):
+        call([torch.rand(7, 4)])

@@ -300,6 +300,7 @@ def write_exported(candidate: Candidate, folder: pathlib.Path, *, plain: bool = 
         CompileError: the model cannot be exported, or its program cannot be written.
     """
     program, signature = export_program(candidate, plain=plain)
+    _widen(program, signature)
     try:
         _write(program, folder)
     except CompileError:
@@ -308,6 +309,25 @@ def write_exported(candidate: Candidate, folder: pathlib.Path, *, plain: bool = 
         program, signature = export_static(candidate, plain=plain)
         _write(program, folder)
     return signature
+
+
+def _widen(program: ExportedProgram, signature: Signature) -> None:
+    """Let ``program`` take the sizes that ``signature`` keeps, at which it was tried.
+
+    Torch narrows its bounds where an operator computes small sizes another way, as ``cdist`` does, and who loads the program
+    without trimtab is held to them.
+    """
+    from torch.utils._sympy.numbers import int_oo  # sympy costs each process that exports nothing half a second
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    dims, names = {dim.name: dim for dim in signature.dims}, program.graph_signature.user_inputs
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec, name in zip(signature.inputs, names, strict=True):
+        for axis, size in zip(spec.shape, nodes[str(name)].meta["val"].shape, strict=True):
+            if axis in dims and isinstance(size, torch.SymInt) and (symbol := size.node.expr) in program.range_constraints:
+                known, dim = program.range_constraints[symbol], dims[str(axis)]
+                upper = known.upper if dim.max is not None and dim.max <= known.upper else dim.max or int_oo
+                program.range_constraints[symbol] = ValueRanges(min(known.lower, dim.min), upper)
 
 
 def _write(program: ExportedProgram, folder: pathlib.Path) -> None:
