@@ -368,6 +368,15 @@ def test_what_openvino_cannot_convert_is_named(model, name):
         BACKENDS["openvino"]().compile(Candidate.of(model, (torch.rand(3),)))
 
 
+def test_what_a_graph_refuses_is_told_whole():
+    def run(leaves):
+        raise RuntimeError("Got invalid dimensions for the following indices:\n index: 0 Got: 3 Expected: 2\nmore")
+
+    candidate = Candidate.of(nn.Linear(2, 2).eval(), (torch.rand(2, 2),))
+    told = "it fails at the example (Got invalid dimensions for the following indices: index: 0 Got: 3 Expected: 2)"
+    assert wrong_graph(run, candidate, candidate.signature) == told
+
+
 def test_an_input_may_be_called_as_an_operator_is():
     class Joined(nn.Module):
         def forward(self, cat, mean):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab._fixes import told
 from trimtab._masks import errors
 from trimtab._ordered import ordered, slower
 from trimtab._ties import is_discrete, too_many_differ
@@ -154,7 +155,7 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
         try:
             got = run(leaves)
         except CONVERSION_ERRORS as error:
-            return f"it fails at {what} ({str(error).strip().splitlines()[0][:200] if str(error).strip() else 'no message'})"
+            return f"it fails at {what} ({told(str(error))[:200]})"
         if difference := _difference(expected, got, tolerance(candidate.model, TOLERANCE)):
             return f"{difference} at {what}{known_cause(candidate.model)}"
     return None
