@@ -436,6 +436,36 @@ def test_a_report_that_cannot_be_written_or_read_is_a_sentence(tmp_path: pathlib
         write(run)
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("ladder",), 5, "Record.ladder: expected a list, got int."),
+        (("ladder", 0), {}, "Record.ladder[0]: field 'rung' is missing."),
+        (("ladder", 0, "latency_ms"), 3.5, "Record.ladder[0].latency_ms: expected an object, got float."),
+        (("ladder", 0, "latency_ms", "median"), "fast", "Record.ladder[0].latency_ms.median: expected float, got 'fast'."),
+        (("ladder", 0, "colour"), "red", "Record.ladder[0]: unknown field 'colour'; known are rung, recipe, state, "),
+        (("trials", 0, "recipe", "passes"), 5, "A recipe is an object with a list of 'passes' and a 'backend', got "),
+        (("trials", 0, "recipe", "backend", "name"), [], "A technique is written as an object with a name, got "),
+        (("objective",), "joy", "Record.objective: 'joy' is not one of "),
+        (("seconds",), 10**400, "Record.seconds: a whole number of 401 digits is too large."),
+    ],
+)
+def test_a_record_of_another_shape_is_told_with_the_place(
+    place: tuple[str | int, ...], value: Any, said: str, tmp_path: pathlib.Path
+) -> None:
+    record(3).write(tmp_path)
+    path = tmp_path / "record.json"
+    whole = found = json.loads(path.read_text())
+    for key in place[:-1]:
+        found = found[key]
+    found[place[-1]] = value
+    path.write_text(json.dumps(whole))
+    with pytest.raises(StorageError) as caught:
+        write(tmp_path)
+    assert str(caught.value).startswith(f"{path} cannot be read: {said}")
+    assert str(caught.value).endswith("The same optimize command writes it anew.")
+
+
 def test_the_json_of_a_report_is_the_record(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = record(3)
     report_command(with_logs(found, tmp_path), json=True)

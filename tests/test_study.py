@@ -198,7 +198,7 @@ def test_a_trial_of_a_technique_that_is_gone_is_left_out(tmp_path) -> None:
 
 
 def test_a_run_folder_whose_owner_cannot_be_read_is_refused_in_words(tmp_path) -> None:
-    for text in ("", "[1]"):
+    for text in ("", "[1]", "[" * 100_000, '{"code": [1]}', '{"study": "latency"}', '{"environment": null}'):
         (tmp_path / "workload.json").write_text(text)
         with pytest.raises(StorageError, match="workload.json, which says what the run folder is for, cannot be read"):
             claim(tmp_path, PREPARED, ENVIRONMENT, IDENTITY)

@@ -15,7 +15,7 @@ import os
 import pathlib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trimtab.errors import UsageError
@@ -72,21 +72,19 @@ def from_json(cls: type[T], data: Any) -> T:
 def fields_from_json(cls: type[T], data: Any) -> T:
     """Like :func:`from_json`, for dataclass ``cls`` itself: reads its fields even where it defines ``from_json``."""
     where = cls.__name__
-    if not isinstance(data, Mapping):
-        raise UsageError(f"{where}: expected an object, got {type(data).__name__}.")
-    values = dict(data)
+    values = dict(_object(data, where))
     schema = getattr(cls, "schema", None)
     if schema is not None and (found := values.pop("schema", None)) != schema:
         raise UsageError(f"{where}: schema {found!r} cannot be read by this version, which reads {schema}.")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
-    if unknown := sorted(set(values) - set(fields)):
-        raise UsageError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(fields) or 'none'}.")
-    hints = type_hints(cls)  # type: ignore[arg-type]  # mypy takes a class of T for something that has no hash
-    for name, field in fields.items():
-        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if name not in values and not optional:
-            raise UsageError(f"{where}: field {name!r} is missing.")
-    return cls(**{name: _read(hints[name], item, f"{where}.{name}") for name, item in values.items()})
+    optional = {
+        name
+        for name, field in fields.items()
+        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    }
+    known = type_hints(cls)  # type: ignore[arg-type]  # mypy takes a class of T for something that has no hash
+    hints = {name: known[name] for name in fields}
+    return cls(**_read_fields(hints, values, where, optional))
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -104,7 +102,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     if target.exists() and not target.is_file():
         target.write_text(text, encoding="utf-8", errors=ESCAPED)
         return
-    target = target.resolve() if target.is_symlink() else target
+    target = pathlib.Path(os.path.realpath(target)) if target.is_symlink() else target
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8", errors=ESCAPED)
@@ -139,19 +137,37 @@ def _read(hint: Any, data: Any, where: str) -> Any:
         if data not in arguments:
             raise UsageError(f"{where}: {data!r} is not one of {', '.join(map(repr, arguments))}.")
         return data
+    if typing.is_typeddict(hint):
+        return _read_fields(type_hints(hint), _object(data, where), where)
     if isinstance(hint, type) and origin is None:
         return _read_class(hint, data, where)
     if origin in (tuple, list, frozenset, Sequence):
         return _read_sequence(origin, arguments, data, where)
     if origin in (dict, Mapping):
-        if not isinstance(data, Mapping):
-            raise UsageError(f"{where}: expected an object, got {type(data).__name__}.")
-        return {_read_key(arguments[0], key): _read(arguments[1], item, f"{where}[{key!r}]") for key, item in data.items()}
+        items = _object(data, where).items()
+        return {_read_key(arguments[0], key): _read(arguments[1], item, f"{where}[{key!r}]") for key, item in items}
     raise UsageError(f"{where}: values of type {hint} are not read from JSON.")
 
 
 def _read_key(hint: Any, key: str) -> Any:
     return int(key) if hint is int else key
+
+
+def _object(data: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{where}: expected an object, got {type(data).__name__}.")
+    return data
+
+
+def _read_fields(
+    hints: Mapping[str, Any], data: Mapping[str, Any], where: str, optional: Collection[str] = ()
+) -> dict[str, Any]:
+    """The values of ``data``, which has a field for each of ``hints`` that is not ``optional``, and no other."""
+    if unknown := sorted(set(data) - set(hints)):
+        raise UsageError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(hints) or 'none'}.")
+    if missing := [name for name in hints if name not in data and name not in optional]:
+        raise UsageError(f"{where}: field {missing[0]!r} is missing.")
+    return {name: _read(hints[name], item, f"{where}.{name}") for name, item in data.items()}
 
 
 def _read_union(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
@@ -194,7 +210,14 @@ def _read_class(hint: type, data: Any, where: str) -> Any:
     if hint is float and data is None:
         return math.nan  # how a figure that is not finite comes back; it must not make a whole study unreadable
     if hint is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        return _as_float(data, where)
     if not isinstance(data, hint) or (isinstance(data, bool) and hint is not bool and hint is not object):
         raise UsageError(f"{where}: expected {hint.__name__}, got {data!r}.")
     return data
+
+
+def _as_float(data: int, where: str) -> float:
+    try:
+        return float(data)
+    except OverflowError:
+        raise UsageError(f"{where}: a whole number of {len(str(data))} digits is too large.") from None

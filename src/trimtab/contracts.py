@@ -304,7 +304,7 @@ def technique_from_json(registry: Mapping[str, type[Any]], data: Any) -> Any:
     Raises:
         UsageError: unknown name or field, or a value that the field does not take.
     """
-    if not isinstance(data, Mapping) or "name" not in data:
+    if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
         raise UsageError(f"A technique is written as an object with a name, got {data!r}.")
     fields = {key: value for key, value in data.items() if key != "name"}
     return fields_from_json(registry[data["name"]], fields)

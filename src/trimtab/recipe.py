@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab._json import dumps
@@ -57,8 +57,8 @@ class Recipe:
         Raises:
             UsageError: an unknown name or field.
         """
-        if not isinstance(data, Mapping) or set(data) != {"passes", "backend"}:
-            raise UsageError(f"A recipe is an object with 'passes' and 'backend', got {data!r}.")
+        if not isinstance(data, Mapping) or set(data) != {"passes", "backend"} or not isinstance(data["passes"], Sequence):
+            raise UsageError(f"A recipe is an object with a list of 'passes' and a 'backend', got {data!r}.")
         passes = tuple(technique_from_json(PASSES, item) for item in data["passes"])
         return cls(passes=passes, backend=technique_from_json(BACKENDS, data["backend"]))
 

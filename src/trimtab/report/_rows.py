@@ -100,7 +100,7 @@ def columns(record: Record) -> tuple[Column, ...]:
 
 def rows(record: Record) -> list[Row]:
     """All trials that a report can carry: those within the limits first, the best of them at the top."""
-    ranked = verdict.ranked(record.trials, record.limits, record.objective)  # type: ignore[arg-type]
+    ranked = verdict.ranked(record.trials, record.limits, record.objective)
     place = {trial.recipe.hash: index for index, trial in enumerate(ranked)}
 
     def order(trial: Trial) -> tuple[int, int, float, int]:

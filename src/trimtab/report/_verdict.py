@@ -73,7 +73,7 @@ def leader(record: Record) -> Trial | None:
     """What ships, or the best so far where that is not known yet."""
     if record.winner is not None or record.status is not None:
         return record.winner
-    ranked = verdict.ranked(record.trials, record.limits, record.objective)  # type: ignore[arg-type]
+    ranked = verdict.ranked(record.trials, record.limits, record.objective)
     return ranked[0] if ranked else None
 
 

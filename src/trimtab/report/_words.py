@@ -359,5 +359,5 @@ def limits(record: Record) -> list[tuple[str, str]]:
 
 def rung_interval(rung: Mapping[str, Any]) -> Interval | None:
     """The speed-up of a rung of the ladder, which is kept as plain JSON."""
-    values = [rung.get("speedup", {}).get(key) for key in ("value", "low", "high")]
-    return None if any(value is None for value in values) else Interval(*map(float, values))
+    values = [rung["speedup"][key] for key in ("value", "low", "high")]
+    return None if None in values else Interval(*values)

@@ -7,13 +7,16 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
+from trimtab._fixes import with_fix
 from trimtab._json import dumps, from_json, to_json, write_json
+from trimtab._said import shortened
 from trimtab.confirm import Confirmation
 from trimtab.contracts import Mode, Technique
 from trimtab.environment import Environment, Peaks
 from trimtab.errors import StorageError, UsageError
+from trimtab.evaluate import Objective
 from trimtab.explain import Explanation
 from trimtab.finding import Finding
 from trimtab.measurement import Drop
@@ -65,6 +68,50 @@ class Prepared:
         return next((why for step in steps if (why := self.blocked.get(dumps(step, indent=None)))), None)
 
 
+class Bounds(TypedDict):
+    """A speed-up with its interval."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class Times(TypedDict):
+    """A latency in milliseconds."""
+
+    median: float | None
+    p90: float | None
+
+
+class Score(TypedDict):
+    """The score on the data that the rung was judged by."""
+
+    value: float | None
+
+
+class Lost(TypedDict):
+    """A drop of the score."""
+
+    value: float | None
+    upper: float | None
+
+
+class Rung(TypedDict):
+    """A rung of the ladder as :func:`trimtab.study.verdict.entry` writes it; figures that were not measured are ``None``."""
+
+    rung: str
+    recipe: str
+    state: str
+    reason: str | None
+    speedup: Bounds
+    latency_ms: Times
+    score: Score
+    drop: Lost
+    size_mb: float | None
+    peak_mb: float | None
+    cold_s: float | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
     """A study as far as it has come; what is not known yet is ``None`` or empty. It round-trips through JSON."""
@@ -78,7 +125,7 @@ class Record:
     """Date and time in UTC, ISO 8601, of the run that ended last."""
     seconds: float
     """That run took so far."""
-    objective: str
+    objective: Objective
     sampler: str
     limits: Limits
     prepared: Prepared
@@ -90,8 +137,7 @@ class Record:
     """``None`` while the study runs, and where it was cut off."""
     sentence: str = ""
     """The verdict."""
-    ladder: tuple[Mapping[str, Any], ...] = ()
-    """Rungs as :func:`trimtab.study.verdict.entry` writes them."""
+    ladder: tuple[Rung, ...] = ()
     best: str | None = None
     """Hash of the recipe that ships."""
     confirmation: Confirmation | None = None
@@ -147,7 +193,8 @@ class Record:
                 raise UsageError(
                     f"{folder} {what}. Give the run folder of a study, such as runs/digits; optimize prints it."
                 ) from error
-            raise StorageError(f"{path} cannot be read: {error} The same optimize command writes it anew.") from error
+            told = with_fix(shortened(str(error), 400), "The same optimize command writes it anew.")
+            raise StorageError(f"{path} cannot be read: {told}") from error
 
 
 def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, identity: Mapping[str, Any]) -> None:
@@ -168,7 +215,7 @@ def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, id
         "study": to_json(identity),
     }
     path = folder / OWNER
-    known = owner | (_read(path) if path.exists() else {})
+    known = owner | (_read(path, owner) if path.exists() else {})
     if known != owner and (difference := _difference(known, owner)):
         what, hint = difference
         raise UsageError(
@@ -178,10 +225,14 @@ def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, id
     write_json(path, owner)
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
+def _read(path: pathlib.Path, owner: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in ``path``, whose values are of the types that those of ``owner`` have."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        known = dict(json.loads(path.read_text(encoding="utf-8")))
+        if odd := [name for name in owner if name in known and type(known[name]) is not type(owner[name])]:
+            raise TypeError(f"{odd[0]!r} is {shortened(repr(known[odd[0]]), 200)}")
+        return known
+    except (ValueError, TypeError, RecursionError) as error:
         raise StorageError(
             f"{path}, which says what the run folder is for, cannot be read: {error}. Use another folder with --out (in "
             "Python, out=...), or --fresh (fresh=True) to begin anew."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from trimtab._json import to_json
 from trimtab.artifact import Artifact
@@ -14,7 +14,7 @@ from trimtab.environment import Peaks
 from trimtab.explain import Explanation
 from trimtab.measurement import UNRELIABLE, Interval
 from trimtab.study import verdict
-from trimtab.study.record import Record
+from trimtab.study.record import Record, Rung
 from trimtab.study.study import Study
 from trimtab.trial import State, Trial
 
@@ -152,7 +152,7 @@ class Result:
             status=self.status,
             sentence=self.sentence,
             seconds=self.seconds,
-            ladder=self.ladder().rungs,
+            ladder=cast(tuple[Rung, ...], self.ladder().rungs),
             peaks=self.peaks,
             explanations=self.explanations,
             tried=tuple(self.study.storage.noted(TRIED) or ()),
