@@ -105,6 +105,18 @@ def _told(error: Exception) -> tuple[str, int, str]:
     )
 
 
+def standing() -> None:
+    """Refuse to work in a folder that is gone: what lies in it, and libraries of processes that begin there, are not found.
+
+    Raises:
+        UsageError: it is.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("The folder that this was started in is gone, perhaps made anew. Change into it again.") from None
+
+
 def _kept(error: Exception) -> str:
     """Write the traceback of ``error`` into a file, with what one needs to know about it; says where."""
     where = f"trimtab {version('trimtab')}, Python {platform.python_version()}, {platform.platform()}"

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli import _streams
-from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, Ending, interrupted
+from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, Ending, interrupted, standing
 from trimtab.cli._lazy import group
 
 COMMANDS = {
@@ -78,6 +78,7 @@ def main() -> None:
     """Run the command line; whatever goes wrong becomes one sentence and an exit code."""
     _streams.prepare()
     with Ending() as ending, Boundary() as boundary:
+        standing()
         code = app(prog_name="trimtab", standalone_mode=False)
         boundary.code = code if isinstance(code, int) else 0
         if not boundary.code:
