@@ -19,6 +19,7 @@ from torch import nn
 import trimtab
 from _faulty import write
 from trimtab import _machine
+from trimtab._json import write_text
 from trimtab.candidate import Candidate
 from trimtab.cli import environment
 from trimtab.cli.main import main
@@ -133,13 +134,30 @@ def test_plug_ins_that_cannot_be_loaded_are_told_beside_json(command, monkeypatc
         assert (code, err) == (0, "note: The pass 'old' cannot be loaded.\n")
 
 
-@pytest.mark.parametrize("line", ["report {}", "report {} --json", "compare runs/x {}", "optimize {}.py", "measure {}"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("report {}", "report {} --json", "compare runs/x {}", "optimize {}.py", "measure {}", "measure {}.py"),
+        *("optimize {}.onnx", "optimize hf:{}", "optimize hf:~no-such-user/{}", "init {}", "init ~no-such-user/x"),
+    ],
+)
 def test_a_path_that_cannot_be_looked_at_is_no_bug(line: str, command) -> None:
     """pathlib raises where a name is too long, or a folder may not be entered."""
     code, _, err = command(*shlex.split(line.format("x" * 300)))
     assert code == 2
     assert err.startswith("error[")
-    assert "is not a folder" in err or "There is no" in err
+    assert "is not a folder" in err or "There is no" in err or "is neither a kind of workload" in err
+
+
+def test_names_that_no_file_can_have_are_answered(command, tmp_path) -> None:
+    long, loop = tmp_path / ("x" * 300 + ".py"), tmp_path / "loop"
+    loop.symlink_to(loop)
+    code, _, err = command("init", "-o", str(long))
+    assert (code, err) == (2, f"error[usage]: {long} cannot be written: File name too long. Choose another place with -o.\n")
+    code, _, err = command("compare", str(loop), str(tmp_path / "other"))
+    assert (code, err.count("is not a folder")) == (2, 1)
+    write_text(loop, "what stood nowhere")
+    assert loop.read_text() == "what stood nowhere"
 
 
 def pressed(*_: object, **__: object) -> None:
@@ -272,3 +290,13 @@ def test_a_pipe_of_our_own_that_breaks_is_a_bug(command, monkeypatch, tmp_path) 
     code, _, err = command("list", "passes")
     assert code == 70
     assert err.startswith("error[bug]: trimtab itself failed: BrokenPipeError: [Errno 32] Broken pipe")
+
+
+def test_a_folder_that_is_gone_is_no_bug(command, monkeypatch, tmp_path) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    said = "error[usage]: The folder that this was started in is gone, perhaps made anew. Change into it again.\n"
+    for line in ("optimize model.py", "measure model.onnx"):
+        code, _, err = command(*shlex.split(line))
+        assert (code, err) == (2, said)

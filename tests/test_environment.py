@@ -57,6 +57,7 @@ def test_json_round_trip(here: Environment) -> None:
 
 
 def test_fingerprint_follows_what_decides_speed(here: Environment) -> None:
+    assert dataclasses.replace(here, cpu="\ud800").fingerprint != here.fingerprint  # which a damaged record may hold
     assert len(here.fingerprint) == 12
     assert int(here.fingerprint, 16) >= 0
     assert Environment.capture().fingerprint == here.fingerprint
@@ -199,7 +200,8 @@ def test_a_cache_that_cannot_be_written_is_said(
 ) -> None:
     monkeypatch.setattr("trimtab.environment.measure", lambda *_: quiet(peaks))
     (tmp_path / "file").write_text("in the way")
-    assert "could not be kept" in measured_peaks(here, cache=tmp_path / "file" / "peaks.json").notes[-1]
+    for folder in ("file", "x" * 300):
+        assert "could not be kept" in measured_peaks(here, cache=tmp_path / folder / "peaks.json").notes[-1]
 
 
 def test_peaks_of_a_busy_machine_are_measured_again_and_only_rise(

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from trimtab import _machine
-from trimtab._json import dumps, fields_from_json, from_json, write_json
+from trimtab._json import ESCAPED, dumps, fields_from_json, from_json, write_json
 from trimtab._peaks import BUSY, Peaks, Rate, measure
 
 __all__ = ["OPTIONAL", "Environment", "Gpu", "OptionalPackage", "Peaks", "Rate", "cache_folder", "measured_peaks"]
@@ -164,7 +164,7 @@ class Environment:
         runtimes = {name: self.versions[name] for name in (*RUNTIMES, *BUILDERS) if name in self.versions}
         gpus = [dataclasses.replace(gpu, driver=None) for gpu in self.gpus]  # which is known only where pynvml is installed
         facts = [self.cpu, self.machine, self.isa, self.physical_cores, self.usable_cores, self.cpu_quota, gpus, runtimes]
-        return hashlib.sha256(dumps(facts, indent=None).encode()).hexdigest()[:12]
+        return hashlib.sha256(dumps(facts, indent=None).encode(errors=ESCAPED)).hexdigest()[:12]
 
     def differences(self, other: Environment, *, packages: Collection[str] | None = None) -> list[str]:
         """How this machine differs from ``other``, where an artifact was proven: one sentence each, what weighs most first.
@@ -262,7 +262,7 @@ def _peaks_file(environment: Environment) -> pathlib.Path:
 
 def _known_peaks(file: pathlib.Path, fingerprint: str) -> tuple[Peaks | None, tuple[str, ...]]:
     """What ``file`` remembers of this very machine, or ``None`` and why it is of no use."""
-    if not file.exists():
+    if not os.path.exists(file):  # which says no where pathlib's raises
         return None, ()
     try:
         known = from_json(Peaks, json.loads(file.read_text(encoding="utf-8")))

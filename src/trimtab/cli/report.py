@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import sys
@@ -52,7 +53,7 @@ def compare_command(
 
     Example: trimtab compare runs/digits runs/digits-server
     """
-    if left.resolve() == right.resolve():
+    if os.path.realpath(left) == os.path.realpath(right):
         raise late("errors").UsageError(
             f"Both folders are {left}: a study has nothing to be compared with but another one. Give two."
         )

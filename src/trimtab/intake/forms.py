@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -144,7 +145,7 @@ def read_tensors(path: str | pathlib.Path) -> dict[str, torch.Tensor]:
         UsageError: there is no such file, it is of another kind, damaged, or holds objects.
     """
     path = pathlib.Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # which says no where pathlib's raises
         raise no_file(path, "Check the path of the inputs, or leave --inputs out for random ones.")
     try:
         if path.suffix == ".safetensors":

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -140,11 +141,11 @@ def transformers_inputs(source: TransformersFolder, inputs: pathlib.Path | None,
 
 
 def _check_folder(folder: pathlib.Path) -> None:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # which says no where pathlib's raises
         raise UsageError(
             f"There is no folder {str(folder)!r}. Write hf: and the folder that holds config.json and the weights."
         )
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise UsageError(
             f"{folder} has no config.json, so it is no folder that transformers' save_pretrained wrote. Give one that it did."
         )

@@ -78,7 +78,7 @@ def is_python(reference: str) -> bool:
 
 @mended_by("Export the model again, or bring it in a workload file: trimtab init custom.")
 def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
-    if not path.is_file():
+    if not os.path.isfile(path):  # which says no where pathlib's raises
         raise no_file(path, "Check the path, or write a workload file to start from: trimtab init.")
     with _understood(path):
         return _workload(path, inputs, shapes)
@@ -123,7 +123,7 @@ def _workload(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[s
 def _from_folder(
     folder: str, inputs: str | os.PathLike[str] | None, shapes: Mapping[str, str | Sequence[int]], task: str | None
 ) -> Workload:
-    path = pathlib.Path(folder).expanduser().resolve()
+    path = pathlib.Path(os.path.realpath(os.path.expanduser(folder)))  # neither of which raises, as pathlib's do
     model = TransformersFolder(str(path), task)
     with _understood(path):
         form, found = transformers_inputs(model, None if inputs is None else pathlib.Path(inputs), shapes)

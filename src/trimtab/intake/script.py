@@ -35,7 +35,7 @@ def read_script(text: str) -> Workload:
 
 
 def _run_file(path: pathlib.Path) -> types.ModuleType:
-    if not path.is_file():
+    if not os.path.isfile(path):  # which says no where pathlib's raises
         raise no_file(path, "Check the path, or write a file to start from: trimtab init.")
     folder = str(path.resolve().parent)
     if folder not in sys.path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -30,9 +31,9 @@ def write_starter(kind: str, path: str | pathlib.Path | None = None, *, force: b
     target = pathlib.Path(path or ("workload.py" if folder is None else f"{_word(folder.name)}.py"))
     if target.suffix != ".py":
         raise UsageError(f"{target} is no name for a Python file; let it end in .py.")
-    if target.exists() and not (force and target.is_file()):
+    if os.path.exists(target) and not (force and os.path.isfile(target)):
         raise UsageError(f"{target} is there already. Write to another file with -o, or overwrite it with --force.")
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):
         raise UsageError(f"There is no folder {str(target.parent)!r} to write {target.name} into. Make it first.")
     facts = {"file": shlex.quote(str(target)), "name": _word(target.stem)}
     text = render(kind, facts) if folder is None else render(FOLDER, facts | _folder_facts(folder))
@@ -51,17 +52,17 @@ def render(kind: str, facts: dict[str, str]) -> str:
 
 
 def _model_folder(kind: str) -> pathlib.Path:
-    folder = pathlib.Path(kind.removeprefix("hf:")).expanduser()
-    if not folder.is_dir():
+    folder = pathlib.Path(os.path.expanduser(kind.removeprefix("hf:")))
+    if not os.path.isdir(folder):  # which says no where pathlib's raises
         raise UsageError(
             f"{kind!r} is neither a kind of workload ({', '.join(KINDS)}) nor a folder with a transformers model in it. "
             "For anything else, such as audio or series: trimtab init model"
         )
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise UsageError(
             f"{folder} has no config.json, so there is no transformers model in it. Name a kind: {', '.join(KINDS)}."
         )
-    return folder.resolve()
+    return pathlib.Path(os.path.realpath(folder))
 
 
 def _folder_facts(folder: pathlib.Path) -> dict[str, str]:

@@ -56,8 +56,8 @@ def tail(folder: pathlib.Path, log: str | None, most: int) -> Tail | None:
     if log is None:
         return None
     try:
-        root = folder.resolve()
-        path = (root / log).resolve()
+        root = pathlib.Path(os.path.realpath(folder))
+        path = pathlib.Path(os.path.realpath(root / log))
         if not path.is_relative_to(root) or not path.is_file():
             return None
         with path.open("rb") as file:

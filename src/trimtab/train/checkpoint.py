@@ -141,7 +141,7 @@ class Checkpoints:
     def _places(self) -> list[pathlib.Path]:
         """Every checkpoint folder, the newest first."""
         named = sorted(
-            place for place in (self.folder.iterdir() if self.folder.is_dir() else ()) if _NAME.fullmatch(place.name)
+            place for place in (self.folder.iterdir() if os.path.isdir(self.folder) else ()) if _NAME.fullmatch(place.name)
         )
         found = {_number(place): place for place in named}  # where there are both, that with the plain name, which comes later
         return [found[number] for number in sorted(found, reverse=True)]

@@ -55,7 +55,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
             StorageError: it cannot be written.
         """
         place = pathlib.Path(folder)
-        if place.exists():
+        if os.path.exists(place):
             raise UsageError(f"{place} exists already. Give another folder, or remove it first.")
         if wrong := [name for name in arrays if not isinstance(name, str) or not name.replace("_", "a").isalnum()]:
             raise UsageError(f"{wrong[0]!r} is no name for an array; use letters, digits and underscores.")
@@ -105,7 +105,7 @@ def _mapped(folder: pathlib.Path, entry: _Entry) -> torch.Tensor:
     if path.parent != folder or not isinstance(dtype, torch.dtype) or any(size < 0 for size in entry.shape):
         raise StorageError(f"{folder / HEADER} describes {entry}, which is no tensor beside it. Write it again.")
     count = math.prod(entry.shape)
-    have, want = path.stat().st_size if path.is_file() else -1, count * dtype.itemsize
+    have, want = path.stat().st_size if os.path.isfile(path) else -1, count * dtype.itemsize
     if have != want:
         found = "is missing" if have < 0 else f"has {have} bytes instead of {want}"
         raise StorageError(f"{path} {found}. Write the arrays again.")
