@@ -93,6 +93,11 @@ def test_a_list_stays_readable_in_a_narrow_terminal(command, monkeypatch) -> Non
     _, out, _ = command("list", "backends")
     assert all(len(line) <= 80 for line in out.splitlines())
     assert "\n  Intel's OpenVINO: compiles the whole graph with oneDNN kernels; often the\n  fastest runtime" in out
+    for columns in ("1", "2"):
+        monkeypatch.setenv("COLUMNS", columns)
+        code, out, _ = command("list", "backends")
+        assert code == 0
+        assert "Intel'sOpenVINO" in "".join(out.split())
 
 
 @pytest.mark.parametrize(("capability", "reason"), [((7, 5), "no GPU here has it"), ((9, 0), None)])

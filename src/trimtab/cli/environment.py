@@ -21,6 +21,8 @@ from trimtab.cli._progress import waiting
 from trimtab.errors import UsageError
 
 INDENT = "  "
+NARROWEST = 20
+"""Columns that a description is broken to at least: fewer leave no room for a word, or none at all."""
 _USES = {"infer": "inference", "train": "training"}
 _MARKUP = re.compile(r"(?::[a-z]+:)?`+~?([^`]+)`+")
 """Of docstrings, which a terminal shows as it stands."""
@@ -146,7 +148,7 @@ def _show(console: Console, row: dict[str, Any]) -> None:
     fields = [f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items()]
     for line in (row["summary"], ", ".join(fields), _here(row)):
         if line:
-            words = textwrap.fill(line, console.width - len(INDENT), break_on_hyphens=False)
+            words = textwrap.fill(line, max(console.width, NARROWEST) - len(INDENT), break_on_hyphens=False)
             console.print(Text(textwrap.indent(words, INDENT)))
 
 
