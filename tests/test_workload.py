@@ -580,3 +580,29 @@ def test_a_model_whose_train_returns_nothing_is_measured_as_written(tmp_path: pa
     job = {"workload": {"pickle": str(tmp_path / "w.pkl")}, "reference": str(tmp_path / "reference"), "weights": {}}
     assert original_job(job, tmp_path)["peak_mb"] is not None
     Int8Weights().apply(Candidate.of(workload.model, (torch.ones(1, 4),)))
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "given", "message"),
+    [
+        (
+            Workload,
+            (),
+            {"model": linear, "input": 1},
+            "Workload has no field 'input'. Did you mean 'inputs'? It takes: ",
+        ),
+        (Workload, (linear,), {}, "Workload takes its fields by name, as in Workload(model=...); 1 without one cannot be told"),
+        (Workload, (), {"inputs": 1}, "Workload has no model=..., which it needs. It takes: model, inputs, name, "),
+        (Evaluation, (), {"data": [], "fn": top1}, "Evaluation has no field 'fn'. It takes: data, score, metric, run, test, "),
+        (Limits, (), {"latency": 4}, "Limits has no field 'latency'. Did you mean 'latency_ms'? It takes: max_drop, "),
+        (trimtab.Settings, (), {"treads": 1}, "Settings has no field 'treads'. Did you mean 'threads'? It takes: threads, "),
+    ],
+)
+def test_a_field_that_does_not_exist_is_answered_with_those_that_do(
+    cls: type, values: tuple[Any, ...], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        cls(*values, **given)
+    assert str(caught.value).startswith(message)
+    with pytest.raises(UsageError, match="has no field 'x'"):
+        dataclasses.replace(Limits(), x=1)  # type: ignore[call-arg]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trimtab._by_name import by_name
 from trimtab._copies import copied
 from trimtab._hints import fits, options
 from trimtab._json import type_hints
@@ -42,6 +43,7 @@ MOST_THREADS = 1024
 """More than this is a mistake, or an artifact that wants to exhaust whoever loads it."""
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """How to run, apart from what the model is. ``None`` leaves the runtime's, or the user's, own choice.
@@ -108,8 +110,7 @@ class Settings:
             if not fits(hint, value := getattr(self, name)):
                 raise UsageError(f"Settings {name} is {value!r}; it can be {options(hint)}.")
         for name in ("threads", "accumulate", "batch", "clip_norm", "activation_mb", "bucket_mb", "segments"):
-            value = getattr(self, name)
-            if isinstance(value, (int, float)) and not value > 0:
+            if isinstance(value := getattr(self, name), (int, float)) and not value > 0:
                 raise UsageError(f"Settings {name} is {value}; it must be above zero.")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise UsageError(f"Settings threads is {self.threads}; at most {MOST_THREADS} are started.")

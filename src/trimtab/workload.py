@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from trimtab import _units
+from trimtab._by_name import by_name
 from trimtab._exported import allow_modes
 from trimtab._user_code import BY_HAND, user_code
 from trimtab.candidate import Settings
@@ -26,6 +27,7 @@ PRESETS = {"mlperf-99": 0.01, "mlperf-99.9": 0.001}
 """Accuracy limits by name: the share of the model's own score that may be lost, as MLPerf Inference's targets state it."""
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Labelled data and how to judge outputs on it. Give either ``score`` or ``metric``."""
@@ -67,6 +69,7 @@ class Evaluation:
                 raise UsageError(f"Evaluation {name} is {value!r}; give a whole number of 1 or more.")
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
     """How a model is trained, as its script says it: what :class:`~trimtab.train.trainer.Trainer` is given."""
@@ -96,6 +99,7 @@ class Training:
             )
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a recipe must keep. ``None`` leaves a quantity free.
@@ -169,6 +173,7 @@ def _error(text: str) -> float:
     return found
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model, the inputs it is called with, and what counts as right. Immutable; its model is never modified."""

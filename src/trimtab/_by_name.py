@@ -1,0 +1,42 @@
+"""Classes of named fields that say which they take, where they are given others."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from typing import Any, TypeVar
+
+from trimtab.errors import UsageError
+
+T = TypeVar("T")
+
+
+def by_name(cls: type[T]) -> type[T]:
+    """The dataclass ``cls``, whose fields are given by name, with sentences where Python's own words name none of them."""
+    made = getattr(cls, "__init__")  # noqa: B009 - mypy takes that of a class for unsound
+
+    @functools.wraps(made)
+    def checked(self: T, *values: Any, **given: Any) -> None:
+        if problem := _wrong(cls, len(values), given):
+            raise UsageError(problem)
+        made(self, **given)
+
+    setattr(cls, "__init__", checked)  # noqa: B010 - as above
+    return cls
+
+
+def _wrong(cls: type[Any], unnamed: int, given: dict[str, Any]) -> str | None:
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    known, name = [field.name for field in fields], cls.__name__
+    if unnamed:
+        return f"{name} takes its fields by name, as in {name}({known[0]}=...); {unnamed} without one cannot be told apart."
+    if unknown := [each for each in given if each not in known]:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return f"{name} has no field {unknown[0]!r}.{hint} It takes: {', '.join(known)}."
+    none = dataclasses.MISSING
+    needed = [field.name for field in fields if field.default is none and field.default_factory is none]
+    if missing := [each for each in needed if each not in given]:
+        return f"{name} has no {missing[0]}=..., which it needs. It takes: {', '.join(known)}."
+    return None
