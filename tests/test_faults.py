@@ -70,7 +70,7 @@ from trimtab.trial import State
         ),
         pytest.param(
             "def made(): return workload(score=lambda o, t: torch.tensor(0.5))",
-            r"Evaluation score returned 1 scores for a batch of \d+; it must return one per example.*use metric=... instead",
+            r"Evaluation score returned 1 score for a batch of \d+; it must return one per example.*use metric=... instead",
             id="score-mean",
         ),
         pytest.param(

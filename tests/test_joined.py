@@ -270,7 +270,7 @@ def test_an_item_that_is_one_example_is_what_a_metric_is_resampled_by() -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (lambda target: np.ones(()), "1 scores for a batch of 120"),
+        (lambda target: np.ones(()), "1 score for a batch of 120"),
         (lambda target: [[1.0] * (i + 1) for i in range(len(target))], "it must return a tensor with one score per example"),
         (lambda target: [torch.ones(i + 1) for i in range(len(target))], "it must return a tensor with one score per example"),
     ],

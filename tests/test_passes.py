@@ -164,7 +164,7 @@ def test_threads() -> None:
     assert Threads(count=1).apply(candidate).settings.threads == 1
     many = usable_cores() + 1
     assert Threads(count=many).blocked(candidate) == (
-        f"threads asks for {many} threads, and this process may use {usable_cores()} cores."
+        f"threads asks for {many} threads, and the cores that this process may use are {usable_cores()}."
     )
     with pytest.raises(UsageError, match="count is 0; it is at least 1"):
         Threads(count=0)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trimtab._fixes import told
+from trimtab._said import an, counted, of_type
 from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate
 from trimtab.evaluate import save
@@ -49,3 +50,11 @@ def test_why_a_model_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> No
     assert "Could not export Python function call 'Swish'" in reason
     assert "\n" not in reason
     assert reason.endswith(".")
+
+
+def test_numbers_and_articles_agree_with_their_nouns() -> None:
+    assert [counted(1, "value"), counted(0, "score"), counted(1234, "batch")] == ["1 value", "0 scores", "1,234 batches"]
+    nouns = ["Linear", "OrderedDict", "int", "LSTM", "MSELoss", "OneCycleLR", "UNet", "Unflatten", "UserDict", "NoneType"]
+    vowels = {"OrderedDict", "int", "LSTM", "MSELoss", "Unflatten"}
+    assert [an(noun) for noun in nouns] == [f"{'an' if noun in vowels else 'a'} {noun}" for noun in nouns]
+    assert of_type(3) == "an int"

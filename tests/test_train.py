@@ -375,7 +375,7 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("dataset", UsageError, lambda: trainer().fit(dataset(), epochs=1),  # type: ignore[arg-type]
      r"train is a TensorDataset, a dataset; wrap it: trimtab\.train\.Loader\(dataset, batch=32\)\."),
     ("number as loader", UsageError, lambda: trainer().fit(3, epochs=1),  # type: ignore[arg-type]
-     r"train is a int, which cannot be iterated over"),
+     r"train is an int, which cannot be iterated over"),
     ("labels out of range", WorkloadError, lambda: trainer().fit([[torch.zeros(2, 8), torch.tensor([0, 7])]], epochs=1),
      r"A label is 7, but the model has 3 outputs, for labels from 0 to 2\."),
     ("class as model", UsageError, lambda: trainer(nn.Linear), r"model is Linear, a class, and no model yet\."),
@@ -387,7 +387,7 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
      r"The optimizer updates 6 parameters that are not the model's \(the first has shape \(16, 8\)\)"),
     ("optimizer by name", UsageError, lambda: trainer(optimizer="adam"), r"optimizer is a str; give one of torch\.optim"),
     ("optimizer class", UsageError, lambda: trainer(optimizer=lambda p: 3),
-     r"The optimizer function returned a int, not a torch\.optim\.Optimizer\."),
+     r"The optimizer function returned an int, not a torch\.optim\.Optimizer\."),
     ("optimizer that fails", WorkloadError, lambda: trainer(optimizer=torch.optim.SparseAdam).fit(loader(), epochs=1),
      r"^The optimizer raised: RuntimeError: SparseAdam does not support dense gradients"),
     ("LBFGS", UsageError, lambda: trainer(optimizer=torch.optim.LBFGS),

@@ -53,7 +53,7 @@ def trainer(settings: Settings, *layers: nn.Module, **more: Any) -> Trainer:
 
 
 def test_a_loader_of_a_class_of_its_own_is_not_shared_out() -> None:
-    with pytest.raises(UsageError, match=r"train is a Own, and with 2 processes each would train on all of it\."):
+    with pytest.raises(UsageError, match=r"train is an Own, and with 2 processes each would train on all of it\."):
         share(Own(DATA, 4), "train", 0, 2, 0)
 
 
@@ -68,7 +68,7 @@ def test_a_loader_that_is_shared_out_keeps_its_generator_and_its_order() -> None
 def test_a_loader_of_a_class_of_its_own_gets_no_workers() -> None:
     feed = Feed(Own(DATA, 4), 1, HostClock(), mover(torch.device("cpu")))
     reason = Workers(feed, trainer(Settings(threads=1)).position, 2).why_not()
-    assert reason == "a Own, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
+    assert reason == "an Own, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
 
 
 def test_the_examples_of_a_window_are_those_of_one_process_and_agreed() -> None:

@@ -61,11 +61,11 @@ X = torch.zeros(6, 2)
         ((X,), {"lengths": [1, 2, 3, -4, 5, 6]}, "lengths[3] is -4"),
         ((X,), {"lengths": [1, 2, 30, 4, 5, 6], "tokens": 20}, "Example 2 has a length of 30, more than a whole batch"),
         ((X,), {"tokens": 20}, "tokens=... needs lengths=..."),
-        ((X, 8), {"drop_last": True}, "6 examples make no batch of 8"),
+        ((X, 8), {"drop_last": True}, "6 examples cannot make a batch of 8"),
         ((X,), {"rank": 2, "size": 2}, "rank is 2, but with size=2 ranks go from 0 to 1"),
         ((Stream(),), {}, "A Stream cannot be read by place"),
         ((7,), {}, "A int cannot be read by place"),
-        ((X,), {"collate": 3}, "collate is a int"),
+        ((X,), {"collate": 3}, "collate is an int"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused_at_once(arguments: Any, options: Any, message: str) -> None:
@@ -128,7 +128,7 @@ def test_mapped_tensors_say_what_is_wrong(tmp_path: pathlib.Path) -> None:
     for arrays, message in (
         ({}, "nothing to write"),
         ({"../x": X}, "is no name"),
-        ({"x": 3}, "x is a int"),
+        ({"x": 3}, "x is an int"),
         ({"x": []}, "x has no parts"),
         ({"x": [X, X[:, :1]]}, "Parts of x differ: rows of shape \\(2,\\), torch.float32, and of \\(1,\\)"),
         ({"x": ["a"]}, "x has a part that is no array"),

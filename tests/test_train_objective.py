@@ -365,7 +365,7 @@ def test_the_parameters_of_a_loss_are_trained_as_by_hand_and_go_on(tmp_path: pat
         return trainer(Centres(), optimizer=momentum, settings=Settings(clip_norm=0.1), checkpoint=tmp_path, **options)
 
     first = made()
-    said = "1 parameters of the loss are trained too. loss.requires_grad_(False) before Trainer(...) leaves them alone."
+    said = "The optimizer trains 1 parameter of the loss too. loss.requires_grad_(False) before Trainer(...) leaves it alone."
     assert first.fit(pairs(), epochs=1).notes == (said,)
     resumed = made().resume()
     resumed.fit(pairs(), epochs=2)
@@ -390,7 +390,7 @@ def test_a_loss_of_another_kind_does_not_get_what_the_first_had_learnt(tmp_path:
 
 
 def test_parameters_of_a_loss_that_would_differ_between_processes_are_refused() -> None:
-    said = r"The optimizer trains 1 parameters of the loss, but between the 2 processes only gradients of the model cross\. Put"
+    said = r"The optimizer trains 1 parameter of the loss, but between the 2 processes only gradients of the model cross\. Put"
     with pytest.raises(UsageError, match=said):
         optimizer_for(network(), SGD, Centres(), processes=2)
     optimizer_for(network(), SGD, Centres().eval(), processes=2)

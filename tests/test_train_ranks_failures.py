@@ -229,7 +229,7 @@ def all_checks(folder: pathlib.Path) -> dict[str, Any]:
     ("name", "said"),
     [
         ("none", "The loader gave no batch."),
-        ("some", "The loader gave the batches of 1 updates in this epoch, but its len() said 5. Mend its len(), or leave it"),
+        ("some", "The loader gave the batches of 1 update in this epoch, but its len() said 5. Mend its len(), or leave it"),
         ("less", "The loader gave the batches of 3 updates in this epoch, but its len() said 5. Mend its len(), or leave it"),
     ],
 )

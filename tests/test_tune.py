@@ -116,9 +116,9 @@ def test_a_training_workload_needs_no_inputs_and_one_for_inference_does() -> Non
 
 
 def test_what_cannot_be_called_or_gone_through_is_refused_when_it_is_stated() -> None:
-    with pytest.raises(UsageError, match="Training optimizer is a AdamW, which cannot be called"):
+    with pytest.raises(UsageError, match="Training optimizer is an AdamW, which cannot be called"):
         workload(optimizer=adam(network()().parameters()))
-    with pytest.raises(UsageError, match="Training data is a int"):
+    with pytest.raises(UsageError, match="Training data is an int"):
         workload(data=5)
 
 

@@ -108,7 +108,7 @@ def test_a_loader_that_a_function_gives_to_be_gone_through_once_is_made_anew_for
     updates = Updates(subject, subject.settings, seed=0)
     assert len(updates.block(20)) == 20
     assert len(first(loader(subject.training), 14)) == 14
-    with pytest.raises(WorkloadError, match="The loader gave 1 batches and then no more, but 8 are needed"):
+    with pytest.raises(WorkloadError, match="The loader gave 1 batch and then no more, but 8 are needed"):
         prepared(workload(data=iter([(torch.zeros(2, 8), torch.zeros(2, dtype=torch.long))])), 8)
 
 

@@ -172,16 +172,19 @@ def test_items_of_a_run_stay_whole() -> None:
         ([], "The evaluation data is empty. It must yield (inputs, target) pairs."),
         ([torch.zeros(3, 4)] * 20, "Item 0 of the evaluation data is a Tensor; each must be a pair (inputs, target)."),
         ([(1, 2, 3)] * 20, "Item 0 of the evaluation data is a tuple of 3; each must be a pair (inputs, target)."),
-        (5, "The evaluation data is a int; give a Dataset, an iterable of batches or (inputs, targets)."),
+        (5, "The evaluation data is an int; give a Dataset, an iterable of batches or (inputs, targets)."),
         (
             [(torch.tensor([[float("nan"), 1.0]]), torch.zeros(1))] * 20,
-            "Item 0 of the evaluation data holds 1 values that are NaN. Clean the data first.",
+            "Item 0 of the evaluation data holds NaN: 1 of 2 values. Clean the data first.",
         ),
         (
             (torch.zeros(0, 2), torch.zeros(0)),
             "The evaluation data is empty: its inputs and targets have no rows. Give some examples.",
         ),
-        ((torch.zeros(4, 2), torch.zeros(3)), "The evaluation data has 4 inputs but 3 targets. Give one target per input."),
+        (
+            (torch.zeros(4, 2), torch.zeros(3)),
+            "The evaluation data has inputs for 4 examples but targets for 3. Give one for each.",
+        ),
     ],
 )
 def test_bad_data_is_named(data: object, message: str) -> None:
@@ -221,7 +224,7 @@ def test_an_error_without_its_percent_sign_is_refused_and_none_at_all_is_not() -
     ("text", "message"),
     [
         ("x = 1", "defines no workload"),
-        ("workload = 3", "is a int; it must be a trimtab.Workload or a function that returns one"),
+        ("workload = 3", "is an int; it must be a trimtab.Workload or a function that returns one"),
         ("def workload(): return None", "is a NoneType; it must be a trimtab.Workload"),
     ],
 )
@@ -337,7 +340,7 @@ def test_workload_faults_are_the_users() -> None:
 
     with pytest.raises(WorkloadError, match="The model failed on the example inputs: IndexError: no such row"):
         prepare(Workload(model=Broken(), inputs=torch.zeros(1)))
-    with pytest.raises(WorkloadError, match="returned a int, not an nn.Module"):
+    with pytest.raises(WorkloadError, match="returned an int, not an nn.Module"):
         prepare(Workload(model=lambda: 3, inputs=torch.zeros(1)))
     with pytest.raises(UsageError, match="takes score=... .* or metric=... .*; both was given"):
         Evaluation(data=[], score=top1, metric=lambda o, t: 0.0)

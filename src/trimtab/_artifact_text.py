@@ -9,6 +9,7 @@ from trimtab._golden import GOLDEN
 from trimtab._json import from_json
 from trimtab._machine import KEEP_MEMORY
 from trimtab._manifest import CLAIMS, FileFacts, Manifest
+from trimtab._said import counted
 from trimtab.contracts import Backend
 from trimtab.measurement import Interval
 
@@ -128,7 +129,8 @@ def _figures(manifest: Manifest) -> list[str]:
     for spec, error, most in zip(manifest.signature.outputs, errors, allowed, strict=True):
         if error is not None:
             lines.append(
-                f"`{spec.name}`: off by at most {error:.3g} on {manifest.golden.cases} test vectors; {most:.3g} is allowed"
+                f"`{spec.name}`: off by at most {error:.3g} on {counted(manifest.golden.cases, 'test vector')}; {most:.3g} "
+                "is allowed"
             )
     return lines
 

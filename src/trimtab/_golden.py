@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from trimtab._said import counted
 from trimtab._ties import NEAR_TIES, is_discrete
 from trimtab._user_code import BY_HAND, user_code
 from trimtab.candidate import Candidate, resized
@@ -139,7 +140,7 @@ class Golden:
         if set(found) != wanted:
             odd = sorted(set(found) ^ wanted)[0]
             raise IntegrityError(
-                f"{path.name} does not hold the {cases} cases of the manifest: {odd[:80]!r} is missing or extra."
+                f"{path.name} does not hold the {counted(cases, 'case')} of the manifest: {odd[:80]!r} is missing or extra."
             )
         return cls(
             tuple(

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+from trimtab._said import counted
 from trimtab.errors import UsageError
 
 T = TypeVar("T")
@@ -189,7 +190,7 @@ def _read_sequence(origin: Any, arguments: tuple[Any, ...], data: Any, where: st
         raise UsageError(f"{where}: expected a list, got {type(data).__name__}.")
     if origin is tuple and (len(arguments) != 2 or arguments[1] is not Ellipsis):
         if len(data) != len(arguments):
-            raise UsageError(f"{where}: expected {len(arguments)} items, got {len(data)}.")
+            raise UsageError(f"{where}: expected {counted(len(arguments), 'item')}, got {len(data)}.")
         return tuple(_read(hint, item, f"{where}[{i}]") for i, (hint, item) in enumerate(zip(arguments, data, strict=True)))
     items = [_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data)]
     return items if origin in (list, Sequence) else origin(items)

@@ -18,6 +18,7 @@ import torch
 from trimtab._fixes import mended_by
 from trimtab._golden import GOLDEN
 from trimtab._json import dumps, from_json, to_json
+from trimtab._said import counted
 from trimtab._tree import Structure
 from trimtab.candidate import Settings
 from trimtab.contracts import BACKENDS, Backend, technique_from_json
@@ -249,7 +250,8 @@ def _check(manifest: Manifest, data: Mapping[str, Any]) -> None:
     outputs, golden = len(manifest.signature.outputs), manifest.golden
     if not 1 <= golden.cases <= 1000 or not len(golden.scale) == len(golden.tolerance) == len(golden.measured) == outputs:
         raise IntegrityError(
-            f"{MANIFEST} lists {golden.cases} test vectors with {len(golden.tolerance)} tolerances; want {outputs}."
+            f"{MANIFEST} lists {counted(golden.cases, 'test vector')} with {counted(len(golden.tolerance), 'tolerance')}; "
+            f"want {outputs}."
         )
     if any(not 0 <= value < float("inf") for value in golden.tolerance):
         raise IntegrityError(f"{MANIFEST} states a tolerance of {golden.tolerance}; tolerances are positive numbers.")

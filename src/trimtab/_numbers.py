@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trimtab._said import counted, of_type
 from trimtab.errors import WorkloadError
 
 
@@ -30,7 +31,7 @@ def shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     text = " ".join(repr(value).split())
-    return f"{text if len(text) < 60 else text[:56] + ' ...'}, a {type(value).__name__}"
+    return f"{text if len(text) < 60 else text[:56] + ' ...'}, {of_type(value)}"
 
 
 def numbers(found: Any, rows: int) -> list[float]:
@@ -47,7 +48,8 @@ def numbers(found: Any, rows: int) -> list[float]:
     values = values.detach().double().flatten()
     if rows and len(values) != rows:
         raise WorkloadError(
-            f"Evaluation score returned {len(values)} scores for a batch of {rows}; it must return one per example. For "
+            f"Evaluation score returned {counted(len(values), 'score')} for a batch of {rows}; it must return one per "
+            "example. For "
             "a number about the whole set use metric=... instead."
         )
     if not torch.isfinite(values).all():

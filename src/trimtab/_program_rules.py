@@ -24,6 +24,7 @@ import torch
 from torch._export.serde import schema, union
 
 from trimtab._expressions import SYMBOL, clean_expression
+from trimtab._said import an
 from trimtab.errors import IntegrityError
 
 MAX_ELEMENTS = 2**48
@@ -172,7 +173,7 @@ def _clean_union(cls: type, data: Any, where: str, *, newer: bool) -> dict[str, 
     _require(kind in _hints(cls), where, f"a kind of {cls.__name__}", kind)
     if kind in _REFUSED_KINDS.get(cls.__name__, ()):
         raise IntegrityError(
-            f"{where} is a {kind}, which a saved model has no need of and which could run code; it is not read."
+            f"{where} is {an(kind)}, which a saved model has no need of and which could run code; it is not read."
         )
     cleaned = {kind: _clean(_hints(cls)[kind], value, f"{where}.{kind}", newer=newer)}
     if kind == "as_name":
@@ -181,7 +182,7 @@ def _clean_union(cls: type, data: Any, where: str, *, newer: bool) -> dict[str, 
 
 
 def _clean_object(cls: type, data: Any, where: str, *, newer: bool) -> dict[str, Any]:
-    _require(isinstance(data, dict), where, f"a {cls.__name__}", data)
+    _require(isinstance(data, dict), where, an(cls.__name__), data)
     hints = _hints(cls)
     if (unknown := sorted(set(data) - set(hints))) and newer:
         data = {name: item for name, item in data.items() if name in hints}
@@ -191,7 +192,7 @@ def _clean_object(cls: type, data: Any, where: str, *, newer: bool) -> dict[str,
         )
     for field in dataclasses.fields(cls):
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        _require(optional or field.name in data, where, f"a {cls.__name__} with {field.name}", sorted(data))
+        _require(optional or field.name in data, where, f"{an(cls.__name__)} with {field.name}", sorted(data))
     if drop := _DROPPED.get(cls.__name__):
         data = drop(data)
     cleaned = {name: _clean(hints[name], item, f"{where}.{name}", newer=newer) for name, item in data.items()}
@@ -207,14 +208,14 @@ def _clean_object(cls: type, data: Any, where: str, *, newer: bool) -> dict[str,
 
 def _clean_scalar(hint: Any, data: Any, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.IntEnum):
-        _require(type(data) is int and data in {int(item) for item in hint}, where, f"a {hint.__name__}", data)
+        _require(type(data) is int and data in {int(item) for item in hint}, where, an(hint.__name__), data)
     elif hint is float:
         infinite = data in ("Infinity", "-Infinity", "NaN") if isinstance(data, str) else False
         _require(infinite or type(data) in (int, float), where, "a number", data)
     elif hint is int:
         _require(type(data) is int and -(2**63) <= data < 2**63, where, "a whole number of 64 bits", data)
     elif hint in (bool, str):
-        _require(type(data) is hint, where, f"a {hint.__name__}", data)
+        _require(type(data) is hint, where, an(hint.__name__), data)
     else:
         raise IntegrityError(f"{where}: this torch has a kind of value, {hint}, that trimtab cannot check.")
     return data

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 from trimtab._batches import Batch, count, marked, rows_of, tensors_of, with_tensors
 from trimtab._fixes import with_fix
 from trimtab._independence import Judge
+from trimtab._said import of_type
 from trimtab._tree import Structure, flatten
 from trimtab.capture import Call
 from trimtab.errors import UsageError
@@ -60,7 +61,7 @@ def labelled(
             items = list(_in_batches(items, size, what)) if stacked else items
         else:
             raise UsageError(
-                f"The evaluation data is a {type(data).__name__}; give a Dataset, an iterable of batches or (inputs, targets)."
+                f"The evaluation data is {of_type(data)}; give a Dataset, an iterable of batches or (inputs, targets)."
             )
     if not items:
         raise UsageError("The evaluation data is empty. It must yield (inputs, target) pairs.")
@@ -84,7 +85,9 @@ def _of_all(data: tuple[Any, Any], most: int, generator: torch.Generator, size: 
     given, wanted = _lengths(inputs), _lengths(targets)
     if len(given) != 1 or len(wanted) != 1 or given != wanted:
         counts = [" and ".join(map(str, sorted(found))) or "no" for found in (given, wanted)]
-        raise UsageError(f"The evaluation data has {counts[0]} inputs but {counts[1]} targets. Give one target per input.")
+        raise UsageError(
+            f"The evaluation data has inputs for {counts[0]} examples but targets for {counts[1]}. Give one for each."
+        )
     if given == {0}:
         raise UsageError("The evaluation data is empty: its inputs and targets have no rows. Give some examples.")
     whole = _batch(inputs, targets, whole=False, where="The evaluation data")
@@ -229,6 +232,6 @@ def _batch(inputs: Any, target: Any, *, whole: bool, where: str) -> Batch:
     inputs, target = with_tensors(inputs), with_tensors(target)
     for tensor in tensors_of(inputs):  # masks of -inf are no mistake, and in targets NaN may say that nothing is known
         if tensor.is_floating_point() and (bad := int(torch.isnan(tensor).sum())):
-            raise UsageError(f"{where} holds {bad} values that are NaN. Clean the data first.")
+            raise UsageError(f"{where} holds NaN: {bad} of {tensor.numel()} values. Clean the data first.")
     rows = 0 if whole or isinstance(inputs, Call) else rows_of(inputs, target)
     return Batch(inputs, marked(target, rows) if rows else target, rows)

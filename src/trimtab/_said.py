@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 MOST = 4000
@@ -9,6 +10,9 @@ MOST = 4000
 
 LONGEST = 40_000
 """Of a traceback."""
+
+_VOWEL = re.compile(r"[AEFHILMNORSX][A-Z]|(?!one|One)[aeioAEIO]|[Uu]n(?!i)")
+"""How a noun begins that is spoken with a vowel first; capitals are spelled."""
 
 
 def said(error: BaseException) -> str:
@@ -22,3 +26,19 @@ def shortened(text: str, most: int = MOST) -> str:
         return text
     half = most // 2
     return f"{text[:half]} [... {len(text) - 2 * half} characters more ...] {text[-half:]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 example``, ``2 examples``, ``3 batches``."""
+    plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def an(noun: str) -> str:
+    """``noun`` with its article: ``a Linear``, ``an OrderedDict``, ``an LSTM``."""
+    return f"{'an' if _VOWEL.match(noun) else 'a'} {noun}"
+
+
+def of_type(value: object) -> str:
+    """What ``value`` is an instance of: ``an int``."""
+    return an(type(value).__name__)

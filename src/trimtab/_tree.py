@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trimtab._json import fields_from_json, fields_to_json
+from trimtab._said import counted
 from trimtab.errors import UsageError
 
 Kind = Literal["tensor", "constant", "tuple", "list", "dict", "namedtuple", "record"]
@@ -112,7 +113,9 @@ def flatten(value: Any, where: str = "value") -> tuple[list[torch.Tensor], Struc
 def unflatten(structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
     """The inverse of :func:`flatten`. ``leaves`` must hold exactly ``structure.tensors`` tensors."""
     if len(leaves) != structure.tensors:
-        raise UsageError(f"The structure holds {structure.tensors} tensors, but {len(leaves)} were given. Give one for each.")
+        raise UsageError(
+            f"The structure holds {counted(structure.tensors, 'tensor')}, but {len(leaves)} were given. Give one for each."
+        )
     return _unflatten(structure, iter(leaves))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab._said import of_type
 from trimtab._tree import Structure, flatten, unflatten
 from trimtab._user_code import user_code
 from trimtab.dims import Dims, find_dims
@@ -60,7 +61,7 @@ def record(
             "save the inputs yourself and give them as Workload(inputs=...)."
         )
     if not isinstance(module, nn.Module):
-        raise UsageError(f"capture records the calls of an nn.Module, but was given a {type(module).__name__}. Give a module.")
+        raise UsageError(f"capture records the calls of an nn.Module, but was given {of_type(module)}. Give a module.")
     recorder = _Recorder(parameter_names(module.forward, 0), keep, most_calls, most_mb)
     hook = module.register_forward_pre_hook(recorder, with_kwargs=True, prepend=True)
     try:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from trimtab._said import counted
 from trimtab._weights import weight_bytes
 from trimtab.candidate import Candidate
 from trimtab.confirm import load
@@ -128,4 +129,6 @@ def _no_roof(flops: int, seconds: float | None, peaks: Peaks, dtype: Dtype, thre
     if not flops:
         return "Not placed under the roofline: no operation of the model has a formula to count by."
     missing = next((kind for kind in (dtype, "memory") if not peaks.find(typing.cast(Dtype, kind), "cpu", threads)), dtype)
-    return f"Not placed under the roofline: the {missing} peak at {threads} threads was not measured on this machine."
+    return (
+        f"Not placed under the roofline: the {missing} peak at {counted(threads, 'thread')} was not measured on this machine."
+    )

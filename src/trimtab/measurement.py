@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from trimtab._said import counted
+
 Scalar = None | bool | int | float | str
 VAGUE = 2.0
 """Bounds of a ratio that are further apart than this factor may not hold, and give no number to quote."""
@@ -171,7 +173,8 @@ class Drop:
         assert self.limit is not None
         more = "more of them would hardly help, for the drop itself is too close"
         return (
-            f"with {self.n} examples: its drop is {self.show(self.value)}, but up to {self.show(self.upper)} cannot be "
+            f"with {counted(self.n, 'example')}: its drop is {self.show(self.value)}, but up to {self.show(self.upper)} "
+            "cannot be "
             f"excluded and the limit is {self.show(self.limit)}; {f'about {self.n_needed} would' if self.n_needed else more}"
         )
 

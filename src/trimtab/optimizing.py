@@ -26,6 +26,7 @@ from trimtab._aside import put_back, removed, set_aside
 from trimtab._disk import UNLOCKED, refused
 from trimtab._json import write_json
 from trimtab._placing import refuse_others
+from trimtab._said import of_type
 from trimtab._units import positive, seconds
 from trimtab._user_code import outside_workers
 from trimtab.errors import StorageError, TrimtabError, UsageError
@@ -326,7 +327,7 @@ def taken(workload: Workload | str | os.PathLike[str], caller: str) -> Workload 
     if not isinstance(found, (Workload, str)):
         raise UsageError(
             "A study needs a trimtab.Workload, such as Workload(model=model, inputs=example), or a reference to one, such as "
-            f"'model.py:workload', not a {type(found).__name__}."
+            f"'model.py:workload', not {of_type(found)}."
         )
     return found
 

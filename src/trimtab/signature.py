@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trimtab._said import of_type
 from trimtab._tree import Structure, difference, flatten, names, rearranged
 from trimtab.errors import InputError, UsageError
 
@@ -255,7 +256,7 @@ class Signature:
     def _refuse(self, leaves: Sequence[Any]) -> None:
         for spec, tensor in zip(self.inputs, leaves, strict=True):
             if not isinstance(tensor, torch.Tensor):
-                raise InputError(f"Input {spec.name!r} is a {type(tensor).__name__}; this was built for a tensor, {spec}.")
+                raise InputError(f"Input {spec.name!r} is {of_type(tensor)}; this was built for a tensor, {spec}.")
             got = TensorSpec(spec.name, dtype_name(tensor.dtype), tuple(tensor.shape))
             same_rank = len(got.shape) == len(spec.shape)
             fits = same_rank and all(isinstance(w, str) or w == g for w, g in zip(spec.shape, got.shape, strict=True))

@@ -10,6 +10,7 @@ import torch
 from trimtab._batches import Batch, count, divide, pieces, tensors_of
 from trimtab._independence import Judge, Verdict
 from trimtab._reading import MOST_CALIBRATION, Data, labelled, unlabelled
+from trimtab._said import counted
 from trimtab.dims import BATCHES
 from trimtab.errors import UsageError
 from trimtab.workload import Workload
@@ -157,10 +158,11 @@ class _Splitting:
         least = "a dozen" if self.rows is None else f"three batches of {self.rows}, better a dozen"
         if self.rows is None and self.whole and self.verdict is not None:
             return UsageError(
-                f"The evaluation data has {given} items, too few to split, and none can be taken apart, because the model "
+                f"The evaluation data has {counted(given, 'item')}, too few to split, and none can be taken apart, because "
+                "the model "
                 f"gives no row an answer of its own: {self.verdict.reason}. Give at least {least}."
             )
-        return UsageError(f"The evaluation data holds {given} examples, too few to split. Give at least {least}.")
+        return UsageError(f"The evaluation data holds {counted(given, 'example')}, too few to split. Give at least {least}.")
 
 
 def _most_rows(workload: Workload) -> int | None:

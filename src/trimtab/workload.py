@@ -14,6 +14,7 @@ from torch import nn
 from trimtab import _units
 from trimtab._by_name import by_name
 from trimtab._exported import allow_modes
+from trimtab._said import of_type
 from trimtab._user_code import BY_HAND, user_code
 from trimtab.candidate import Settings
 from trimtab.capture import Call, record
@@ -90,13 +91,11 @@ class Training:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise UsageError(
-                    f"Training {name} is a {type(value).__name__}, which cannot be called. Give a function, because every "
+                    f"Training {name} is {of_type(value)}, which cannot be called. Give a function, because every "
                     "trial makes its own."
                 )
         if not callable(self.data) and not hasattr(self.data, "__iter__"):
-            raise UsageError(
-                f"Training data is a {type(self.data).__name__}; give a loader of batches, or a function that makes one."
-            )
+            raise UsageError(f"Training data is {of_type(self.data)}; give a loader of batches, or a function that makes one.")
 
 
 @by_name
@@ -207,9 +206,7 @@ class Workload:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise UsageError(f"Workload name {self.name!r} names a folder; use letters, digits, '.', '_' and '-'.")
         if not isinstance(self.model, nn.Module) and not callable(self.model):
-            raise UsageError(
-                f"Workload model is a {type(self.model).__name__}; give an nn.Module or a function that makes one."
-            )
+            raise UsageError(f"Workload model is {of_type(self.model)}; give an nn.Module or a function that makes one.")
         if self.mode not in ("infer", "train"):
             raise UsageError(f"Workload mode is {self.mode!r}; it can be 'infer' or 'train'.")
         if self.mode == "train" and self.training is None:
@@ -218,7 +215,7 @@ class Workload:
             raise UsageError(f"Workload {self.name!r} has no inputs=...; give what the model is called with.")
         for name, kind in (("evaluation", Evaluation), ("training", Training)):
             if not isinstance(value := getattr(self, name), (kind, type(None))):
-                raise UsageError(f"Workload {name} is a {type(value).__name__}; give a trimtab.{kind.__name__}.")
+                raise UsageError(f"Workload {name} is {of_type(value)}; give a trimtab.{kind.__name__}.")
         _check_dynamic(self.dynamic)
 
     @classmethod
@@ -285,7 +282,7 @@ class Workload:
         model = self.model if isinstance(self.model, nn.Module) else self.model()
         if not isinstance(model, nn.Module):
             raise WorkloadError(
-                f"The workload's model function returned a {type(model).__name__}, not an nn.Module. Let it return the model."
+                f"The workload's model function returned {of_type(model)}, not an nn.Module. Let it return the model."
             )
         allow_modes(model)
         return model
@@ -307,7 +304,7 @@ def _check_dynamic(dynamic: Any) -> None:
     if dynamic is None:
         return
     if not isinstance(dynamic, Mapping):
-        raise UsageError(f"Workload dynamic is a {type(dynamic).__name__}. {form}")
+        raise UsageError(f"Workload dynamic is {of_type(dynamic)}. {form}")
     for name, axes in dynamic.items():
         if not isinstance(name, str) or not isinstance(axes, Mapping):
             raise UsageError(f"Workload dynamic has {axes!r} for {name!r}, which does not name its axes. {form}")

@@ -17,6 +17,7 @@ from torch import nn
 from trimtab._fixes import told
 from trimtab._masks import errors
 from trimtab._ordered import ordered, slower
+from trimtab._said import counted
 from trimtab._ties import is_discrete, too_many_differ
 from trimtab._tree import TENSOR, Structure, flatten
 from trimtab._weights import tolerance
@@ -202,7 +203,7 @@ def _has_nan(outputs: Sequence[torch.Tensor]) -> bool:
 
 def _difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor], allowed: float) -> str | None:
     if len(expected) != len(got):
-        return f"it gives {len(got)} outputs instead of {len(expected)}"
+        return f"it gives {counted(len(got), 'output')} instead of {len(expected)}"
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if want.shape != have.shape or want.dtype != have.dtype:
             return f"output {i} is {have.dtype}{list(have.shape)} instead of {want.dtype}{list(want.shape)}"

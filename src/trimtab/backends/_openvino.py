@@ -17,6 +17,7 @@ import torch
 
 from trimtab import environment
 from trimtab._json import from_json, write_json
+from trimtab._said import counted
 from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._exportable import exportable
 from trimtab.backends._foreign import CONVERSION_ERRORS, Row, Run, io_names, quiet, static_signature, wrong_graph
@@ -238,7 +239,7 @@ def frontend_errors(openvino: Any) -> tuple[type[Exception], ...]:
 def _name_inputs(model: Any, signature: Signature) -> None:
     names = io_names(signature)[0]
     if len(model.inputs) != len(names):
-        raise ValueError(f"the converted graph takes {len(model.inputs)} inputs instead of {len(names)}")
+        raise ValueError(f"the converted graph takes {counted(len(model.inputs), 'input')} instead of {len(names)}")
     for port, name in zip(model.inputs, names, strict=True):
         port.get_tensor().set_names({name})
 

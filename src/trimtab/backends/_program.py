@@ -21,7 +21,7 @@ from torch.jit.frontend import FrontendError
 from trimtab._archive import save_program as write_program
 from trimtab._fixes import told
 from trimtab._masks import errors
-from trimtab._said import said
+from trimtab._said import counted, said
 from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
 from trimtab._weights import HALVES, weights
 from trimtab.backends._causes import known_cause
@@ -208,7 +208,7 @@ def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tenso
     except EXPORT_ERRORS as error:
         return f"{RAISES} {type(error).__name__}: {first_line(error)}"
     if len(outputs) != len(reference):
-        return f"it gives {len(outputs)} tensors instead of {len(reference)}"
+        return f"it gives {counted(len(outputs), 'tensor')} instead of {len(reference)}"
     reduced = candidate.settings.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
     signature = candidate.signature
     rows = [(spec.name, a, b) for spec, a, b in zip(signature.outputs, reference, outputs, strict=True)]

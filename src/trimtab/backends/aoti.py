@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from trimtab._fixes import with_fix
 from trimtab._json import from_json, write_json
 from trimtab._machine import no_compiler
+from trimtab._said import counted
 from trimtab.backends._inductor import Mode, options
 from trimtab.backends._owned import in_order
 from trimtab.backends._program import (
@@ -260,6 +261,6 @@ def _closed(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _other_threads(built: int, found: int) -> str:
     return (
-        f"This package was built for {built} threads and would run several times slower with {found}. Load it with "
+        f"This package was built for {counted(built, 'thread')} and would run several times slower with {found}. Load it with "
         f"threads={built}, or build it again for {found}."
     )

@@ -16,6 +16,7 @@ import trimtab
 from trimtab._fixes import no_file
 from trimtab._json import dumps
 from trimtab._plain import plain as cleaned
+from trimtab._said import counted
 from trimtab._units import megabytes, seconds
 from trimtab.cli._boundary import again
 from trimtab.cli._progress import on_terminal, view
@@ -166,4 +167,4 @@ def show(result: Result, told: Collection[str] = ()) -> None:
         say(f"refused:  {result.study.folder}/{found.log}  (log of {found.recipe} when it was measured again)")
     if result.report is not None:
         say(f"report:   {result.report}  (opens in any browser, without a network)")
-    say(f"study:    {result.study.folder}  ({len(result.trials)} trials, {result.seconds:.0f} s)")
+    say(f"study:    {result.study.folder}  ({counted(len(result.trials), 'trial')}, {result.seconds:.0f} s)")

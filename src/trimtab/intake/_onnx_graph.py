@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from trimtab._said import an
 from trimtab.contracts import require
 from trimtab.intake import _onnx_layers as layers
 from trimtab.intake import _onnx_shapes  # noqa: F401  registers its operators
@@ -191,7 +192,7 @@ class _Importer:
             axis = attributes.get("axis", 1)
             rank = self._ranks.get(names[0])
             if rank is None or axis % rank != rank - 1:
-                raise unsupported(f"a {kind} in it is of an opset before 13 and runs over several axes")
+                raise unsupported(f"{an(kind)} in it is of an opset before 13 and runs over several axes")
             attributes = {**attributes, "axis": -1}
         for name in ("axes", "split"):
             if name in attributes and (kind in ("Squeeze", "Unsqueeze", "Split") or kind.startswith("Reduce")):
@@ -287,7 +288,7 @@ def _check_attributes(kind: str, function: Any, attributes: dict[str, Any]) -> N
     except ValueError:  # functions of torch itself, whose operators have no attributes
         known = set()
     if odd := sorted(set(attributes) - known):
-        raise unsupported(f"the attribute {odd[0]!r} of a {kind} in it is not known here")
+        raise unsupported(f"the attribute {odd[0]!r} of {an(kind)} in it is not known here")
 
 
 def _inferred(model: Any) -> tuple[dict[str, int], set[str]]:

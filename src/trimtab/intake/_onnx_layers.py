@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trimtab._said import an
 from trimtab.intake._onnx_ops import op
 from trimtab.intake._onnx_values import ints, tensor, unsupported
 
@@ -302,7 +303,7 @@ def recurrent_module(kind: str, tensors: Sequence[torch.Tensor | None], attribut
     reset_first = kind == "GRU" and not attributes.get("linear_before_reset", 0)
     odd = sorted(set(attributes) - allowed)
     if odd or attributes.get("layout", 0) or attributes.get("input_forget", 0) or direction == "reverse" or reset_first:
-        raise unsupported(f"a {kind} in it is not the usual one ({', '.join(odd) or direction})")
+        raise unsupported(f"{an(kind)} in it is not the usual one ({', '.join(odd) or direction})")
     order = [0, 2, 3, 1] if kind == "LSTM" else [1, 0, 2]
     hidden = r.shape[2]
     layer: nn.LSTM | nn.GRU = (nn.LSTM if kind == "LSTM" else nn.GRU)(

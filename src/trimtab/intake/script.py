@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimtab._fixes import no_file
+from trimtab._said import of_type
 from trimtab.errors import UsageError
 from trimtab.workload import Workload, user_code
 
@@ -101,7 +102,7 @@ def _made(found: Any, text: str) -> Workload:
         with user_code(f"{text!r} raised while it made the workload", "Call it yourself to see why."):
             found = found()
     if not isinstance(found, Workload):
-        raise UsageError(f"{text!r} is a {type(found).__name__}; it must be a trimtab.Workload or a function that returns one.")
+        raise UsageError(f"{text!r} is {of_type(found)}; it must be a trimtab.Workload or a function that returns one.")
     return found
 
 

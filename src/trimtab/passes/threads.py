@@ -39,7 +39,7 @@ class Threads(Pass):
     def why_not_here(self) -> str | None:
         """More threads than cores only wait for each other."""
         if self.count > (cores := _machine.usable_cores()):
-            return f"threads asks for {self.count} threads, and this process may use {cores} cores."
+            return f"threads asks for {self.count} threads, and the cores that this process may use are {cores}."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trimtab._plain import plain
+from trimtab._said import counted
 from trimtab.contracts import Mode
 from trimtab.measurement import Drop, Interval, Parity
 from trimtab.recipe import Recipe
@@ -312,9 +313,7 @@ def parity(found: Parity | None, record: Record) -> str:
     return figures if found.ok else f"{found.reason} ({figures})"
 
 
-def count(number: int, noun: str) -> str:
-    """``1 example``, ``2 examples``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+count = counted
 
 
 def recipe(found: Recipe, record: Record) -> str:

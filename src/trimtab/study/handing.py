@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 from torch import nn
 
+from trimtab._said import of_type
 from trimtab.candidate import MODEL_ERRORS
 from trimtab.errors import UsageError
 from trimtab.workload import Workload
@@ -24,7 +25,7 @@ def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, Any]:
     if isinstance(workload, str):
         return {"reference": workload}
     if not isinstance(workload, Workload):
-        raise UsageError(f"A study needs a trimtab.Workload or a reference to one, not a {type(workload).__name__}.")
+        raise UsageError(f"A study needs a trimtab.Workload or a reference to one, not {of_type(workload)}.")
     if isinstance(workload.model, nn.Module) and any(map(_compiled, workload.model.modules())):
         raise UsageError(
             "The model was compiled in place, with its compile(), which does not reach worker processes: as written would be "

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 
 from trimtab._json import write_json
+from trimtab._said import counted
 from trimtab.contracts import BACKENDS
 
 IMPORTED = "imported.json"
@@ -53,7 +54,8 @@ def threads_unseen(threads: int) -> list[str]:
         if value.isdecimal() and int(value) not in (0, threads):
             return [
                 f"The workload sets {name} to {value}, which torch does not see here, where it is imported before: it computes "
-                f"with {threads} threads. Write torch.set_num_threads({value}) into the workload, or set {name} where the "
+                f"with {counted(threads, 'thread')}. Write torch.set_num_threads({value}) into the workload, or set {name} "
+                "where the "
                 "command is started."
             ]
     return []

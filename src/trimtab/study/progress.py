@@ -9,6 +9,7 @@ import time
 import typing
 
 from trimtab._plain import plain
+from trimtab._said import counted
 
 if typing.TYPE_CHECKING:
     from trimtab.study.sampler import Ask
@@ -69,7 +70,7 @@ class Printed(Progress):
     def opened(self, study: Study) -> None:
         """What is there already."""
         if study.trials:
-            self._say(f"{self._clock()} going on from {len(study.trials)} trials of an earlier run")
+            self._say(f"{self._clock()} going on from {counted(len(study.trials), 'trial')} of an earlier run")
 
     def remark(self, sentence: str) -> None:
         """A line of its own."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypedDict
 
 from trimtab._fixes import with_fix
 from trimtab._json import dumps, from_json, to_json, write_json
-from trimtab._said import shortened
+from trimtab._said import counted, shortened
 from trimtab.confirm import Confirmation
 from trimtab.contracts import Mode, Technique
 from trimtab.environment import Environment, Peaks
@@ -249,7 +249,7 @@ def _difference(known: Mapping[str, Any], owner: Mapping[str, Any]) -> tuple[str
         there, here = known["environment"], owner["environment"]
         return f"on another machine, or with other versions of Python, trimtab or a runtime ({there}; this is {here})", ""
     if "threads" not in same:
-        return f"with torch on {known['threads']} threads, which now has {owner['threads']}", ""
+        return f"with torch on {counted(known['threads'], 'thread')}, which now has {owner['threads']}", ""
     changed = [name for name in {**known["code"], **owner["code"]} if known["code"].get(name) != owner["code"].get(name)]
     if changed:
         names = [name for name in changed if name != MODEL] or changed

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trimtab._machine import usable_cores
+from trimtab._said import of_type
 from trimtab.errors import WorkloadError
 from trimtab.train.compiling import WORTH_S, CompiledStep
 from trimtab.train.crossing import why_not_read, why_not_shared
@@ -223,13 +224,13 @@ class Workers:
     def why_not(self) -> str | None:
         """Nothing but the time may change: neither the order of the examples nor the random numbers in them."""
         if workers_of(self.loader) is None:
-            return f"the loader, a {type(self.loader).__name__}, has no workers. Use trimtab.train.Loader."
+            return f"the loader, {of_type(self.loader)}, has no workers. Use trimtab.train.Loader."
         if isinstance(self.loader, Seekable):
             if not hasattr(self.loader, "retune"):
-                return f"a {type(self.loader).__name__} has no retune(workers=...)."
+                return f"{of_type(self.loader)} has no retune(workers=...)."
             return why_not_shared(self.loader) or (why_not_read(self.loader) if isinstance(self.loader, Loader) else None)
         if getattr(type(self.loader), "__iter__", None) is not DataLoader.__iter__:
-            return f"a {type(self.loader).__name__}, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
+            return f"{of_type(self.loader)}, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
         if self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset):
             return "the loader's dataset divides itself, so that other workers would give other batches."
         if reason := why_not_shared(self.loader):

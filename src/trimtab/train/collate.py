@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from trimtab._said import of_type
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.torch_losses import IGNORED
 
@@ -161,7 +162,7 @@ def _as_tensor(item: Any, path: tuple[str | int, ...]) -> torch.Tensor:
         return torch.tensor(item)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkloadError(
-            f"An example{_at(path)}, a {type(item).__name__}, cannot become a tensor: {error}. Make it one in the dataset."
+            f"An example{_at(path)}, {of_type(item)}, cannot become a tensor: {error}. Make it one in the dataset."
         ) from error
 
 

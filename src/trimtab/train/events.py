@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab._callables import refuses
 from trimtab._json import to_json
+from trimtab._said import of_type
 from trimtab.contracts import require
 from trimtab.errors import StorageError, UsageError
 
@@ -103,7 +104,7 @@ def checked(callbacks: Sequence[Callback]) -> list[Callback]:
         raise UsageError(f"callbacks is {_name(callbacks)}, and no list. {fix}")
     for callback in callbacks:
         if not callable(callback):
-            raise UsageError(f"callbacks holds {_name(callback)}, a {type(callback).__name__}, which cannot be called. {fix}")
+            raise UsageError(f"callbacks holds {_name(callback)}, {of_type(callback)}, which cannot be called. {fix}")
         if error := refuses(callback, None, None):
             raise UsageError(f"callbacks holds {_name(callback)}, which cannot be called with (trainer, event): {error}. {fix}")
     return list(callbacks)

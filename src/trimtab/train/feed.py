@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from trimtab._said import of_type
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import packed
 from trimtab.train.clock import Clock
@@ -387,6 +388,6 @@ def check_loader(batches: Any, what: str) -> None:
         UsageError: it is no iterable, or a dataset where a loader is meant.
     """
     if isinstance(batches, torch.utils.data.Dataset) and not hasattr(batches, "__iter__"):
-        raise UsageError(f"{what} is a {type(batches).__name__}, a dataset; wrap it: trimtab.train.Loader(dataset, batch=32).")
+        raise UsageError(f"{what} is {of_type(batches)}, a dataset; wrap it: trimtab.train.Loader(dataset, batch=32).")
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-        raise UsageError(f"{what} is a {type(batches).__name__}, which cannot be iterated over. Give a loader of batches.")
+        raise UsageError(f"{what} is {of_type(batches)}, which cannot be iterated over. Give a loader of batches.")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
+from trimtab._said import of_type
 from trimtab.errors import UsageError
 from trimtab.train.collate import TARGETS, Collate
 from trimtab.train.mapped import MappedTensors
@@ -183,7 +184,7 @@ def source_of(dataset: Any, collate: Callable[[list[Any]], Batch] | None) -> Sou
     """
     joining = Collate() if collate is None else collate
     if not callable(joining):
-        raise UsageError(f"collate is a {type(joining).__name__}; give a function of a list of examples.")
+        raise UsageError(f"collate is {of_type(joining)}; give a function of a list of examples.")
     plain = joining if type(joining) is Collate and joining.mask is None else None  # a mask is made of whole examples
     columns = _arrays(dataset, plain or Collate())
     if columns is not None and plain is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader
 
+from trimtab._said import counted
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.collate import Collate
 from trimtab.train.draws import datasets_of
@@ -213,7 +214,8 @@ class Loader:
         if (key := (size, count)) not in self._orders:
             if self.lengths is not None and len(self.lengths) != count:
                 raise UsageError(
-                    f"The dataset has {count} examples now, and had {len(self.lengths)} when their lengths were taken. Make a "
+                    f"The dataset has {counted(count, 'example')} now, and had {len(self.lengths)} when their lengths were "
+                    "taken. Make a "
                     "new Loader."
                 )
             classes = None if self.lengths is None else length_classes(self.lengths, self.tokens)
@@ -223,7 +225,8 @@ class Loader:
                 bounds = fixed(count, self.batch or BATCH, size, drop_last=self.drop_last)
             if not len(bounds):
                 raise UsageError(
-                    f"With drop_last, {count} examples make no batch of {self.batch} for each of {size} processes. Give a "
+                    f"With drop_last, {counted(count, 'example')} cannot make a batch of {self.batch} for each of {size} "
+                    "processes. Give a "
                     "smaller batch, or drop_last=False."
                 )
             kept = {other: made for other, made in self._orders.items() if other[1] == count}

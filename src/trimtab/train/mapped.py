@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trimtab._json import dumps, from_json
+from trimtab._said import of_type
 from trimtab.errors import StorageError, UsageError
 
 HEADER, SCHEMA = "tensors.json", 1
@@ -139,7 +140,7 @@ def _write(path: pathlib.Path, name: str, array: Any) -> _Entry:
 
 def _parts(name: str, array: Any) -> Iterable[Any]:
     if not isinstance(array, Iterable) or isinstance(array, (str, bytes, Mapping)):
-        raise UsageError(f"{name} is a {type(array).__name__}; give a tensor, a numpy array, or an iterable of them.")
+        raise UsageError(f"{name} is {of_type(array)}; give a tensor, a numpy array, or an iterable of them.")
     return array
 
 

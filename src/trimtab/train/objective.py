@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from trimtab._said import counted, of_type
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import torch_losses
 from trimtab.train.rows import fields_of, inside, length, uneven, with_fields
@@ -204,7 +205,7 @@ def _refuse_other(loss: Any) -> None:
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise UsageError(f"loss is {loss.__name__}, a class, and no loss yet. Give what it makes: {loss.__name__}().")
     if loss is not None and not callable(loss):
-        raise UsageError(f"loss is a {type(loss).__name__}, which cannot be called. Give a function or a torch.nn loss.")
+        raise UsageError(f"loss is {of_type(loss)}, which cannot be called. Give a function or a torch.nn loss.")
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -276,7 +277,7 @@ def is_pair(batch: Batch) -> bool:
 def _pair(batch: Batch) -> tuple[Any, Any]:
     if is_pair(batch):
         return batch[0], batch[1]
-    shape = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
+    shape = of_type(batch) + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
     raise WorkloadError(
         f"loss(outputs, targets) needs batches of (inputs, targets), but the loader gives {shape}. Give a loss whose first "
         "parameter is called model: def loss(model, batch)."
@@ -286,7 +287,7 @@ def _pair(batch: Batch) -> tuple[Any, Any]:
 def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
     """The mean and its weight, as a loss has returned them; anything else beside the mean would be taken for a weight."""
     if len(found) != 2:
-        raise WorkloadError(f"The loss returned {len(found)} values. {_EITHER}")
+        raise WorkloadError(f"The loss returned {counted(len(found), 'value')}. {_EITHER}")
     loss, weight = found
     if isinstance(weight, torch.Tensor):
         if weight.dim():
@@ -296,7 +297,7 @@ def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
         if weight.device.type != "cpu":  # nobody waits for a GPU to find out
             return loss, weight
     elif not isinstance(weight, Real):
-        raise WorkloadError(f"The loss returned a {type(weight).__name__} beside the mean. {_EITHER}")
+        raise WorkloadError(f"The loss returned {of_type(weight)} beside the mean. {_EITHER}")
     if not 0 <= (number := float(weight)) < math.inf:
         raise WorkloadError(f"The loss returned {number} beside the mean, which no mean is over. {_EITHER}")
     return loss, weight if isinstance(weight, torch.Tensor) else number
@@ -345,4 +346,4 @@ def _no_scalar(loss: Any) -> str:
             f"The loss is a tensor of shape {tuple(loss.shape)}, but one number is needed. Use reduction='mean', or return its "
             "mean()."
         )
-    return f"The loss is a {type(loss).__name__}, but a tensor with one number is needed."
+    return f"The loss is {of_type(loss)}, but a tensor with one number is needed."

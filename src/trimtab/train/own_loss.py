@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from trimtab._said import counted
 from trimtab.errors import UsageError
 from trimtab.train import states
 
@@ -34,7 +35,8 @@ def refuse_apart(optimizer: Optimizer, model: nn.Module, processes: int) -> None
     """
     if processes > 1 and (count := _beside(optimizer, model)):
         raise UsageError(
-            f"The optimizer trains {count} parameters of the loss, but between the {processes} processes only gradients of the "
+            f"The optimizer trains {counted(count, 'parameter')} of the loss, but between the {processes} processes only "
+            "gradients of the "
             "model cross. Put the loss into the model, which then answers with its loss; or call loss.requires_grad_(False)."
         )
 
@@ -43,7 +45,10 @@ def told(trainer: Trainer) -> str | None:
     """A sentence where the optimizer trains more than the model."""
     if not (count := _beside(trainer.optimizer, trainer.model)):
         return None
-    return f"{count} parameters of the loss are trained too. loss.requires_grad_(False) before Trainer(...) leaves them alone."
+    return (
+        f"The optimizer trains {counted(count, 'parameter')} of the loss too. loss.requires_grad_(False) before "
+        "Trainer(...) leaves it alone."
+    )
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:

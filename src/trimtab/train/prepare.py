@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trimtab._said import of_type
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.passes.channels_last import lay_out
@@ -129,13 +130,11 @@ def optimizer_for(
         raise UsageError(f"There is nothing to train in {type(model).__name__}: {reason}. {fix}.")
     if not isinstance(optimizer, Optimizer):
         if not callable(optimizer):
-            raise UsageError(
-                f"optimizer is a {type(optimizer).__name__}; give one of torch.optim, or a function that makes it."
-            )
+            raise UsageError(f"optimizer is {of_type(optimizer)}; give one of torch.optim, or a function that makes it.")
         optimizer = optimizer([*trainable, *own_loss.trained(loss, model)])
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
-                f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Let it return one."
+                f"The optimizer function returned {of_type(optimizer)}, not a torch.optim.Optimizer. Let it return one."
             )
     optimizer_state.refuse_closure(optimizer)
     own = {id(p) for p in (*model.parameters(), *(() if loss is None else loss.parameters()))}
@@ -185,7 +184,7 @@ def check_model(model: Any) -> None:
     if isinstance(model, type):
         raise UsageError(f"model is {model.__name__}, a class, and no model yet. Give what it makes: {model.__name__}(...).")
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model is a {type(model).__name__}; give a torch.nn.Module.")
+        raise UsageError(f"model is {of_type(model)}; give a torch.nn.Module.")
 
 
 def check_place(model: nn.Module, device: torch.device) -> None:

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from trimtab._callables import refuses
+from trimtab._said import of_type
 from trimtab.errors import UsageError
 from trimtab.train.stopping import EarlyStopping
 from trimtab.workload import user_code
@@ -76,7 +77,7 @@ def check_given(schedule: Any) -> None:
         "lambda optimizer, updates: StepLR(optimizer, updates // 3)."
     )
     if not callable(schedule):
-        raise UsageError(f"schedule is {name}, a {type(schedule).__name__}, and no schedule. {fix}")
+        raise UsageError(f"schedule is {name}, {of_type(schedule)}, and no schedule. {fix}")
     if isinstance(schedule, type) and issubclass(schedule, LRScheduler):
         raise UsageError(f"schedule is {name}, a class, to which the updates of a run may mean anything. {fix}")
     if error := refuses(schedule, None, 1):
@@ -93,9 +94,7 @@ def made(schedule: Schedule, optimizer: Optimizer, updates: int) -> LRScheduler:
     with user_code("The schedule raised"):
         found = schedule(optimizer, updates)
     if not isinstance(found, LRScheduler):
-        raise UsageError(
-            f"The schedule returned a {type(found).__name__}, not one of torch.optim.lr_scheduler. Let it return one."
-        )
+        raise UsageError(f"The schedule returned {of_type(found)}, not one of torch.optim.lr_scheduler. Let it return one.")
     refuse_foreign(found, optimizer)
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from trimtab._said import counted
 from trimtab.candidate import Settings
 from trimtab.train.clock import PHASES
 
@@ -43,7 +44,7 @@ class Summary:
     def __str__(self) -> str:
         """A few lines for a person."""
         speed = f", {self.examples_per_s:,.0f} examples/s" if self.examples_per_s else ""
-        lines = [f"{self.updates} updates in {self.seconds:.1f} s{speed}. {self.ended}"]
+        lines = [f"{counted(self.updates, 'update')} in {self.seconds:.1f} s{speed}. {self.ended}"]
         figures = {"loss": self.loss, **{f"validation {name}": value for name, value in self.metrics.items()}}
         lines.append(", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None))
         shown = [f"{phase} {self.shares[phase]:.0%}" for phase in PHASES if self.shares.get(phase, 0) >= 0.005]
@@ -51,7 +52,7 @@ class Summary:
         if self.peak_mb is not None:
             lines.append(f"Peak memory {self.peak_mb:,.0f} MB" + _share(self.flops_share))
         if self.skipped:
-            lines.append(f"{self.skipped} updates were left out because they were not finite.")
+            lines.append(f"{counted(self.skipped, 'update')} left out, because the loss or a gradient was not finite.")
         return "\n".join(line for line in [*lines, *self.notes] if line)
 
 

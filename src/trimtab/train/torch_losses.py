@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trimtab._said import counted
+
 IGNORED = -100
 """The label that torch and transformers leave out of a mean."""
 CLASSES = (functional.cross_entropy, functional.nll_loss)
@@ -83,7 +85,8 @@ def wrong_label(loss: Callable[..., Any], outputs: Any, targets: Any, error: Ind
         wrong = targets[((targets >= classes) | (targets < 0)) & (targets != _ignored(loss))]
         if len(wrong):
             return (
-                f"A label is {int(wrong[0])}, but the model has {classes} outputs, for labels from 0 to {classes - 1}. Number "
+                f"A label is {int(wrong[0])}, but the model has {counted(classes, 'output')}, for labels from 0 to "
+                f"{classes - 1}. Number "
                 "the labels from 0, or give the model more outputs."
             )
     return f"The loss raised: IndexError: {error}"

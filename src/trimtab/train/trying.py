@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trimtab._said import counted, of_type
 from trimtab.candidate import Candidate, Settings
 from trimtab.errors import CompileError, NonFiniteError, UsageError, WorkloadError
 from trimtab.recipe import Recipe
@@ -226,14 +227,13 @@ def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch
         some = list(itertools.islice(iter(batches), count - len(found)))
         if not some:
             raise WorkloadError(
-                f"The loader gave {len(found)} batches and then no more, but {count} are needed. Give one that can be gone "
+                f"The loader gave {counted(len(found), 'batch')} and then no more, but {count} are needed. Give one that "
+                "can be gone "
                 "through again and again, or a function that makes it."
             )
         found += some
     if not any(tensors(batch) for batch in found):
-        raise WorkloadError(
-            f"The loader's batches hold no tensor: the first is a {type(found[0]).__name__}. Let them hold tensors."
-        )
+        raise WorkloadError(f"The loader's batches hold no tensor: the first is {of_type(found[0])}. Let them hold tensors.")
     return found
 
 

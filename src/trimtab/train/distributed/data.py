@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from trimtab._said import of_type
 from trimtab.errors import UsageError
 from trimtab.train.loader import Loader
 
@@ -70,7 +71,7 @@ def share(batches: Iterable[Any], what: str, rank: int, size: int, seed: int, *,
     if isinstance(batches, Sequence):
         return batches[rank::size]
     raise UsageError(
-        f"{what} is a {type(batches).__name__}, and with {size} processes each would train on all of it. Give a "
+        f"{what} is {of_type(batches)}, and with {size} processes each would train on all of it. Give a "
         "trimtab.train.Loader, a DataLoader with a DistributedSampler, or, if it already gives each process its own part, set "
         f"{what}.sharded = True."
     )

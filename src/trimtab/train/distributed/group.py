@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trimtab._said import counted
 from trimtab.candidate import Settings
 from trimtab.errors import PeerError, UsageError, WorkloadError
 from trimtab.train.distributed.data import share
@@ -255,7 +256,8 @@ class Group(World):
                     group, self.counts = again() if last is None and again is not None else last, False
                 if group is None and given < length:
                     raise WorkloadError(
-                        f"The loader gave the batches of {given} updates in this epoch, but its len() said {length}. Mend its "
+                        f"The loader gave the batches of {counted(given, 'update')} in this epoch, but its len() said "
+                        f"{length}. Mend its "
                         "len(), or leave it out: the processes then ask each other before each update."
                     )
             except BaseException as error:

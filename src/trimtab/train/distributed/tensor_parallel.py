@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
+from trimtab._said import of_type
 from trimtab.candidate import Settings
 from trimtab.contracts import require
 from trimtab.errors import UsageError
@@ -82,7 +83,7 @@ def _named(model: nn.Module, patterns: Sequence[str], parts: int, *sizes: str) -
         for name in names:
             if not isinstance(modules[name], (nn.Linear, nn.Embedding)):
                 raise UsageError(
-                    f"{name} is a {type(modules[name]).__name__}; only Linear and Embedding can be split. Name those in it."
+                    f"{name} is {of_type(modules[name])}; only Linear and Embedding can be split. Name those in it."
                 )
             for size in sizes:
                 if (count := getattr(modules[name], size, 0)) % parts:
