@@ -188,6 +188,8 @@ USAGE = [
         "meant, write --max-drop 2% or max_drop=0.02.",
     ),
     (":good --budget 0s", f"--budget is '0s'; it must be above zero. {TIME}"),
+    (":good --budget 1e308h", "--budget is too large to be counted. Give a smaller one, or leave it out."),
+    (":good --worker-memory 1e308GB", "--worker-memory is too large to be counted. Give a smaller one, or leave it out."),
     (":good --budget soon", f"--budget is 'soon', which is not a positive number with a unit. {TIME}"),
     (":good --timing 0s", f"--timing is '0s'; it must be above zero. {TIME}"),
     (":good --trials 0", f"Invalid value for '--trials': Input should be greater than or equal to 1. {HELP}"),

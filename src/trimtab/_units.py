@@ -18,12 +18,12 @@ _MEGABYTES = {"b": 1e-6, "kb": 1e-3, "mb": 1.0, "gb": 1e3, "kib": 1024e-6, "mib"
 
 def seconds(text: str | float, name: str) -> float:
     """Seconds in a duration such as ``4ms`` or ``10m``; a bare number in a text is refused because its unit is a guess."""
-    return _with_unit(text, _SECONDS, name, "4ms, 90s or 10m") if isinstance(text, str) else positive(text, name)
+    return _finite(_with_unit(text, _SECONDS, name, "4ms, 90s or 10m") if isinstance(text, str) else positive(text, name), name)
 
 
 def megabytes(text: str | float, name: str) -> float:
     """Megabytes (10**6 bytes) in a size such as ``5MB`` or ``1.5GiB``."""
-    return _with_unit(text, _MEGABYTES, name, "5MB or 1.5GB") if isinstance(text, str) else positive(text, name)
+    return _finite(_with_unit(text, _MEGABYTES, name, "5MB or 1.5GB") if isinstance(text, str) else positive(text, name), name)
 
 
 def fraction(text: str | float, name: str) -> float:
@@ -48,6 +48,13 @@ def positive(value: N, name: str, example: str = "") -> N:
         raise UsageError(f"{name} is {value!r}; it must be a plain number above zero, without a unit.")
     if not value > 0:
         raise UsageError(f"{name} is {value}; it must be above zero.{f' Write it like {example}.' if example else ''}")
+    return value
+
+
+def _finite(value: float, name: str) -> float:
+    """``value``, unless it is larger than any number, which no clock shows and no command line says again."""
+    if not math.isfinite(value):
+        raise UsageError(f"{name} is too large to be counted. Give a smaller one, or leave it out.")
     return value
 
 
