@@ -35,7 +35,7 @@ from trimtab.study.jobs import original_job, prepare_job, read_workload
 from trimtab.study.process import environment
 from trimtab.study.sampler import as_written
 from trimtab.subject import fresh, prepare
-from trimtab.workload import Evaluation, Limits, Workload
+from trimtab.workload import Evaluation, Limits, Training, Workload
 
 
 def top1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -609,3 +609,18 @@ def test_a_field_that_does_not_exist_is_answered_with_those_that_do(
     assert str(caught.value).startswith(message)
     with pytest.raises(UsageError, match="has no field 'x'"):
         dataclasses.replace(Limits(), x=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Workload(model=linear, inputs=1, name=5), "Workload name 5 names a folder; use letters"),
+        (lambda: Workload(model=linear, inputs=1, seed="x"), "Workload seed is 'x'; give a whole number."),
+        (lambda: Evaluation(data=[], score=top1, higher_is_better="no"), "higher_is_better is 'no'; it can be True or False."),
+        (lambda: Training(data=[1], optimizer=None), "Training optimizer is a NoneType, which cannot be called"),
+        (lambda: Training(data=[1], optimizer=len, settings={"a": 1}), "Training settings is a dict; give trimtab.Settings"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_at_once(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()

@@ -65,6 +65,8 @@ class Evaluation:
         for name in ("score", "metric", "run"):
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise UsageError(f"Evaluation {name} is {value!r}, which cannot be called. Give a function.")
+        if not isinstance(self.higher_is_better, bool):
+            raise UsageError(f"Evaluation higher_is_better is {self.higher_is_better!r}; it can be True or False.")
         for name in ("batch_size", "max_examples"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise UsageError(f"Evaluation {name} is {value!r}; give a whole number of 1 or more.")
@@ -87,9 +89,13 @@ class Training:
     """As written: what anything else has to beat."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.settings, Settings):
+            raise UsageError(
+                f"Training settings is {of_type(self.settings)}; give trimtab.Settings, such as Settings(accumulate=2)."
+            )
         for name in ("optimizer", "loss", "schedule"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            if (value is not None or name == "optimizer") and not callable(value):
                 raise UsageError(
                     f"Training {name} is {of_type(value)}, which cannot be called. Give a function, because every "
                     "trial makes its own."
@@ -203,10 +209,12 @@ class Workload:
     ``dataclasses.replace`` makes something else of it, which they do not stand for."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+        if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise UsageError(f"Workload name {self.name!r} names a folder; use letters, digits, '.', '_' and '-'.")
         if not isinstance(self.model, nn.Module) and not callable(self.model):
             raise UsageError(f"Workload model is {of_type(self.model)}; give an nn.Module or a function that makes one.")
+        if not isinstance(self.seed, int):
+            raise UsageError(f"Workload seed is {self.seed!r}; give a whole number.")
         if self.mode not in ("infer", "train"):
             raise UsageError(f"Workload mode is {self.mode!r}; it can be 'infer' or 'train'.")
         if self.mode == "train" and self.training is None:

@@ -85,6 +85,7 @@ class Trainer:
     ) -> None:
         lengths.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
         schedules.check_given(schedule)
+        prepare.check_kinds(settings, early_stopping, metrics, ema)
         prepare.check_model(model)
         self.model = model
         self.settings = settings
