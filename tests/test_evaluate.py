@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import sys
 
@@ -15,10 +16,11 @@ from torch import nn
 from trimtab._fitted import Fitted
 from trimtab._json import dumps, from_json
 from trimtab.backends.eager import Eager, EagerExecutable
+from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.candidate import Candidate
 from trimtab.contracts import BACKENDS, PASSES, Executable, Pass, technique_from_json
 from trimtab.errors import CompileError
-from trimtab.evaluate import TORCH_THREADS, Plan, apply_passes, evaluate, load_saved, rows, start
+from trimtab.evaluate import BUILT, MODEL, TORCH_THREADS, Plan, apply_passes, evaluate, load_saved, rows, save, start, whole
 from trimtab.intake.load import load_workload
 from trimtab.measure.timer import LocalRunner
 from trimtab.recipe import Recipe
@@ -517,3 +519,14 @@ def test_what_a_backend_raises_while_it_saves_costs_the_file_only(subject: Subje
     assert trial.state is State.COMPLETE
     assert str(trial.reason).startswith("It cannot ship: Writing it failed: Own: no pen (")
     assert trial.size_mb is None
+
+
+def test_files_that_were_damaged_are_not_taken_for_what_was_built(tmp_path: pathlib.Path) -> None:
+    candidate = Candidate.of(nn.Linear(4, 2).eval(), (torch.ones(2, 4),))
+    executable = OnnxRuntime().compile(candidate)
+    for damaged in (BUILT, None):
+        save(executable, tmp_path)
+        assert whole(tmp_path)
+        path = tmp_path / damaged if damaged else next(file for file in (tmp_path / MODEL).iterdir() if file.stat().st_size > 9)
+        os.truncate(path, 9)
+        assert not whole(tmp_path)

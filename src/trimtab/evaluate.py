@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import sys
 import time
 import traceback
@@ -359,6 +360,7 @@ def per_second(latency: Measurement, examples: float) -> Measurement:
 def save(executable: Executable, folder: pathlib.Path) -> dict[str, Any]:
     """Write the executable's files and signature; its size, or why it has no form that stands alone."""
     model = folder / MODEL
+    shutil.rmtree(model, ignore_errors=True)  # what is left of one that was damaged
     model.mkdir(parents=True, exist_ok=True)
     try:
         with writing():
@@ -367,8 +369,18 @@ def save(executable: Executable, folder: pathlib.Path) -> dict[str, Any]:
         if out_of_space(error):
             raise
         return {"cannot_ship": f"It cannot ship: {error}"}
-    write_json(folder / BUILT, {"signature": executable.signature, "settings": executable.settings})
-    return {"size_mb": sum((model / name).stat().st_size for name in files) / 1e6}
+    sizes = {name: (model / name).stat().st_size for name in files}
+    write_json(folder / BUILT, {"signature": executable.signature, "settings": executable.settings, "sizes": sizes})
+    return {"size_mb": sum(sizes.values()) / 1e6}
+
+
+def whole(folder: pathlib.Path) -> bool:
+    """Whether what :func:`save` wrote into ``folder`` is there as it was: disks fill up and lose power, and people tidy."""
+    try:
+        sizes = json.loads((folder / BUILT).read_text(encoding="utf-8"))["sizes"]
+        return all((folder / MODEL / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def load_saved(recipe: Recipe, folder: pathlib.Path) -> Executable:

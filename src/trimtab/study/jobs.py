@@ -26,7 +26,6 @@ from trimtab.contracts import BACKENDS, CHECKS, PASSES, Executable, technique_fr
 from trimtab.environment import Environment, measured_peaks
 from trimtab.errors import ArtifactError, StorageError, TrimtabError
 from trimtab.evaluate import (
-    BUILT,
     MODEL,
     TORCH_THREADS,
     Plan,
@@ -41,6 +40,7 @@ from trimtab.evaluate import (
     stage,
     start,
     together,
+    whole,
 )
 from trimtab.explain import explain
 from trimtab.finding import Finding
@@ -264,7 +264,7 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     asked["judged"] = job["judged"] and from_json(Confirmation, job["judged"])
     earlier = {name: [from_json(Comparison, each) for each in rounds] for name, rounds in job["earlier"].items()}
     found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, **asked)
-    if found.ok and (source / BUILT).exists():
+    if found.ok and whole(source):
         ship(job, source, subject, executable, found)
     return to_json(found)
 
@@ -275,7 +275,7 @@ def _to_confirm(job: Job, subject: Subject) -> tuple[Recipe, pathlib.Path, dict[
     sameness.check_data(job, subject)
     recipe, source = Recipe.from_json(job["recipe"]), pathlib.Path(job["files"])
     rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
-    if job["ships"] and not (source / BUILT).exists():  # swept away, or the study's storage is elsewhere
+    if job["ships"] and not whole(source):  # swept away, damaged, or the study's storage is elsewhere
         save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
     return recipe, source, rivals
 
