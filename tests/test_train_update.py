@@ -343,6 +343,46 @@ def test_a_generator_of_the_model_is_as_before_after_a_rehearsal() -> None:
     assert torch.equal(model[0].random.get_state(), before)
 
 
+class Counting(nn.Module):
+    """Counts its forward passes in a buffer, and puts another in the place of the last each time."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.register_buffer("passes", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes, self.last = self.passes + 1, x.detach().mean()
+        return torch.tanh(self.layer(torch.tanh(x * self.passes)))
+
+
+def test_a_buffer_that_a_forward_pass_replaces_is_as_before_after_a_rehearsal() -> None:
+    model, loss = Counting(), Counting()
+    before = [model.passes, loss.passes]
+    with rehearsal(model, loss=loss) as kept:
+        loss(model(torch.ones(2, 4)))
+        assert list(map(id, kept.changed())) == list(map(id, before))
+    assert [id(model.passes), id(loss.passes)] == list(map(id, before))
+    assert (model.passes.item(), loss.passes.item(), model.last, loss.last) == (0.0, 0.0, None, None)
+
+
+@pytest.mark.parametrize("settings", [{"batch": "auto"}, {"activation_mb": 0.24}], ids=str)
+def test_what_is_tried_before_a_run_leaves_such_buffers_alone(settings: dict[str, Any]) -> None:
+    def state(**settings: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 64), *(Counting(64) for _ in range(3)), nn.Linear(64, 3))
+        summary = trainer(model, settings=Settings(**settings)).fit(pairs(3, 128), epochs=1)
+        recomputed.append(any("recomputed" in note and "nothing is" not in note for note in summary.notes))
+        return model.state_dict()
+
+    recomputed: list[bool] = []
+    want, got = state(), state(**settings)
+    assert recomputed == [False, "activation_mb" in settings]
+    assert got["1.passes"].item() == 3
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
 def test_options_of_the_optimizer_are_as_before_after_a_rehearsal() -> None:
     model = nn.Linear(4, 3)
     optimizer = without_rate(model)

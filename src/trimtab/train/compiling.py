@@ -15,7 +15,7 @@ from trimtab.contracts import require
 from trimtab.train.clock import Clock
 from trimtab.train.events import Ended, Event, Progressed, Remarked
 from trimtab.train.objective import Batch, Objective, tensors
-from trimtab.train.rehearsal import Kept, buffers_of_both
+from trimtab.train.rehearsal import Kept, modules_of_both
 from trimtab.train.runtime import random_state, set_random_state
 from trimtab.train.step import Step, Update
 from trimtab.train.world import World
@@ -68,7 +68,7 @@ class CompiledStep(Step):
         shapes = tuple(tensor.shape for batch in batches for tensor in tensors(batch))
         if self.model is self.plain or shapes in self._met:
             return super().__call__(batches)
-        kept, random = Kept(buffers_of_both(self.plain, self.objective.module)), random_state()
+        kept, random = Kept((), modules_of_both(self.plain, self.objective.module)), random_state()
         try:
             update = super().__call__(batches)
         except require("torch._dynamo.exc").TorchDynamoException as error:

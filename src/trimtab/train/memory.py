@@ -18,7 +18,7 @@ from trimtab.train.draws import set_states, states_of
 from trimtab.train.memory_errors import out_of_memory, said
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.recompute import Recomputed, longest_chain
-from trimtab.train.rehearsal import Kept, buffers_of_both, generators_of_both
+from trimtab.train.rehearsal import Kept, generators_of_both, modules_of_both
 from trimtab.train.rows import length
 from trimtab.train.step import Step, Update
 
@@ -292,7 +292,7 @@ class _Before:
     def __init__(self, trainer: Trainer) -> None:
         self._device = trainer.device
         model, loss = trainer.model, trainer.objective.module
-        self._buffers = Kept(buffers_of_both(model, loss))
+        self._buffers = Kept((), modules_of_both(model, loss))
         self._generators = generators_of_both(model, loss)
         self._drawn = states_of(self._generators)
         self._host = torch.get_rng_state()

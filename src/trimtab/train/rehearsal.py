@@ -22,28 +22,35 @@ class Kept:
 
     Args:
         tensors: looked at now, and held by this object; those that a forward pass is yet to make are left alone.
+        modules: whose buffers are kept too. Some forward passes do not change a buffer, but put another in its place.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [tensor for tensor in tensors if not is_lazy(tensor)]
+    def __init__(self, tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module] = ()) -> None:
+        self._places = [(each._buffers, name, buffer) for each in modules for name, buffer in each._buffers.items()]
+        buffers = dict.fromkeys(buffer for _, _, buffer in self._places if buffer is not None)
+        self._tensors = [tensor for tensor in (*buffers, *tensors) if not is_lazy(tensor)]
         self._copies = [tensor.detach().clone() for tensor in self._tensors]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the tensors the values that were copied; those that have them are not touched."""
+        """Give the tensors the values that were copied, and buffers their places; those that have them are not touched."""
+        for held, name, buffer in self._places:
+            if not _holds(held, name, buffer):
+                held[name] = buffer
         for tensor, kept in zip(self._tensors, self._copies, strict=True):
             if not _same(tensor, kept):
                 tensor.copy_(kept)
 
     def changed(self) -> list[torch.Tensor]:
-        """The tensors that have another value now."""
+        """The tensors that have another value now, or were buffers where there is another tensor now."""
+        replaced = {id(buffer) for held, name, buffer in self._places if not _holds(held, name, buffer)}
         pairs = zip(self._tensors, self._copies, strict=True)
-        return [tensor for tensor, kept in pairs if not _same(tensor, kept)]
+        return [tensor for tensor, kept in pairs if id(tensor) in replaced or not _same(tensor, kept)]
 
 
-def buffers_of_both(model: nn.Module, loss: nn.Module | None) -> list[torch.Tensor]:
-    """What a forward pass may change: the buffers of ``model``, and those of a ``loss`` that is a module."""
-    return [*model.buffers(), *(() if loss is None else loss.buffers())]
+def modules_of_both(model: nn.Module, loss: nn.Module | None) -> list[nn.Module]:
+    """Those whose buffers a forward pass may change: in ``model``, and in a ``loss`` that is a module."""
+    return [*model.modules(), *(() if loss is None else loss.modules())]
 
 
 def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, Any]:
@@ -58,11 +65,12 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.
     So are those of a ``loss`` that is a module. With an ``optimizer``, its state, its options and the parameters of both are
     put back too, from copies that exist meanwhile. The block gets what keeps the tensors.
     """
-    tensors = buffers_of_both(model, loss)
+    parameters: dict[torch.Tensor, None] = {}
     if optimizer is not None:  # which may have parameters of the loss, too
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        tensors += dict.fromkeys([*model.parameters(), *trained])
-    kept, random, generators = Kept(tensors), random_state(), generators_of_both(model, loss)
+        parameters = dict.fromkeys([*model.parameters(), *trained])
+    kept = Kept(parameters, modules_of_both(model, loss))
+    random, generators = random_state(), generators_of_both(model, loss)
     drawn = states_of(generators)
     before = [] if optimizer is None else [(each, _optimizer_state(each), _options(each)) for each in with_inner(optimizer)]
     try:
@@ -107,6 +115,11 @@ def _put_back_options(optimizer: Optimizer, options: list[dict[str, tuple[Any, A
             del group[name]
         for name, (value, before) in kept.items():
             group[name] = value.copy_(before) if isinstance(value, torch.Tensor) else before
+
+
+def _holds(held: Any, name: str, buffer: torch.Tensor | None) -> bool:
+    """Whether a module has ``buffer`` in its place among those that it has ``held``."""
+    return name in held and held[name] is buffer
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

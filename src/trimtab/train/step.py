@@ -20,7 +20,7 @@ from trimtab.train.later import Later
 from trimtab.train.memory_errors import final, out_of_memory
 from trimtab.train.objective import Batch, Objective, Weight, examples
 from trimtab.train.recompute import buffers_of
-from trimtab.train.rehearsal import Kept
+from trimtab.train.rehearsal import Kept, modules_of_both
 from trimtab.train.world import NOTHING, World
 from trimtab.workload import user_code
 
@@ -214,8 +214,8 @@ class Step:
     def _kept_buffers(self) -> Kept:
         """The buffers as they are now; the statistics of SyncBatchNorm are those of all, and stay alike."""
         loss = self.objective.module
-        own = () if loss is None else loss.buffers()
-        return Kept(own if self.settings.exact_batchnorm else [*self.model.buffers(), *own])
+        own = () if loss is None else loss.modules()
+        return Kept((), own if self.settings.exact_batchnorm else modules_of_both(self.model, loss))
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """The precision that the forward pass runs in."""
