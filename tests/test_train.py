@@ -331,6 +331,18 @@ def test_a_second_ctrl_c_ends_it_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_runs_that_take_turns_leave_no_handler_whichever_ends_first() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for order in (1, -1):
+        runs = [trainer().updates(loader(), epochs=1) for _ in range(3)]
+        for _ in range(2):
+            for run in runs:
+                next(run)
+        for run in runs[::order]:
+            run.close()
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 def test_it_trains_in_a_thread_where_no_signal_can_be_caught() -> None:
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(trainer().fit(loader(), epochs=1).updates))

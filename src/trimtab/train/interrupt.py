@@ -6,10 +6,12 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
+
+_CHILD: signal.Signals | None = getattr(signal, "SIGCHLD", None)
 
 
 @contextlib.contextmanager
@@ -18,23 +20,39 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
         yield
         return
-
-    def end(number: int, frame: object) -> None:
-        for known, handler in before.items():
-            signal.signal(known, handler)
-        if child is not None and callable(telling := signal.getsignal(child)):
-            before[child] = telling  # torch's, which raises wherever we are if the signal has ended the loader's workers too
-            signal.signal(child, lambda *_: None)
-        trainer.interrupted = True
-        trainer.stop(f"It was interrupted by {signal.Signals(number).name}.")
-
-    child: signal.Signals | None = getattr(signal, "SIGCHLD", None)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in before.items() if handler is not None}  # not set from Python: leave it
-    for number in before:
+    end = _Ending(trainer)
+    for number in end.before:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        end.over = True
+        for number, handler in end.before.items():
+            if number == _CHILD or signal.getsignal(number) is end:  # else another run has begun since, and goes on
+                signal.signal(number, _lasting(number, handler))
+
+
+class _Ending:
+    """What a signal does while ``trainer`` runs."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.over = trainer, False
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {number: handler for number, handler in found.items() if handler is not None}
+        """What it did until then; a handler that is not set from Python is left where it is."""
+
+    def __call__(self, number: int, frame: object) -> None:
+        for known, handler in self.before.items():
+            signal.signal(known, _lasting(known, handler))
+        if _CHILD is not None and callable(telling := signal.getsignal(_CHILD)):
+            self.before[_CHILD] = telling  # torch's, which raises wherever we are if the signal has ended loaders' workers too
+            signal.signal(_CHILD, lambda *_: None)
+        self.trainer.interrupted = True
+        self.trainer.stop(f"It was interrupted by {signal.Signals(number).name}.")
+
+
+def _lasting(number: signal.Signals, handler: Any) -> Any:
+    """``handler``, or what was there before it where it is that of a run that is over: of several any may end first."""
+    while isinstance(handler, _Ending) and handler.over:
+        handler = handler.before[number]
+    return handler
