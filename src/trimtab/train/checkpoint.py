@@ -59,6 +59,8 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
         if keep < 1:
             raise UsageError(f"keep is {keep}; at least one checkpoint must stay.")
+        if not isinstance(folder, (str, os.PathLike)):
+            raise UsageError(f"checkpoint is {folder!r}; give the folder for checkpoints, such as checkpoint='checkpoints'.")
         self.folder, self.keep = pathlib.Path(folder), keep
         self._whole: set[pathlib.Path] = set()
         """Those that were written here or found whole, so that large files are not hashed with every checkpoint."""

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trimtab._callables import refuses
 from trimtab._said import of_type
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
@@ -32,6 +33,7 @@ from trimtab.train.step import Step
 from trimtab.train.stopping import EarlyStopping
 from trimtab.train.validation import Move
 from trimtab.train.world import World
+from trimtab.workload import user_code
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
@@ -132,7 +134,13 @@ def optimizer_for(
     if not isinstance(optimizer, Optimizer):
         if not callable(optimizer):
             raise UsageError(f"optimizer is {of_type(optimizer)}; give one of torch.optim, or a function that makes it.")
-        optimizer = optimizer([*trainable, *own_loss.trained(loss, model)])
+        if error := refuses(optimizer, []):
+            raise UsageError(
+                f"The optimizer function cannot be called with the parameters: {error}. Give one such as "
+                "lambda parameters: torch.optim.AdamW(parameters)."
+            )
+        with user_code("The optimizer function raised"):
+            optimizer = optimizer([*trainable, *own_loss.trained(loss, model)])
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
                 f"The optimizer function returned {of_type(optimizer)}, not a torch.optim.Optimizer. Let it return one."

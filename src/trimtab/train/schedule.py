@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer
@@ -254,5 +255,5 @@ def _shaped(warmup: float, floor: float, shape: Callable[[float], float]) -> Sch
 
 
 def _check_share(warmup: float) -> None:
-    if not 0 <= warmup < 1:
-        raise UsageError(f"warmup is {warmup}; it is a share of the run: at least 0, below 1.")
+    if not isinstance(warmup, Real) or not 0 <= warmup < 1:
+        raise UsageError(f"warmup is {warmup!r}; it is a share of the run: at least 0, below 1.")

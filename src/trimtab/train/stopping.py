@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -33,8 +34,10 @@ class EarlyStopping:
     """Whether the parameters of the best validation are put back at the end."""
 
     def __post_init__(self) -> None:
-        if self.patience < 1:
-            raise UsageError(f"EarlyStopping patience is {self.patience}; it must be at least 1.")
+        if not isinstance(self.patience, Real) or self.patience < 1:
+            raise UsageError(f"EarlyStopping patience is {self.patience!r}; it must be a number of at least 1.")
+        if not isinstance(self.min_delta, Real):
+            raise UsageError(f"EarlyStopping min_delta is {self.min_delta!r}; it must be a number.")
         if self.mode not in ("min", "max", None):
             raise UsageError(f"EarlyStopping mode is {self.mode!r}; it can be 'min' or 'max'.")
         if self.mode is None and self.metric != "loss":
@@ -67,9 +70,9 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        if not 0 < decay < 1:
-            raise UsageError(f"ema is {decay}; the decay of the average lies between 0 and 1, such as 0.999.")
-        self.decay = decay
+        if not isinstance(decay, Real) or not 0 < decay < 1:
+            raise UsageError(f"ema is {decay!r}; the decay of the average lies between 0 and 1, such as 0.999.")
+        self.decay: float = decay
         self.begin(model)
 
     def begin(self, model: nn.Module) -> None:

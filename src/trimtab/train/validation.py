@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trimtab._callables import refuses
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.feed import Seekable, has_workers, keeps_workers, rebuilt, set_workers
 from trimtab.train.objective import Batch, Weight, call, examples, is_pair
@@ -28,6 +29,22 @@ _READING, _END = user_code("The validation loader raised"), object()
 _MODEL = user_code("In validation the model or its loss raised")
 _NO_GRADIENT = "does not require grad"
 """What torch says where something differentiates what was computed without gradients."""
+
+
+def by_name(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """``metrics``, which can all be called with outputs and targets.
+
+    Raises:
+        UsageError: one of them cannot.
+    """
+    fix = "Give them by name: metrics={'accuracy': lambda outputs, targets: outputs.argmax(1) == targets}."
+    found = dict(metrics or {})
+    for name, metric in found.items():
+        if not callable(metric):
+            raise UsageError(f"The metric {name!r} is {metric!r}, which cannot be called. {fix}")
+        if error := refuses(metric, None, None):
+            raise UsageError(f"The metric {name!r} cannot be called with (outputs, targets): {error}. {fix}")
+    return found
 
 
 def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batch] | None:
