@@ -18,6 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trimtab._said import of_type
+from trimtab.candidate import Settings
+from trimtab.errors import UsageError
 from trimtab.train import rates
 from trimtab.train.optimizer_state import groups_of
 from trimtab.train.stopping import EarlyStopping
@@ -51,6 +54,22 @@ class Given:
             groups, left = optimizer.param_groups[: self.groups], {"params", "param_names", rates.SCALE}
             now = [{name: copy.deepcopy(group[name]) for name in group.keys() - left} for group in groups]
             self.options = _OPTIONS.setdefault(optimizer, now)
+
+
+def check_kinds(settings: object, early_stopping: object, metrics: object, ema: object) -> None:
+    """Refuse what is of another kind than its argument takes.
+
+    Raises:
+        UsageError: one is.
+    """
+    for name, value, kinds, fix in (
+        ("settings", settings, Settings, "trimtab.Settings, such as Settings(accumulate=2)"),
+        ("early_stopping", early_stopping, EarlyStopping | None, "trimtab.train.EarlyStopping, or leave it out"),
+        ("metrics", metrics, Mapping | None, "functions by name, such as {'accuracy': accuracy}"),
+        ("ema", ema, int | float | None, "a number, such as 0.999"),
+    ):
+        if not isinstance(value, kinds):
+            raise UsageError(f"{name} is {of_type(value)}; give {fix}.")
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:

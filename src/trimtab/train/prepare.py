@@ -30,7 +30,6 @@ from trimtab.train.feed import Feed, mover
 from trimtab.train.kernels import bring_state, use_kernels
 from trimtab.train.prefetch import transfer_for
 from trimtab.train.step import Step
-from trimtab.train.stopping import EarlyStopping
 from trimtab.train.validation import Move
 from trimtab.train.world import World
 from trimtab.workload import user_code
@@ -182,22 +181,6 @@ def loss_on(loss: Any, device: torch.device) -> Any:
         return loss
     options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in loss.keywords.items()}
     return functools.partial(loss.func, *loss.args, **options)
-
-
-def check_kinds(settings: object, early_stopping: object, metrics: object, ema: object) -> None:
-    """Refuse what is of another kind than its argument takes.
-
-    Raises:
-        UsageError: one is.
-    """
-    for name, value, kinds, fix in (
-        ("settings", settings, Settings, "trimtab.Settings, such as Settings(accumulate=2)"),
-        ("early_stopping", early_stopping, EarlyStopping | None, "trimtab.train.EarlyStopping, or leave it out"),
-        ("metrics", metrics, Mapping | None, "functions by name, such as {'accuracy': accuracy}"),
-        ("ema", ema, int | float | None, "a number, such as 0.999"),
-    ):
-        if not isinstance(value, kinds):
-            raise UsageError(f"{name} is {of_type(value)}; give {fix}.")
 
 
 def check_model(model: Any) -> None:

@@ -20,7 +20,7 @@ from trimtab.train.distributed import alike
 from trimtab.train.distributed.processes import join
 from trimtab.train.events import Callback, Ended, Event, Remarked, Validated
 from trimtab.train.feed import check_loader
-from trimtab.train.given import Given
+from trimtab.train.given import Given, check_kinds
 from trimtab.train.interrupt import interruptible
 from trimtab.train.memory import Room
 from trimtab.train.meter import Meter
@@ -85,7 +85,7 @@ class Trainer:
     ) -> None:
         lengths.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
         schedules.check_given(schedule)
-        prepare.check_kinds(settings, early_stopping, metrics, ema)
+        check_kinds(settings, early_stopping, metrics, ema)
         prepare.check_model(model)
         self.model = model
         self.settings = settings
