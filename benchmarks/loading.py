@@ -1,6 +1,6 @@
 """What reading data costs: arrays in memory against torch's DataLoader, and texts in buckets against padding to the longest.
 
-    python benchmarks/loading.py                                       # about eight minutes on two quiet cores
+    python benchmarks/loading.py                                       # about twenty minutes on two quiet cores
     python benchmarks/loading.py --quick                               # that it runs; its figures mean little
     python benchmarks/loading.py --json benchmarks/results/loading.json
 

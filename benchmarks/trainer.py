@@ -287,7 +287,8 @@ def in_processes(starts: int, *asked: Any) -> Comparison | str:
     fresh = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=fresh, max_tasks_per_child=1) as pool:
         found = list(pool.map(once, *([value] * starts for value in asked)))
-    return next((each for each in found if isinstance(each, str)), None) or pooled(found)
+    reason = next((each for each in found if isinstance(each, str)), None)
+    return reason or pooled([each for each in found if isinstance(each, Comparison)])
 
 
 def main() -> None:
@@ -313,7 +314,7 @@ def main() -> None:
                 print(f"{model:12} against {rival:10} {found}")
                 continue
             print(line(model, rival, found), flush=True)
-            rows.append({"model": model, "rival": rival, **to_json(found)})
+            rows.append({"model": model, "against": rival, **to_json(found)})
     if asked.json:
         facts = {"environment": to_json(here), "threads": asked.threads, "rows": rows}
         asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
