@@ -186,6 +186,13 @@ def test_an_original_that_the_search_saw_miss_a_limit_by_chance_has_to_be_beaten
     assert study.asked == [ORT]
 
 
+def test_an_original_that_cannot_be_written_is_not_said_to_ship(monkeypatch) -> None:
+    study = Confirmed([trial(as_written(), 10.0)], Limits(latency_ms=20.0), {as_written(): 10.0}, monkeypatch)
+    status, words, best = finishing.finish(study)
+    assert (status, best.artifact) == ("kept_original", None)
+    assert words.startswith("The original stays, for which there is no artifact: no other runtime was tried")
+
+
 def test_nothing_is_said_to_meet_a_limit_before_everything_was_tried(monkeypatch) -> None:
     skipped = Trial(recipe=ORT, state=State.SKIPPED, reason="It is not here.")
     study = Confirmed([trial(as_written(), 9.0), skipped], Limits(latency_ms=4.0), {}, monkeypatch)

@@ -60,7 +60,8 @@ def kept(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[
     """Why nothing won, and what ships: the ``original`` as it was confirmed, or ``best``, which computes the same."""
     ratio, own = best.confirmation.speedup, best.trial.recipe.backend.name == "eager"
     why = " ".join(lost).rstrip(".") or _nothing_won(study.trials, eager, study.options.objective)
-    words = f"{'The original ships' if own else 'Nothing beats the original'}: {why}."
+    own_words = "The original ships" if best.artifact is not None else "The original stays, for which there is no artifact"
+    words = f"{own_words if own else 'Nothing beats the original'}: {why}."
     if best.artifact is None or ratio is None:
         return words
     if best is not original and original.confirmation.speedup is not None:
