@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -59,14 +60,9 @@ class LocalRunner:
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds of each of ``calls`` calls."""
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with uncollected():
             self._run(unrecorded(calls))
             return self._run(calls)
-        finally:
-            if collecting:
-                gc.enable()
 
     def pace(self) -> int:
         """How fast the core is now."""
@@ -155,6 +151,18 @@ def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S, s
         late = now - begun + block_s > seconds and (made >= 3 or now - begun > 4 * seconds)
         if settled or late:
             return WarmUp(calls, settled, now - begun, call_s)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A block without the garbage collector, whose turn would come in one block and not in another."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def pace() -> int:

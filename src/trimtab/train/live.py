@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trimtab.measure.profile import quiet
+from trimtab.measure.timer import uncollected
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -90,7 +90,11 @@ def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Pa
     Where torch's profiler is running already, which alone tells what the host's allocator does, it is that of :class:`Live`.
     """
     parameters = [p for p in parameters if p.requires_grad]
-    gc.collect()  # garbage in rings, which was there before, must not be given back in the middle of the count
+    with uncollected():  # garbage in rings, which was there before, must not be given back in the middle of the count
+        return _peak(run, parameters, device)
+
+
+def _peak(run: Callable[[], object], parameters: list[torch.nn.Parameter], device: torch.device) -> int:
     if device.type == "cuda":
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)

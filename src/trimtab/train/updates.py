@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 
 from trimtab.candidate import Settings
 from trimtab.errors import WorkloadError
-from trimtab.measure.timer import BLOCK_S, pace, synchronizer
+from trimtab.measure.timer import BLOCK_S, pace, synchronizer, uncollected
 from trimtab.train.adjust import workers_of
 from trimtab.train.clock import Clock, HostClock
 from trimtab.train.objective import Batch
@@ -74,7 +72,7 @@ class Updates:
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds per update, over ``calls`` of them."""
-        with _uncollected():
+        with uncollected():
             if self._ahead:
                 self._drain()
             elif self._on_gpu:
@@ -129,18 +127,6 @@ class Updates:
 def _prefetched(batches: Iterable[Batch]) -> int:
     """Batches that each worker of a loader reads ahead."""
     return getattr(batches, "prefetch_factor", None) or getattr(batches, "prefetch", None) or 2
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """A block without the garbage collector, whose turn would come in one side's block and not in the other's."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _nothing() -> None:
