@@ -7,6 +7,7 @@ import functools
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -266,6 +267,7 @@ def test_a_limit_of_memory_bounds_the_search() -> None:
     with pytest.raises(UsageError, match=r"No batch size can be used. 1: it takes .* MB of 0.001 allowed"):
         find_batch(trainer, [(inputs, labels)], limit_mb=0.001)
     roomy = Greedy(4)
+    roomy.register_forward_pre_hook(lambda *_: time.sleep(0.005))  # so that twice the examples take no longer on a busy machine
     trainer = Trainer(roomy, loss=nn.CrossEntropyLoss(), optimizer=adam)
     found = find_batch(trainer, [(torch.randn(16, 8), torch.randint(0, 4, (16,)))], seconds=0.2)
     assert found.tried[-1].reason == "it does not fit into memory"
