@@ -13,7 +13,7 @@ from trimtab._ties import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
 from trimtab._tree import Structure, flatten, names
 from trimtab.measure.slices import LOST, REACHED, along, axes_of, inexact, lost
 from trimtab.measure.structures import unlike
-from trimtab.measure.values import finite, plain, real, scale_of, signed_infinities, unrelated, without_masks
+from trimtab.measure.values import all_finite, finite, real, scale_of, signed_infinities, unrelated, without_masks
 from trimtab.measurement import Parity, Relative
 from trimtab.signature import TensorSpec, dtype_name
 
@@ -234,7 +234,7 @@ def _nan_in_more(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None
 
 def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
     """How many values are NaN or infinite on one side only, in words."""
-    if plain(a) and plain(b):
+    if all_finite(a) and all_finite(b):
         return {}
     a, b = signed_infinities(real(a)), signed_infinities(real(b))
     return {

@@ -25,7 +25,7 @@ def real(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
-def plain(tensor: Tensor) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or beyond :data:`HUGE`. Most outputs are so, and one pass over them saves many."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
@@ -37,7 +37,7 @@ def plain(tensor: Tensor) -> bool:
 
 def signed_infinities(tensor: Tensor) -> Tensor:
     """``tensor`` with what is beyond :data:`HUGE` as infinite."""
-    return tensor if plain(tensor) else torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
+    return tensor if all_finite(tensor) else torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
 
 
 def without_masks(reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[list[Tensor], float]:
@@ -57,7 +57,7 @@ def without_masks(reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> tup
 def finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The values that are finite in the reference, flat."""
     x, y = real(a), real(b)
-    if plain(a):
+    if all_finite(a):
         return x.flatten(), y.flatten()
     usable = signed_infinities(x).isfinite()
     return x[usable], y[usable]
@@ -87,7 +87,7 @@ def scale_of(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float
 def _finite(tensor: Tensor) -> Tensor:
     """The values that are finite, flat."""
     x = real(tensor)
-    return x.flatten() if plain(tensor) else x[signed_infinities(x).isfinite()]
+    return x.flatten() if all_finite(tensor) else x[signed_infinities(x).isfinite()]
 
 
 def _spread_over_examples(reference: Sequence[Tensor]) -> float:
@@ -110,7 +110,7 @@ def _spread_over_examples(reference: Sequence[Tensor]) -> float:
 def _usable(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The values, and which of them are finite."""
     x = real(tensor)
-    return x, torch.tensor(True).expand(x.shape) if plain(tensor) else signed_infinities(x).isfinite()
+    return x, torch.tensor(True).expand(x.shape) if all_finite(tensor) else signed_infinities(x).isfinite()
 
 
 def unrelated(reference: Tensor, output: Tensor, scale: float) -> int:

@@ -101,7 +101,7 @@ class Trainer:
         self.early_stopping, self.schedule = early_stopping, schedule
         self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
-        self.callbacks, self.metrics = events.checked(callbacks), validation.by_name(metrics)
+        self.callbacks, self.metrics = events.checked(callbacks), validation.checked_metrics(metrics)
         self.progress = progress
         self.watchers: list[Callback] = []
         """Our own callbacks while a run lasts; every process calls its own."""

@@ -31,7 +31,7 @@ _NO_GRADIENT = "does not require grad"
 """What torch says where something differentiates what was computed without gradients."""
 
 
-def by_name(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
     """``metrics``, which can all be called with outputs and targets.
 
     Raises:
