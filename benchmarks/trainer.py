@@ -15,6 +15,7 @@ The rivals are needed for this only, and are left out with a sentence where they
 
     pip install --target /tmp/rivals --no-deps accelerate pytorch-lightning lightning-utilities torchmetrics
     PYTHONPATH=/tmp/rivals python benchmarks/trainer.py
+    PYTHONPATH=/tmp/rivals python benchmarks/trainer.py --starts 24 --models cnn,transformer --rivals accelerate
     PYTHONPATH=/tmp/rivals python benchmarks/trainer.py --quick --models tiny
 """
 
