@@ -6,9 +6,11 @@ import atexit
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for work take the cores from tests that run beside
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what runs in the background so, and every process that a test means to interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OWN_SERVERS = {"test_forkserver.py", "test_odd_processes.py", "test_interruptions.py"}
 

@@ -261,7 +261,7 @@ WORKLOAD = [
         "The model failed on the example inputs: IndexError: index 7 is out of bounds for dimension 1 with size 2 (faulty.py, "
         f"line {line('def model_raises')}). {BY_HAND} {LOG}",
     ),
-    (":model_none", f"{CANNOT} a NoneType, not an nn.Module. Let it return the model."),
+    (":model_none", f"{CANNOT} None, not an nn.Module. Let it return the model."),
     (":model_meta", f"The model's 'weight' is {META} Load its weights before you hand it over."),
     (
         ":calibration_shape",
@@ -308,6 +308,21 @@ OTHERS = [
         2,
         "usage",
         "Invalid value for 'KIND': 'wishes' is not one of 'passes', 'backends', 'checks'. See: trimtab list --help",
+    ),
+    *(
+        (
+            f"{command} ''",
+            2,
+            "usage",
+            f"Invalid value for {name!r}: it is empty; give a path, such as {example!r}. '.' is the folder this runs in. "
+            f"See: trimtab {command.split()[0]} --help",
+        )
+        for command, name, example in (
+            ("verify", "artifact", "runs/model/artifact"),
+            ("report", "RUN", "runs/digits"),
+            ("optimize faulty.py --out", "--out", "runs/model"),
+            ("optimize faulty.py --inputs", "--inputs", "rows.npz"),
+        )
     ),
     ("optimise faulty.py", 2, "usage", "No such command 'optimise'. Did you mean 'optimize'? See: trimtab --help"),
 ]

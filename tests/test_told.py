@@ -57,4 +57,4 @@ def test_numbers_and_articles_agree_with_their_nouns() -> None:
     nouns = ["Linear", "OrderedDict", "int", "LSTM", "MSELoss", "OneCycleLR", "UNet", "Unflatten", "UserDict", "NoneType"]
     vowels = {"OrderedDict", "int", "LSTM", "MSELoss", "Unflatten"}
     assert [an(noun) for noun in nouns] == [f"{'an' if noun in vowels else 'a'} {noun}" for noun in nouns]
-    assert of_type(3) == "an int"
+    assert (of_type(3), of_type(None)) == ("an int", "None")

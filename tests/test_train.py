@@ -438,7 +438,7 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("text for a difference", UsageError, lambda: EarlyStopping(min_delta="0.1"),
      r"EarlyStopping min_delta is '0\.1'; it must be a number\."),
     ("checkpoints without a folder", UsageError, lambda: trainer(checkpoint=True),
-     r"checkpoint is True; give the folder for checkpoints, such as checkpoint='checkpoints'\."),
+     r"checkpoint is a bool; give a path, such as 'checkpoints'\."),
     ("text for a share", UsageError, lambda: cosine(warmup="0.1"), r"warmup is '0\.1'; it is a share of the run"),
     ("metric called loss", UsageError,
      lambda: trainer(metrics={"loss": lambda outputs, targets: targets}).fit(loader(), loader(), epochs=1),

@@ -63,8 +63,8 @@ X = torch.zeros(6, 2)
         ((X,), {"tokens": 20}, "tokens=... needs lengths=..."),
         ((X, 8), {"drop_last": True}, "6 examples cannot make a batch of 8"),
         ((X,), {"rank": 2, "size": 2}, "rank is 2, but with size=2 ranks go from 0 to 1"),
-        ((Stream(),), {}, "A Stream cannot be read by place"),
-        ((7,), {}, "A int cannot be read by place"),
+        ((Stream(),), {}, "The dataset is a Stream, which cannot be read by place"),
+        ((7,), {}, "The dataset is an int, which cannot be read by place"),
         ((X,), {"collate": 3}, "collate is an int"),
     ],
 )

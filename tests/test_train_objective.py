@@ -152,7 +152,7 @@ def test_compilation_that_a_loss_goes_around_is_told_of() -> None:
     [
         (({"accuracy": 0.5},), "The loss returned a dict beside the mean."),
         ((torch.zeros(8, CLASSES),), "The loss returned a tensor of shape (8, 4) beside the mean."),
-        ((None,), "The loss returned a NoneType beside the mean."),
+        ((None,), "The loss returned None beside the mean."),
         ((3, {}), "The loss returned 3 values."),
         ((-1,), "The loss returned -1.0 beside the mean, which no mean is over."),
         ((float("nan"),), "The loss returned nan beside the mean, which no mean is over."),

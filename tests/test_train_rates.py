@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.swa_utils import SWALR
 
 from _ranks import on_ranks
 from _runs import Line, loader, told, trainer
@@ -49,6 +50,7 @@ SCHEDULES: dict[str, Any] = {
     "cosine": cosine(),
     "linear": linear(floor=0.125),
     "cyclic": lambda optimizer, updates: CyclicLR(optimizer, 0.125, 0.25, step_size_up=3),
+    "swa": lambda optimizer, updates: SWALR(optimizer, swa_lr=0.25, anneal_epochs=3),
     "chained": chained,
     "sequential": sequential,
 }

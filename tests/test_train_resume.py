@@ -42,6 +42,13 @@ def test_a_run_that_early_stopping_had_ended_stays_ended(tmp_path: pathlib.Path)
     assert summary.ended == "The validation's loss did not improve 2 times in a row."
 
 
+def test_a_run_that_goes_on_knows_what_the_last_validation_found(tmp_path: pathlib.Path) -> None:
+    metrics = {"nothing": lambda outputs, targets: float("nan"), "mean": lambda outputs, targets: float(outputs.mean())}
+    before = trainer(checkpoint=tmp_path, metrics=metrics).fit(loader(), loader(), epochs=1)
+    summary = trainer(checkpoint=tmp_path, metrics=metrics).resume().fit(loader(), loader(), steps=before.updates + 1)
+    assert summary.metrics == pytest.approx(before.metrics, rel=0, abs=0, nan_ok=True)
+
+
 def test_a_second_run_is_not_ended_by_what_had_ended_the_first() -> None:
     made = trainer(early_stopping=EarlyStopping(patience=2, min_delta=1e9))
     data = list(loader())

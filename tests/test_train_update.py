@@ -289,6 +289,22 @@ def test_an_optimizer_made_for_fused_kernels_takes_float16_with_others(kernels: 
     assert made.fit(pairs(8), epochs=1).updates == 8
 
 
+@pytest.mark.parametrize("kernels", [{"fused": True}, {"foreach": True}])
+def test_an_update_that_overflows_leaves_no_momentum(kernels: Any) -> None:
+    model, (x, y) = nn.Linear(64, 64), (torch.randn(8, 64), 3000 * torch.randn(8, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9, momentum=0.9, **kernels)
+    step = Step(model, Objective(nn.MSELoss()), optimizer, Settings(autocast="float16"), World(), HostClock())
+    updates = [step([(x, y)])]
+    assert updates[0].overflowed
+    assert not optimizer.state
+    while not updates[-1].applied:
+        updates.append(step([(x, y)]))
+        assert len(updates) < 30
+    buffer = optimizer.state[model.weight]["momentum_buffer"]
+    with torch.no_grad():
+        assert 0 < float(buffer.abs().max()) < 1e5
+
+
 def test_a_model_of_complex_parameters_alone_is_trained() -> None:
     def loss(model: nn.Module, batch: Pair) -> torch.Tensor:
         return model(batch[0].to(torch.complex64)).abs().mean()

@@ -225,7 +225,7 @@ def test_an_error_without_its_percent_sign_is_refused_and_none_at_all_is_not() -
     [
         ("x = 1", "defines no workload"),
         ("workload = 3", "is an int; it must be a trimtab.Workload or a function that returns one"),
-        ("def workload(): return None", "is a NoneType; it must be a trimtab.Workload"),
+        ("def workload(): return None", "is None; it must be a trimtab.Workload"),
     ],
 )
 def test_a_file_without_a_workload(tmp_path, text: str, message: str) -> None:
@@ -617,7 +617,7 @@ def test_a_field_that_does_not_exist_is_answered_with_those_that_do(
         (lambda: Workload(model=linear, inputs=1, name=5), "Workload name 5 names a folder; use letters"),
         (lambda: Workload(model=linear, inputs=1, seed="x"), "Workload seed is 'x'; give a whole number."),
         (lambda: Evaluation(data=[], score=top1, higher_is_better="no"), "higher_is_better is 'no'; it can be True or False."),
-        (lambda: Training(data=[1], optimizer=None), "Training optimizer is a NoneType, which cannot be called"),
+        (lambda: Training(data=[1], optimizer=None), "Training optimizer is None, which cannot be called"),
         (lambda: Training(data=[1], optimizer=len, settings={"a": 1}), "Training settings is a dict; give trimtab.Settings"),
     ],
 )

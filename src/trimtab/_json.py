@@ -214,6 +214,8 @@ def _read_class(hint: type, data: Any, where: str) -> Any:
         return _as_float(data, where)
     if not isinstance(data, hint) or (isinstance(data, bool) and hint is not bool and hint is not object):
         raise UsageError(f"{where}: expected {hint.__name__}, got {data!r}.")
+    if hint is int and isinstance(data, int):
+        _as_float(data, where)  # what no figure can be made from is none
     return data
 
 

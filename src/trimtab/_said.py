@@ -40,5 +40,5 @@ def an(noun: str) -> str:
 
 
 def of_type(value: object) -> str:
-    """What ``value`` is an instance of: ``an int``."""
-    return an(type(value).__name__)
+    """What ``value`` is an instance of: ``an int``; ``None`` is itself."""
+    return "None" if value is None else an(type(value).__name__)

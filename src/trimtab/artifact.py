@@ -17,6 +17,7 @@ from trimtab import _machine
 from trimtab._fixes import mended_by, with_fix
 from trimtab._golden import GOLDEN, Case, Golden
 from trimtab._manifest import BASELINE, COPY, MANIFEST, MODEL, Manifest, findings, read_manifest
+from trimtab._paths import path_of
 from trimtab._placing import fresh_folder
 from trimtab._shipping import fill
 from trimtab.candidate import Settings
@@ -100,7 +101,7 @@ class Artifact:
             ArtifactError: ``folder`` holds something else, or cannot be written.
         """
         self.check()
-        with fresh_folder(pathlib.Path(folder)) as target:
+        with fresh_folder(path_of(folder, "folder", "runs/model/artifact")) as target:
             for name in (*self.manifest.files, MANIFEST):
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.path / name, target / name)
@@ -191,8 +192,9 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
     Raises:
         ArtifactError: there is no artifact.
         IntegrityError: its manifest is damaged or claims what cannot be.
+        UsageError: ``path`` is no path.
     """
-    folder = pathlib.Path(path)
+    folder = path_of(path, "The artifact", "runs/model/artifact")
     return Artifact(folder, read_manifest(folder))
 
 

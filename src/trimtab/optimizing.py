@@ -25,6 +25,7 @@ except ImportError:  # Windows has none
 from trimtab._aside import put_back, removed, set_aside
 from trimtab._disk import UNLOCKED, refused
 from trimtab._json import write_json
+from trimtab._paths import path_of
 from trimtab._placing import refuse_others
 from trimtab._said import of_type
 from trimtab._units import positive, seconds
@@ -336,10 +337,10 @@ def run_folder(workload: Workload | str, out: str | pathlib.Path | None, suffix:
     """Where a study lives: as said, else ``runs/`` and the name of the workload or of its file, and ``suffix``.
 
     Raises:
-        UsageError: a file is there, or the name is no UTF-8, which some libraries cannot write to.
+        UsageError: it is no path, a file is there, or the name is no UTF-8, which some libraries cannot write to.
     """
     if out is not None:
-        folder = pathlib.Path(out)
+        folder = path_of(out, "out", "runs/model")
         if os.path.exists(folder) and not os.path.isdir(folder):  # which say no where pathlib's raise
             raise UsageError(f"The run folder {folder} is a file. Give a folder with --out (in Python, out=...).")
         if (readable := str(folder).encode(errors="replace").decode()) != str(folder):

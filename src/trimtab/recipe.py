@@ -21,6 +21,10 @@ class Recipe:
     backend: Backend
 
     def __post_init__(self) -> None:
+        if not isinstance(self.passes, tuple) or not all(isinstance(step, Pass) for step in self.passes):
+            raise UsageError(f"Recipe passes is {self.passes!r}; give a tuple of passes, such as (PASSES['fold_bn'](),).")
+        if not isinstance(self.backend, Backend):
+            raise UsageError(f"Recipe backend is {self.backend!r}; give a backend, such as BACKENDS['onnxruntime']().")
         names = [step.name for step in self.passes]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UsageError(f"The recipe has the pass {twice!r} twice; a pass is applied once.")

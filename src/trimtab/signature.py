@@ -44,6 +44,9 @@ class Dim:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise UsageError(f"A dynamic dimension needs a name like 'batch'; got {self.name!r}.")
+        for name, value in (("min", self.min), ("max", 1 if self.max is None else self.max), ("step", self.step)):
+            if not isinstance(value, int):
+                raise UsageError(f"Dimension {self.name!r} has the {name} {value!r}; it must be a whole number.")
         if self.step < 1:
             raise UsageError(f"Dimension {self.name!r} has the step {self.step}; its sizes are multiples of 1 or more.")
         if self.min < 1 or (self.max is not None and self.max < self.min):

@@ -74,7 +74,9 @@ def no_numpy_form(signature: Signature, runtime: str) -> str | None:
     """A sentence if a tensor of ``signature`` has no numpy form, through which tensors reach the runtime."""
     for spec in (*signature.inputs, *signature.outputs):
         if spec.dtype.startswith(("bfloat", "complex", "float8", "q")):
-            return f"{runtime} cannot exchange {spec.dtype} tensors, and {spec.name!r} is one. Cast it to float32 in the model."
+            parts = spec.dtype.startswith("complex")
+            fix = "Let the model take and give torch.view_as_real() of it" if parts else "Cast it to float32 in the model"
+            return f"{runtime} cannot exchange {spec.dtype} tensors, and {spec.name!r} is one. {fix}."
     if not signature.inputs:
         return f"{runtime} needs at least one input tensor, and the model takes none."
     return None

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab._paths import typed
 from trimtab.intake.starter import write_starter
 
 
@@ -16,7 +17,8 @@ def init_command(
         str, typer.Argument(help="model, image, text, tabular, custom, or a folder with a transformers model")
     ] = "model",
     output: Annotated[
-        pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write [workload.py].")
+        pathlib.Path | None,
+        typer.Option("--output", "-o", parser=typed("workload.py"), metavar="FILE", help="Where to write [workload.py]."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
 ) -> int:

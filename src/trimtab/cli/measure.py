@@ -11,6 +11,7 @@ import typer
 
 import trimtab
 from trimtab._json import dumps, from_json
+from trimtab._paths import typed
 from trimtab._plain import plain
 from trimtab._units import fraction, positive, seconds
 from trimtab.cli._lazy import late
@@ -66,7 +67,7 @@ def _is_folder(what: str) -> bool:
 
 
 def verify_command(
-    artifact: Annotated[pathlib.Path, typer.Argument(help="The folder of an artifact.")],
+    artifact: Annotated[pathlib.Path, typer.Argument(parser=typed("runs/model/artifact"), help="The folder of an artifact.")],
     time: Annotated[str, typer.Option(help="Most time for sampling its speed.")] = "10s",
     trust: Trust = False,
     json: Json = False,

@@ -15,6 +15,7 @@ from rich.console import Console
 import trimtab
 from trimtab._fixes import no_file
 from trimtab._json import dumps
+from trimtab._paths import typed
 from trimtab._plain import plain as cleaned
 from trimtab._said import counted
 from trimtab._units import megabytes, seconds
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
 EXIT_LIMITS = 1
 Inputs = Annotated[
-    pathlib.Path | None, typer.Option(metavar="FILE", help="Real inputs of a model file: .npz, .npy, .safetensors [random].")
+    pathlib.Path | None,
+    typer.Option(
+        parser=typed("rows.npz"),
+        metavar="FILE",
+        help="Real inputs of a model file: .npz, .npy, .safetensors [random].",
+    ),
 ]
 Shape = Annotated[
     list[str] | None, typer.Option(metavar="NAME=1x3x8", help="Size of an input of a model file; may be repeated.")
@@ -59,7 +65,8 @@ def optimize_command(
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
     ] = "ladder",
     out: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FOLDER", help="Run folder; a study there goes on [runs/NAME].")
+        pathlib.Path | None,
+        typer.Option(parser=typed("runs/model"), metavar="FOLDER", help="Run folder; a study there goes on [runs/NAME]."),
     ] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", help="Database [SQLite in the run folder].")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is in the run folder.")] = False,

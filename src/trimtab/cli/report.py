@@ -12,16 +12,25 @@ from typing import Annotated
 import typer
 
 from trimtab._json import dumps
+from trimtab._paths import typed
 from trimtab.cli._lazy import late
 
-Run = Annotated[pathlib.Path, typer.Argument(metavar="RUN", help="Run folder of a study, such as runs/digits.")]
+RUN = typed("runs/digits")
+Run = Annotated[pathlib.Path, typer.Argument(parser=RUN, metavar="RUN", help="Run folder of a study, such as runs/digits.")]
 
 
 def report_command(
     run: Run,
     open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     output: Annotated[
-        pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write [report.html in RUN].")
+        pathlib.Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            parser=typed("report.html"),
+            metavar="FILE",
+            help="File to write [report.html in RUN].",
+        ),
     ] = None,
     as_text: Annotated[bool, typer.Option("--text", help="Print the same in 40 lines.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print all that the report is made from as JSON.")] = False,
@@ -46,7 +55,7 @@ def report_command(
 
 def compare_command(
     left: Run,
-    right: Annotated[pathlib.Path, typer.Argument(metavar="RUN", help="Run folder of the other study.")],
+    right: Annotated[pathlib.Path, typer.Argument(parser=RUN, metavar="RUN", help="Run folder of the other study.")],
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Two studies side by side: two machines, two versions, two limits.

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab._fixes import mended_by, no_file
+from trimtab._paths import path_of
 from trimtab.candidate import MODEL_ERRORS
 from trimtab.errors import IntegrityError, TrimtabError, UsageError
 from trimtab.intake.forms import inputs_of
@@ -54,7 +55,7 @@ def load_workload(
         IntegrityError: a model file is damaged, or holds what no plain model needs.
         WorkloadError: a Python file raised while it was run; the user's exception is the cause.
     """
-    text = os.fspath(reference)
+    text = os.fspath(path_of(reference, "The workload", "model.py"))
     given = {"inputs": inputs, "shapes": shapes, "task": task}
     if text.startswith(HF):  # before what looks at colons and suffixes, which a folder's name may have too
         return _referred(_from_folder(text.removeprefix(HF), inputs, shapes or {}, task), _words(text, given))

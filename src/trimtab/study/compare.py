@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from trimtab._manifest import MANIFEST
+from trimtab._paths import path_of
 from trimtab._units import positive
 from trimtab._user_code import outside_workers
 from trimtab.errors import ArtifactError, StorageError, UsageError
@@ -185,11 +186,12 @@ def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib
     if isinstance(what, Workload):
         folder.mkdir()
         return {"workload": handed(what, folder), "recipe": as_written().to_json(), "fresh": False}
-    if os.path.exists(pathlib.Path(what) / MANIFEST):  # which says no where pathlib's raises
+    path = path_of(what, "What is timed", "model.py:workload")
+    if os.path.exists(path / MANIFEST):  # which says no where pathlib's raises
         return {"artifact": os.fspath(what), "trust": trust, "baseline": False}
     if os.path.isdir(what):
         raise ArtifactError(f"{os.fspath(what)!r} is no artifact: it has no {MANIFEST}. Give the folder that has one.")
-    if not pathlib.Path(what).suffix and ":" not in os.fspath(what):
+    if not path.suffix and ":" not in os.fspath(what):
         raise ArtifactError(f"There is no artifact folder {os.fspath(what)!r}. A workload is written {FORMS}.")
     return {"workload": {"reference": os.fspath(what)}, "recipe": as_written().to_json(), "fresh": False}
 

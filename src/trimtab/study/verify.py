@@ -7,6 +7,7 @@ import os
 import pathlib
 
 from trimtab import artifact
+from trimtab._units import positive
 from trimtab.artifact import Verification
 from trimtab.errors import ArtifactError, CompileError, MeasurementError, MissingPackageError, StorageError, UsageError
 from trimtab.evaluate import Objective
@@ -23,6 +24,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = T
         ArtifactError: there is no artifact that could be verified.
         UntrustedError: verifying would run machine code from the artifact, and ``trust`` is not given.
     """
+    positive(seconds, "seconds")
     found = artifact.verify(path, trust=trust)
     manifest = artifact.open_artifact(path).manifest
     if not (speed and found.ok) or manifest.baseline is None:

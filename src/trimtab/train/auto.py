@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 OFF: Mapping[str, Any] = {
     "autocast": None,
     "memory_format": "contiguous",
-    "tf32": False,
+    "tf32": None,
     "cudnn_benchmark": False,
     "attention": None,
     "optimizer": None,

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from trimtab._machine import free_mb
+from trimtab._units import positive
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.stats import median_interval
 from trimtab.measurement import Interval
@@ -113,8 +114,7 @@ def find_batch(
         WorkloadError: the loader gives nothing, or batches that cannot be taken apart or joined.
     """
     for name, value in (("largest", largest), ("limit_mb", limit_mb), ("seconds", seconds)):
-        if value is not None and not value > 0:
-            raise UsageError(f"find_batch {name} is {value}; it must be above zero.")
+        positive(1 if value is None else value, f"find_batch {name}")
     drawn, load_s = _drawn(batches, largest)
     own, world = sum(examples(batch) for batch in drawn), trainer.world
     count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # per example; all processes try the same sizes

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trimtab._json import dumps
+from trimtab._paths import path_of
 from trimtab.errors import StorageError, UsageError
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
@@ -59,9 +60,7 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
         if keep < 1:
             raise UsageError(f"keep is {keep}; at least one checkpoint must stay.")
-        if not isinstance(folder, (str, os.PathLike)):
-            raise UsageError(f"checkpoint is {folder!r}; give the folder for checkpoints, such as checkpoint='checkpoints'.")
-        self.folder, self.keep = pathlib.Path(folder), keep
+        self.folder, self.keep = path_of(folder, "checkpoint", "checkpoints"), keep
         self._whole: set[pathlib.Path] = set()
         """Those that were written here or found whole, so that large files are not hashed with every checkpoint."""
 

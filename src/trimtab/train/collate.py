@@ -48,8 +48,8 @@ class Collate:
     """Where the padding is; generation needs it on the left."""
 
     def __post_init__(self) -> None:
-        if self.multiple < 1:
-            raise UsageError(f"Collate multiple is {self.multiple}; it must be at least 1.")
+        if not isinstance(self.multiple, int) or self.multiple < 1:
+            raise UsageError(f"Collate multiple is {self.multiple!r}; it must be a whole number of at least 1.")
         if self.side not in ("right", "left"):
             raise UsageError(f"Collate side is {self.side!r}; it must be 'right' or 'left'.")
 

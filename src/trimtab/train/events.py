@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab._callables import refuses
 from trimtab._json import to_json
+from trimtab._paths import path_of
 from trimtab._said import of_type
 from trimtab.contracts import require
 from trimtab.errors import StorageError, UsageError
@@ -118,7 +119,7 @@ class JsonLines:
     """A callback that appends every event to a file as a line of JSON."""
 
     def __init__(self, path: str | pathlib.Path) -> None:
-        self.path = pathlib.Path(path)
+        self.path = path_of(path, "path", "runs/events.jsonl")
 
     def __call__(self, trainer: Trainer, event: Event) -> None:
         """Append ``event``."""
@@ -141,8 +142,9 @@ class TensorBoard:
     """A callback that writes losses, rates, speed and validation figures for TensorBoard (``pip install tensorboard``)."""
 
     def __init__(self, folder: str | pathlib.Path) -> None:
+        place = path_of(folder, "folder", "runs/events")
         require("tensorboard")
-        self._writer: Any = require("torch.utils.tensorboard").SummaryWriter(str(folder))
+        self._writer: Any = require("torch.utils.tensorboard").SummaryWriter(str(place))
 
     def __call__(self, trainer: Trainer, event: Event) -> None:
         """Write the figures of ``event``."""

@@ -196,8 +196,8 @@ def source_of(dataset: Any, collate: Callable[[list[Any]], Batch] | None) -> Sou
         dataset = _Rows(columns)
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
-            f"A {type(dataset).__name__} cannot be read by place: a Loader needs len(dataset) and dataset[i]. Give a list or a "
-            "dataset that has them, or the Trainer a torch DataLoader over this one."
+            f"The dataset is {of_type(dataset)}, which cannot be read by place: a Loader needs len(dataset) and dataset[i]. "
+            "Give a list or a dataset that has them, or the Trainer a torch DataLoader over this one."
         )
     return Examples(dataset, joining)
 

@@ -24,6 +24,7 @@ from trimtab.errors import UsageError
 from trimtab.train import rates
 from trimtab.train.optimizer_state import groups_of
 from trimtab.train.stopping import EarlyStopping
+from trimtab.train.world import World
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
@@ -56,7 +57,7 @@ class Given:
             self.options = _OPTIONS.setdefault(optimizer, now)
 
 
-def check_kinds(settings: object, early_stopping: object, metrics: object, ema: object) -> None:
+def check_kinds(settings: object, early_stopping: object, metrics: object, ema: object, world: object) -> None:
     """Refuse what is of another kind than its argument takes.
 
     Raises:
@@ -67,6 +68,7 @@ def check_kinds(settings: object, early_stopping: object, metrics: object, ema: 
         ("early_stopping", early_stopping, EarlyStopping | None, "trimtab.train.EarlyStopping, or leave it out"),
         ("metrics", metrics, Mapping | None, "functions by name, such as {'accuracy': accuracy}"),
         ("ema", ema, int | float | None, "a number, such as 0.999"),
+        ("world", world, World | None, "what trimtab.train.distributed.join() returns, or leave it out"),
     ):
         if not isinstance(value, kinds):
             raise UsageError(f"{name} is {of_type(value)}; give {fix}.")

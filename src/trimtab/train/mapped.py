@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trimtab._json import dumps, from_json
+from trimtab._paths import path_of
 from trimtab._said import of_type
 from trimtab.errors import StorageError, UsageError
 
@@ -41,7 +42,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = pathlib.Path(folder).absolute()
+        self.folder = path_of(folder, "folder", "data/train").absolute()
         self._tensors = {name: _mapped(self.folder, entry) for name, entry in _header(self.folder).items()}
 
     @classmethod
@@ -55,7 +56,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
             UsageError: the folder exists, a name is no file name, or parts of one array differ in type or shape.
             StorageError: it cannot be written.
         """
-        place = pathlib.Path(folder)
+        place = path_of(folder, "folder", "data/train")
         if os.path.exists(place):
             raise UsageError(f"{place} exists already. Give another folder, or remove it first.")
         if wrong := [name for name in arrays if not isinstance(name, str) or not name.replace("_", "a").isalnum()]:

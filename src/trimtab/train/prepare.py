@@ -243,6 +243,7 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "best": world.whole(trainer.best_parameters),
         "loss": world.whole(own_loss.state_of(trainer)),
         "position": dataclasses.asdict(trainer.position),
+        "results": trainer.results,
         "taken": world.gathered(trainer.position.batch),  # which of unequal shares are not as many
         "batches": lengths.batches_in_all(ready.feed.batches, world),
         "random": world.gathered(epoch.random_of(trainer, ready.feed.batches)),
@@ -306,6 +307,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     best = state["best"]
     trainer.best_parameters = None if best is None else _of_model(best, now, state, world)
     vars(trainer.position).update(state["position"])
+    trainer.results = dict(state["results"])
     given.restore_best(trainer, state)
     if len(taken := state.get("taken", ())) == world.processes:
         trainer.position.batch = taken[world.index]

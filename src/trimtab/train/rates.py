@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SCALE = "trimtab_lr_scale"
 """Where a group of an optimizer keeps by how much its rates were multiplied; checkpoints keep it with the group."""
-RATES = ("initial_lr", "max_lr", "min_lr", "lr")
+RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr", "lr")
 """What an optimizer and torch's schedulers call them in a group."""
 KEPT = ("base_lrs", "max_lrs", "_last_lr")
 """What torch's schedulers call those that they keep for themselves, one for each group."""

@@ -111,7 +111,8 @@ class Step:
     Args:
         model: what the objective calls, perhaps wrapped or compiled.
         optimizer: what updates the parameters.
-        norm_every: of how many updates one tells the norm of its gradient; with ``clip_norm``, and on a GPU, all do.
+        norm_every: of how many updates one tells the norm of its gradient; with ``clip_norm``, and on a GPU unless nobody looks
+            at what is not finite, all do.
     """
 
     def __init__(
@@ -197,7 +198,11 @@ class Step:
         grads = _gradients(parameters)
         self._unweight(grads, total)
         clip_norm = self.settings.clip_norm
-        wanted = clip_norm is not None or self._made % self._norm_every == 0 or (bool(grads) and grads[0].is_cuda)
+        wanted = (
+            clip_norm is not None
+            or self._made % self._norm_every == 0
+            or (bool(grads) and grads[0].is_cuda and self.settings.nonfinite != "ignore")
+        )
         norm = world.norm(grads) if wanted else None  # a GPU takes all norms at once, but one sum after the other
         self._made += 1
         if clip_norm is not None and norm is not None:
@@ -295,8 +300,9 @@ class Step:
             left_out = self._found_inf()
             scale = self.scaler.get_scale() if left_out else math.inf
             overflowed = left_out and scale > _LEAST_SCALE and bool(torch.isfinite(update.loss))
-            with _UPDATING:
-                self.scaler.step(self.optimizer)
+            if not left_out:  # torch's fused SGD would make a momentum of uninitialised memory in an update that it leaves out
+                with _UPDATING:
+                    self.scaler.step(self.optimizer)
             self.scaler.update(scale if left_out and not overflowed else None)  # what a lower one does not mend
             update = dataclasses.replace(update, applied=not left_out, overflowed=overflowed)
             if self.settings.nonfinite == "raise" and left_out and not overflowed:

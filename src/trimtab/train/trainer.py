@@ -85,7 +85,7 @@ class Trainer:
     ) -> None:
         lengths.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
         schedules.check_given(schedule)
-        check_kinds(settings, early_stopping, metrics, ema)
+        check_kinds(settings, early_stopping, metrics, ema, world)
         prepare.check_model(model)
         self.model = model
         self.settings = settings

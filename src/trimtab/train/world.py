@@ -146,6 +146,8 @@ class World:
 
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
         """Multiply the gradients by ``factor``, in place."""
+        if isinstance(factor, torch.Tensor) and grads and all(grad.is_cuda and grad.dtype == torch.float32 for grad in grads):
+            factor = factor.float()  # of another dtype, each gradient takes a kernel of its own
         torch._foreach_mul_(list(grads), factor)
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:

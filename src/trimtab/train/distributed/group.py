@@ -145,6 +145,8 @@ class Group(World):
             AgainError: the update must be made again, because another process said so.
             WorkloadError: this one ran out of memory in an update, where the others cannot be told of it.
         """
+        if model is not None:  # what an earlier try has told keeps its frames, and what memory they hold
+            self._told = self._unheard = None
         try:
             yield
         except BaseException as error:
