@@ -21,6 +21,8 @@ class Recipe:
     backend: Backend
 
     def __post_init__(self) -> None:
+        if isinstance(self.passes, list):
+            object.__setattr__(self, "passes", tuple(self.passes))
         if not isinstance(self.passes, tuple) or not all(isinstance(step, Pass) for step in self.passes):
             raise UsageError(f"Recipe passes is {self.passes!r}; give a tuple of passes, such as (PASSES['fold_bn'](),).")
         if not isinstance(self.backend, Backend):
