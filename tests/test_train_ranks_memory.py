@@ -6,6 +6,7 @@ import datetime as dt
 import functools
 import pathlib
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from _ranks import failure, on_ranks
 from _runs import full_at
 from trimtab.candidate import Settings
 from trimtab.errors import PeerError
+from trimtab.measure.timer import uncollected
 from trimtab.train import batch_size, budget, step
 from trimtab.train.batch_size import find_batch
 from trimtab.train.distributed import processes, replicas
@@ -77,10 +79,32 @@ class Sized(list[Any]):
         return 5
 
 
+class Held(Nested):
+    """Has no room in rank 1 the first time, and sees later whether what it held by then is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: weakref.ref[torch.Tensor] | None = None
+        self.kept = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first is None:
+            held = x + 1
+            self.first = weakref.ref(held)
+            if dist.get_rank() == 1:
+                raise torch.OutOfMemoryError("there is no room")
+        else:
+            self.kept |= self.first() is not None
+        return super().forward(x)
+
+
 def updates() -> dict[str, Any]:
     """One example in rank 0 while rank 1 has no room; no room for buffers; a loader that ends where buckets are ordered."""
     made = trainer(Nested(on_second(5), call=3))
     found: dict[str, Any] = {"small": made.fit(Sized(5, small=None if dist.get_rank() else 2), epochs=1).updates}
+    held = trainer(model := Held())
+    with uncollected():
+        found["freed"] = [held.fit(batches(2), epochs=1).updates, model.kept]
     with replicas._Thin():
         zeros = made.world.engine.reducer._get_zeros_like_grad_buckets()
     found["zeros"] = [bucket.buffer().untyped_storage().nbytes() for bucket in zeros]
@@ -119,6 +143,7 @@ def test_a_size_that_does_not_fit_in_one_process_is_left_out_by_all(ranks: list[
 def test_what_fails_in_one_process_leaves_nobody_waiting(ranks: list[dict[str, Any]]) -> None:
     for each in (rank["updates"] for rank in ranks):
         assert each["small"] == each["kept"] == 5
+        assert each["freed"] == [1, False]
         assert set(each["zeros"]) == {4}  # bytes, before they are sent
         assert each["hidden"] is None
     assert ranks[0]["updates"]["short"][0] == PeerError.__name__

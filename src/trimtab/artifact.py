@@ -205,6 +205,7 @@ def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | No
     ``threads`` overrides the number that it was built for; where the runtime is torch, torch's own is set to it.
 
     Raises:
+        UsageError: ``path`` is no path.
         IntegrityError: a file is missing, changed, extra or malformed.
         UntrustedError: loading would run machine code from the artifact.
         ArtifactError: its machine code is for another processor, or another version of its runtime is installed than wrote it

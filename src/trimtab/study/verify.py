@@ -21,6 +21,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = T
     call, or several requests at once where throughput was what it was made for.
 
     Raises:
+        UsageError: ``path`` is no path, or ``seconds`` no number above zero.
         ArtifactError: there is no artifact that could be verified.
         UntrustedError: verifying would run machine code from the artifact, and ``trust`` is not given.
     """
