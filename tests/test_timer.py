@@ -118,7 +118,7 @@ def test_slow_calls_are_made_three_times_and_fast_ones_are_capped() -> None:
 
 
 def test_the_cpu_needs_no_waiting() -> None:
-    assert synchronizer("cpu") is None
+    assert synchronizer("cpu") is synchronizer(torch.device("cpu")) is not synchronizer("meta")
 
 
 @pytest.mark.gpu

@@ -20,9 +20,10 @@ from trimtab import Settings, Trainer
 from trimtab.train.adjust import WINDOWS, Adjuster, Micro, Window, Workers, with_workers, workers_of
 from trimtab.train.clock import HostClock
 from trimtab.train.events import Adjusted, Event, Progressed
-from trimtab.train.feed import Feed, mover
+from trimtab.train.feed import Feed
 from trimtab.train.loader import Loader
 from trimtab.train.position import Position
+from trimtab.train.prefetch import mover
 
 CPU = mover(torch.device("cpu"))
 ADJUSTED = Settings(threads=1, adjust=True)

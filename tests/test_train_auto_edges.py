@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import pathlib
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +24,10 @@ from trimtab.train.adjust import Workers, _window
 from trimtab.train.clock import HostClock
 from trimtab.train.distributed.data import share
 from trimtab.train.events import Event, Progressed, Remarked
-from trimtab.train.feed import Feed, mover
+from trimtab.train.feed import Feed
+from trimtab.train.own_plans import OwnPlans
 from trimtab.train.peak import flops_share
+from trimtab.train.prefetch import mover
 from trimtab.train.runtime import running
 from trimtab.train.world import World
 
@@ -186,6 +190,48 @@ def test_the_kernel_that_was_chosen_comes_first_on_a_gpu() -> None:
         with running(Settings(device="cuda", attention=kernel)):  # type: ignore[arg-type]
             assert name in str(functional.scaled_dot_product_attention(rows, rows, rows).grad_fn)
             assert functional.scaled_dot_product_attention(rows, rows, rows, attn_mask=mask).isfinite().all()
+
+
+def test_a_thread_of_ones_own_goes_forward_and_backward() -> None:
+    seen = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append(threading.get_ident())
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            seen.append(threading.get_ident())
+            return grads[0] * 2
+
+    def work() -> bool:
+        Watched.apply(torch.ones(1, requires_grad=True)).sum().backward()
+        return torch._C._is_multithreading_enabled()
+
+    plans, others = OwnPlans(torch.device("cpu")), OwnPlans(torch.device("cpu"))
+    assert [plans(work), plans(work), others(work), work()] == [False, False, False, True]
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+    assert len({*seen, threading.get_ident()}) == 3
+    with pytest.raises(ZeroDivisionError):
+        plans(lambda: 1 / 0)
+
+
+def test_float16_is_timed_once_its_scale_has_come_down() -> None:
+    torch.manual_seed(0)
+    made = Trainer(
+        nn.Linear(4, 1),
+        loss=lambda outputs, targets: 1e4 * functional.mse_loss(outputs, targets),
+        optimizer=functools.partial(torch.optim.SGD, lr=1e-9),
+    )
+    rows = torch.randn(8, 4)
+    tried = double.Double(made, Settings(autocast="float16"), [(rows, rows.sum(1, keepdim=True))])
+    (first,) = copy.deepcopy(tried).round()
+    assert first.overflowed
+    double.seconds_of(tried)
+    (update,) = tried.round()
+    assert update.applied
 
 
 def test_copies_that_lose_are_given_back_and_the_last_when_all_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:

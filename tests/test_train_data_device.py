@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset
+from transformers import BatchEncoding
 
 import trimtab
 from trimtab.candidate import Settings
-from trimtab.errors import UsageError
-from trimtab.train.feed import mover
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.clock import HostClock
+from trimtab.train.feed import Feed
 from trimtab.train.loader import Loader
-from trimtab.train.prefetch import StreamTransfer, Transfer, stored, transfer_for
+from trimtab.train.prefetch import StreamTransfer, Transfer, _Coming, mover, stored, transfer_for
 from trimtab.train.tuned_loader import Way, _Trial, tune_loader
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -73,6 +77,79 @@ def test_a_cpu_has_nothing_copied() -> None:
     batches = iter([X])
     assert transfer.start(batches, ahead=True) is batches
     assert transfer.arrive(X) is X
+
+
+class Early(Transfer):
+    """Moves a batch before its turn, as one with a stream does."""
+
+    def start(self, batches: Iterator[Any], *, ahead: bool) -> Iterator[Any]:
+        return map(self.move, batches)
+
+    def arrive(self, coming: Any) -> Any:
+        return coming
+
+
+@pytest.mark.parametrize("transfer", [Transfer, Early])
+def test_what_fails_on_the_way_to_the_device_is_not_told_as_the_loaders(transfer: type[Transfer]) -> None:
+    def fed(error: Exception) -> Feed:
+        def move(batch: Any) -> Any:
+            raise error
+
+        feed = Feed([X], 1, HostClock(), move, transfer=transfer(move))
+        feed.begin(0)
+        return feed
+
+    with pytest.raises(RuntimeError, match="^CUDA error: an illegal memory access was encountered$"):
+        next(fed(RuntimeError("CUDA error: an illegal memory access was encountered")).groups())
+    with pytest.raises(WorkloadError, match=r"no room on its device beside the one before \(CUDA out of memory\. Tried"):
+        next(fed(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")).groups())
+
+
+class Tight(StreamTransfer):
+    """There is room for one batch."""
+
+    def __init__(self) -> None:
+        Transfer.__init__(self, lambda batch: batch)
+        self.depth = 1
+        self.there: weakref.ref[Any] | None = None
+
+    def _send(self, batch: Any) -> Any:
+        if self.there is not None and self.there() is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        coming = _Coming(batch.clone(), Any)  # type: ignore[arg-type]
+        self.there = weakref.ref(coming.batch)
+        return coming
+
+
+def test_where_two_batches_have_no_room_one_is_copied_after_the_other() -> None:
+    found = []
+    for coming in Tight().start(iter(X.split(16)), ahead=True):
+        found.append(coming.batch.sum())
+        del coming
+    assert torch.stack(found).tolist() == [float(part.sum()) for part in X.split(16)]
+
+
+def test_nobody_waits_for_the_copies_of_objects_that_move_themselves() -> None:
+    told = []
+
+    class Points:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> Points:
+            told.append(non_blocking)
+            return Points(self.x.to(device))
+
+    class Plain(Points):
+        def to(self, device: torch.device) -> Plain:  # type: ignore[override]
+            return Plain(self.x.to(device))
+
+    move = mover(torch.device("meta"))
+    assert move(Points(X)).x.is_meta
+    assert move(Plain(X)).x.is_meta
+    assert told == [True]
+    assert move(BatchEncoding({"input_ids": X}))["input_ids"].is_meta
+    assert move(pack_sequence([X[0], X[1]])).data.is_meta
 
 
 @gpu

@@ -14,8 +14,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from trimtab import Settings, Trainer
 from trimtab.errors import WorkloadError
-from trimtab.train.feed import join, mover, split
+from trimtab.train.feed import join, split
 from trimtab.train.objective import examples, fresh, tensors
+from trimtab.train.prefetch import mover
 
 
 def detection(count: int, side: int = 4) -> Any:

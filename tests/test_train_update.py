@@ -19,6 +19,7 @@ from _runs import loader, told
 from trimtab import Settings, Trainer
 from trimtab._float32 import rounded_to_tf32
 from trimtab.errors import NonFiniteError, WorkloadError
+from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.clock import HostClock
 from trimtab.train.events import Event, JsonLines, Progressed, TensorBoard
 from trimtab.train.objective import Objective
@@ -318,6 +319,17 @@ def test_an_index_that_stops_the_gpu_is_told_in_a_sentence() -> None:
 
     with pytest.raises(WorkloadError, match="out of range .* a label that the model has no output for"):
         trainer(nn.Linear(4, 3), loss=stopped).fit(pairs(8), epochs=1)
+
+
+def test_nothing_is_saved_from_a_gpu_that_stopped_while_somebody_else_looked(tmp_path: Path) -> None:
+    def looking(run: Trainer, event: Event) -> None:
+        if isinstance(event, Progressed):  # which reads losses, and so hears of it first
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    made = trainer(nn.Linear(4, 3), callbacks=[looking], log_every=2, checkpoint=tmp_path)
+    with pytest.raises(WorkloadError, match="^The GPU stopped at an index that is out of range"):
+        made.fit(pairs(8), epochs=1)
+    assert Checkpoints(tmp_path).update() is None
 
 
 class Adaptive(torch.optim.SGD):

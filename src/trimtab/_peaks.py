@@ -188,10 +188,11 @@ def _timed(run: Run, device: str) -> float:
 
 
 def _timed_on_gpu(run: Run, device: str) -> float:
-    """Seconds between two events around the run, so that the launch from Python does not count."""
+    """Seconds between two events around the run, behind another one, so that the launch from Python does not count."""
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
+        run()
         start.record()
         run()
         end.record()

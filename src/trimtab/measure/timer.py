@@ -190,11 +190,11 @@ def unrecorded(calls: int) -> int:
     return max(1, calls // 8) if calls >= 4 else 0
 
 
-def synchronizer(device: torch.device | str) -> Callable[[], None] | None:
-    """What waits for ``device``; ``None`` for the CPU, where a call that returns is done."""
+def synchronizer(device: torch.device | str) -> Callable[[], None]:
+    """What waits for ``device``; nothing has to for the CPU, where a call that returns is done."""
     device = torch.device(device)
     if device.type == "cpu":
-        return None
+        return _nothing
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: torch.accelerator.synchronize(device)

@@ -26,7 +26,9 @@ from trimtab.train.double import Double, candidate, rounded, seconds_of, why_not
 from trimtab.train.kernels import why_not
 from trimtab.train.memory_errors import out_of_memory
 from trimtab.train.objective import Batch, tensors
+from trimtab.train.own_plans import Here, OwnPlans
 from trimtab.train.peek import first_batches, kept_random
+from trimtab.train.prefetch import mover
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
@@ -92,9 +94,11 @@ def decide(trainer: Trainer, train: Iterable[Batch], updates: int | None) -> Ite
     if not trainer.world.any(not batches):
         with kept_random():
             decisions = _Decisions(trainer, batches, updates)
-            decisions.make(fields)
+            searching = "cudnn_benchmark" in fields and trainer.device.type == "cuda"
+            where = OwnPlans(trainer.device) if searching else Here()  # so that the run's convolutions are yet to be chosen
+            where(lambda: decisions.make(fields))
             left = {name for name in fields if trainer.world.any(name in decisions.interrupted)}
-            del decisions  # and with it the last copies of the model and the optimizer, whose memory the run may need
+            del decisions, where  # and with it the last copies of the model and the optimizer, whose memory the run may need
             gc.collect()  # what was compiled refers to itself
             torch.cuda.empty_cache()  # does nothing where there is no GPU
     values = {name: getattr(trainer.settings, name) for name in fields}
@@ -204,14 +208,15 @@ class _Decisions:
 
     def _settle(self, double: Double) -> None:
         """Find out how long an update of ``double`` takes; where that is long, the batches of a single one must do."""
-        accumulate, batches = self.trainer.settings.accumulate, self.batches
-        self.batches = double.feed.batches = batches[:accumulate]
+        accumulate, batches, move = self.trainer.settings.accumulate, self.batches, mover(self.trainer.device)
+        # On a GPU they lie there beforehand: a run has them copied while it computes.
+        self.batches = double.feed.batches = [move(batch) for batch in batches[:accumulate]]
         _, self.step_s = seconds_of(double)
         self.round_s, groups = self.step_s, -(-len(batches) // accumulate)
         alike = len({tuple(tensor.shape for tensor in tensors(batch)) for batch in batches}) == 1
         if alike or groups * self.step_s > SECONDS / 40 or FEWEST_ROUNDS * self.step_s > self._seconds():
             return
-        self.batches = double.feed.batches = batches
+        self.batches = double.feed.batches = [move(batch) for batch in batches]
         _, self.round_s = seconds_of(double)
         self.step_s = self.round_s / groups
 
@@ -247,7 +252,7 @@ class _Decisions:
             want = self.best.round()
         with kept_random():
             got = other.round()
-        if not all(each.finite for each in got):
+        if not all(each.finite or each.overflowed for each in got):
             return "its gradient is not finite."
         if not exact and (coarse := rounded(other.model, other.step.objective, other.settings, self.batches[0], LOSSY)):
             return coarse[0].lower() + coarse[1:]

@@ -22,6 +22,7 @@ from trimtab._machine import free_mb
 from trimtab._units import positive
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.stats import median_interval
+from trimtab.measure.timer import synchronizer
 from trimtab.measurement import Interval
 from trimtab.train import prepare
 from trimtab.train.budget import Verified, choose
@@ -118,7 +119,8 @@ def find_batch(
     drawn, load_s = _drawn(batches, largest)
     own, world = sum(examples(batch) for batch in drawn), trainer.world
     count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # per example; all processes try the same sizes
-    pool, workers = join(drawn), getattr(batches, "num_workers", 0) or 0
+    pool = join(drawn)
+    beside = bool(getattr(batches, "num_workers", 0)) or trainer.device.type == "cuda"  # which computes while this reads
     called = world.wrap(trainer.model, trainer.settings, fresh=False)
     move = prepare.laid_out(trainer.model, trainer.settings, trainer.device)
     step = Step(called, trainer.objective, trainer.optimizer, trainer.settings, world, HostClock())
@@ -133,7 +135,7 @@ def find_batch(
     finally:
         for module, training in was.items():
             module.training = training
-    tried = tuple(entry.tried(load_s, alone=workers > 0) for entry in entries)
+    tried = tuple(entry.tried(load_s, beside=beside) for entry in entries)
     return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
 
 
@@ -192,13 +194,13 @@ class _Entry:
         """By the best time so far."""
         return self.examples / min(self.seconds)
 
-    def tried(self, load_s: float, *, alone: bool = False) -> Tried:
-        """What a person sees; ``load_s`` per example passes before the update, or, if ``alone``, during it."""
+    def tried(self, load_s: float, *, beside: bool = False) -> Tried:
+        """What a person sees; ``load_s`` per example passes before the update, or, if ``beside``, during it."""
         peak = None if self.peak is None else self.peak / 1e6
         if self.reason:
             return Tried(size=self.size, peak_mb=peak, reason=self.reason)
         count = self.examples
-        times = [max(one, load_s * count) if alone else one + load_s * count for one in self.seconds]
+        times = [max(one, load_s * count) if beside else one + load_s * count for one in self.seconds]
         rate = median_interval([count / one for one in times])
         return Tried(size=self.size, rate=rate, peak_mb=peak, finalist=self.finalist)
 
@@ -210,8 +212,10 @@ class _Search:
         self.updates, self.short = updates, False
         self.trainer, self.world = trainer, step.world
         model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
-        settings = dataclasses.replace(trainer.settings, nonfinite="skip")
+        waits = trainer.device.type == "cpu" or trainer.settings.nonfinite in ("skip", "stop")  # for what is not finite
+        settings = dataclasses.replace(trainer.settings, nonfinite="skip" if waits else "ignore")  # nothing ends the search
         self.step = Step(model, trainer.objective, trainer.optimizer, settings, step.world, HostClock())
+        self._wait = synchronizer(trainer.device)
         self.limit = None if limit_mb is None else limit_mb * 1e6
         self.seconds = seconds
 
@@ -342,10 +346,6 @@ class _Search:
         finally:
             if recomputed is not None:
                 recomputed.undo()
-
-    def _wait(self) -> None:
-        if self.trainer.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.device)
 
 
 def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, device: torch.device) -> Verified:

@@ -17,11 +17,13 @@ from trimtab.signature import STORED
 from trimtab.train import prepare
 from trimtab.train.batch_size import plan_for
 from trimtab.train.clock import HostClock
-from trimtab.train.feed import Feed, mover
+from trimtab.train.feed import Feed
 from trimtab.train.kernels import use_kernels
 from trimtab.train.losses import too_coarse
 from trimtab.train.objective import Batch, Objective, tensors
+from trimtab.train.own_plans import Here, OwnPlans
 from trimtab.train.peek import kept_random
+from trimtab.train.prefetch import mover
 from trimtab.train.recompute import Recomputed, longest_chain
 from trimtab.train.rehearsal import stand_still
 from trimtab.train.runtime import running
@@ -37,6 +39,8 @@ class Double:
 
     The same batches are gone through again and again; at nought they are as hard as they were, and nothing diverges.
 
+    On a GPU, one that has cuDNN search runs in a thread of its own: see :mod:`trimtab.train.own_plans`.
+
     Raises:
         CompileError: the model, the loss or the optimizer cannot be copied, or the optimizer finds its own learning rate.
         RuntimeError: and whatever else speaks against the settings, such as memory that runs out.
@@ -44,6 +48,8 @@ class Double:
 
     def __init__(self, trainer: Trainer, settings: Settings, batches: Sequence[Batch]) -> None:
         self.settings = settings
+        apart = settings.cudnn_benchmark is True and trainer.device.type == "cuda"
+        self._where = OwnPlans(trainer.device) if apart else Here()
         self.model: nn.Module
         self.model, objective, optimizer = copied(trainer.model, trainer.objective, trainer.optimizer)
         self.modes = trainer.modes
@@ -59,7 +65,7 @@ class Double:
         micro = settings.batch if isinstance(settings.batch, int) else None
         exact, joined = settings.exact_batchnorm, settings.exact_batchnorm or settings.joined
         self.feed = Feed(batches, settings.accumulate, HostClock(), move, micro=micro, joined=joined, exact=exact)
-        self._keep_budget(trainer.device)
+        self._where(lambda: self._keep_budget(trainer.device))
 
     def _keep_budget(self, device: torch.device) -> None:
         """Recompute what the run will, as far as the batches here tell."""
@@ -81,6 +87,9 @@ class Double:
 
     def round(self) -> list[Update]:
         """One update from each group of the batches."""
+        return self._where(self._round)
+
+    def _round(self) -> list[Update]:
         with running(self.settings):
             self.feed.begin(0)
             return [self.step(group) for group in self.feed.groups()]
@@ -89,9 +98,12 @@ class Double:
         """Seconds that a round takes, by the clock on the wall."""
         return sum(self.runner.block(1)) / 1e9
 
-    @torch.enable_grad()
     def evaluated(self) -> list[float]:
         """The losses in evaluation mode, which draws no random numbers; with gradients, which some losses are made of."""
+        return self._where(self._evaluated)
+
+    @torch.enable_grad()
+    def _evaluated(self) -> list[float]:
         self.model.eval()
         try:
             with running(self.settings):
@@ -166,8 +178,13 @@ def copied(*parts: Any) -> Any:
 
 
 def seconds_of(double: Double) -> tuple[float, float]:
-    """What the first round of a double takes, compilation included, and what the better of two later ones takes."""
+    """What the first round of a double takes, compilation included, and what the better of two later ones takes.
+
+    Those wait until the scale of float16 losses, which begins too high, has come down: before that updates are left out.
+    """
     begun = time.perf_counter()
-    double.round()
+    updates = double.round()
     first = time.perf_counter() - begun
+    while any(update.overflowed for update in updates):
+        updates = double.round()
     return first, min(double.timed_round(), double.timed_round())

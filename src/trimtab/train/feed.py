@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -16,12 +15,17 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import packed
 from trimtab.train.clock import Clock
 from trimtab.train.draws import datasets_of
+from trimtab.train.memory_errors import final
 from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
-from trimtab.train.rows import entries, fields_of, length, rows_of, uneven, with_fields
+from trimtab.train.rows import entries, fields_of, length, rebuilt, rows_of, uneven, with_fields
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
+_MOVING = final(
+    "A batch has no room on its device beside the one before ({words}). Make the loader's batches smaller; "
+    "Settings(accumulate=...) keeps the update as it is."
+)
 _AS_ONE = "exact_batchnorm runs the batches of an update as one"
 _OTHER_FORM = "Batches that hold different things cannot be joined: give all the same items, tensors in the same places."
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
@@ -95,7 +99,7 @@ class Feed:
         with _READING:
             running = self._watched(iter(batches)) if _draws_here(batches) else iter(batches)
             self.short = sum(1 for _ in itertools.islice(running, skip)) < skip
-        self._running = self._transfer.start(running, ahead=_may_run_ahead(batches))
+        self._running = self._transfer.start(_read(running), ahead=_may_run_ahead(batches))
 
     def renew(self) -> None:
         """Have workers that stay go, so that the next epoch starts others."""
@@ -134,13 +138,13 @@ class Feed:
         group: list[Batch] = []
         while len(group) < self.accumulate:
             self.clock.enter("data")
-            with _READING:
+            with _MOVING:
                 coming = next(self._running, _END)
-            if coming is _END:
-                break
-            self.taken += 1
-            self.clock.enter("copy")
-            group.append(self._transfer.arrive(coming))
+                if coming is _END:
+                    break
+                self.taken += 1
+                self.clock.enter("copy")
+                group.append(self._transfer.arrive(coming))
         self.clock.enter("other")
         if self.joined and len(group) > 1:
             try:
@@ -163,6 +167,16 @@ class Feed:
     def attempt(self, micro: int) -> None:
         """Take batches apart into ``micro`` examples from now on; if one cannot be, all are taken apart as before again."""
         self.fallback, self.micro = (self.micro,), micro
+
+
+def _read(running: Iterator[Batch]) -> Iterator[Batch]:
+    """``running``, whose errors are told as those of the loader: what fails on a batch's way to the device is none of them."""
+    while True:
+        with _READING:
+            batch = next(running, _END)
+        if batch is _END:
+            return
+        yield batch
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:
@@ -205,24 +219,6 @@ def set_workers(batches: Any, *, running: bool) -> None:
             iter(batches)
     else:
         batches._iterator = None
-
-
-def mover(device: torch.device, *, channels_last: bool = False) -> Callable[[Batch], Batch]:
-    """A function that puts every tensor of a batch on ``device``, images in the layout that the model has.
-
-    Objects with a ``to`` of their own, such as packed sequences and transformers' encodings, move themselves.
-    """
-
-    def move(batch: Batch) -> Batch:
-        if isinstance(batch, torch.Tensor):
-            moved = batch.to(device, non_blocking=True)
-            return moved.contiguous(memory_format=torch.channels_last) if channels_last and moved.dim() == 4 else moved
-        if callable(getattr(batch, "to", None)):
-            moved = copy.copy(batch).to(device)  # some change themselves
-            return rebuilt(moved, move) if channels_last and isinstance(moved, Mapping) else moved
-        return rebuilt(batch, move)
-
-    return move if channels_last or device.type != "cpu" else _same
 
 
 def split(batch: Batch, size: int) -> list[Batch]:
@@ -339,33 +335,6 @@ def _per_example(item: Any, count: int | None, rows: set[int]) -> bool:
         return False
     kinds = (torch.Tensor, np.ndarray, Mapping, list, tuple)
     return id(item) in rows or not any(isinstance(each, kinds) or fields_of(each) is not None for each in item)
-
-
-def rebuilt(batch: Batch, change: Callable[[Batch], Batch]) -> Batch:
-    """``batch`` with ``change`` made to everything in it; a leaf that is no tensor stays as it is."""
-    if isinstance(batch, Mapping):
-        changed = {key: change(item) for key, item in batch.items()}
-        return changed if type(batch) is dict else _like(batch, changed)
-    if (found := fields_of(batch)) is not None:
-        return with_fields(batch, {name: change(item) for name, item in found.items()})
-    if isinstance(batch, tuple):
-        items = [change(item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    if isinstance(batch, list):
-        return [change(item) for item in batch]
-    return batch
-
-
-def _like(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the kind of ``batch``, such as transformers' BatchEncoding, that also answers to attributes."""
-    try:
-        return type(batch)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items
-
-
-def _same(batch: Batch) -> Batch:
-    return batch
 
 
 def _why_empty(batches: Any) -> str:

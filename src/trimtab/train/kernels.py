@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
-from trimtab.train.feed import mover
+from trimtab.train.prefetch import mover
 
 
 def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused"]) -> None:

@@ -15,10 +15,10 @@ from trimtab._said import counted
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.collate import Collate
 from trimtab.train.draws import datasets_of
-from trimtab.train.feed import rebuilt
 from trimtab.train.fetch import Job, Reader, seeded, source_of
 from trimtab.train.objective import Batch
 from trimtab.train.order import Epoch, Order, check_lengths, fixed, length_classes, within_budget
+from trimtab.train.rows import rebuilt
 from trimtab.workload import user_code
 
 BATCH = 32

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
 AGAIN_AFTER = 100
 """Updates after which whole batches are tried again where memory did not suffice; twice as many after each failure."""
-_ASSERTED = (
-    "The GPU stopped at an index that is out of range (CUDA error: device-side assert triggered): most often a label that the "
-    "model has no output for, or a token that its embedding has no row for. Run a few updates with Settings(device='cpu'), "
-    "which says which one it is. This process cannot use the GPU any more."
-)
 _SLACK = 1.05
 """A batch of so many times the elements of the one that the plan was made for gets a new plan."""
 _AGAIN = (
@@ -203,7 +198,7 @@ class Fitting:
         """The update from ``group``.
 
         Raises:
-            WorkloadError: a single example does not fit, batches may not be taken apart, or the GPU met an impossible index.
+            WorkloadError: a single example does not fit, or batches may not be taken apart.
         """
         whole, size, before = group, None, None
         if self.limit is not None and self._since < self._wait:
@@ -217,8 +212,6 @@ class Fitting:
                 update = step(group)
                 break
             except (RuntimeError, MemoryError) as error:
-                if "device-side assert" in str(error):
-                    raise WorkloadError(_ASSERTED) from error
                 again = isinstance(error, AgainError)
                 if not (again or out_of_memory(error)):
                     raise

@@ -1,10 +1,16 @@
-"""How allocators say that they ran dry, and what is told where that ends a run."""
+"""How allocators say that they ran dry, how a GPU says that it stopped, and what is told where that ends a run."""
 
 from __future__ import annotations
 
 import torch
 
 from trimtab.errors import WorkloadError
+
+_ASSERTED = (
+    "The GPU stopped at an index that is out of range (CUDA error: device-side assert triggered): most often a label that the "
+    "model has no output for, or a token that its embedding has no row for. Run a few updates with Settings(device='cpu'), "
+    "which says which one it is. This process cannot use the GPU any more."
+)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -26,6 +32,26 @@ def out_of_memory(error: BaseException) -> bool:
 def said(error: BaseException) -> str:
     """The first line of what ``error`` says."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def stopped(error: BaseException) -> bool:
+    """Whether a kernel met an impossible index, after which nothing can be computed, copied or saved in this process."""
+    return "device-side assert" in str(error)
+
+
+class telling_stops:
+    """A block on a GPU, which says that a kernel stopped when it is next waited for, wherever that is.
+
+    Raises:
+        WorkloadError: one did.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and stopped(error):
+            raise WorkloadError(_ASSERTED) from error
 
 
 class final:

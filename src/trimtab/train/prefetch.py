@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.train.checkpoint import SPARSE
 from trimtab.train.objective import Batch, opaque, tensors
+from trimtab.train.rows import rebuilt
 
 Move = Callable[[Batch], Batch]
+
+
+def mover(device: torch.device, *, channels_last: bool = False) -> Move:
+    """A function that puts every tensor of a batch on ``device``, images in the layout that the model has.
+
+    Objects with a ``to`` of their own, such as packed sequences and transformers' encodings, move themselves.
+    """
+
+    def move(batch: Batch) -> Batch:
+        if isinstance(batch, torch.Tensor):
+            moved = batch.to(device, non_blocking=True)
+            return moved.contiguous(memory_format=torch.channels_last) if channels_last and moved.dim() == 4 else moved
+        if callable(getattr(batch, "to", None)):
+            moved = copy.copy(batch).to(device, **_unwaited(type(batch)))  # some change themselves
+            return rebuilt(moved, move) if channels_last and isinstance(moved, Mapping) else moved
+        return rebuilt(batch, move)
+
+    return move if channels_last or device.type != "cpu" else _same
+
+
+def _unwaited(kind: Any) -> dict[str, bool]:
+    """What ``to`` of such an object takes to be told that nobody waits for the copy."""
+    if issubclass(kind, PackedSequence):
+        return {"non_blocking": True}
+    try:
+        takes = inspect.signature(kind.to).parameters
+    except (TypeError, ValueError, AttributeError):  # one of C, or of the object alone
+        return {}
+    return {"non_blocking": True} if "non_blocking" in takes else {}
+
+
+def _same(batch: Batch) -> Batch:
+    return batch
 
 
 class Transfer:
@@ -55,10 +92,13 @@ class StreamTransfer(Transfer):
         """Each of ``batches``, its copy under way."""
         under_way: deque[_Coming] = deque()
         for batch in batches:
-            under_way.append(self._send(batch))
+            if (sent := self._try_to_send(batch)) is None and under_way:
+                yield from _drained(under_way)  # there is no room beside them
+            under_way.append(sent or self._send(batch))
+            del sent
             if len(under_way) > self.depth * ahead:
                 yield under_way.popleft()
-        yield from under_way
+        yield from _drained(under_way)
 
     def arrive(self, coming: Any) -> Batch:
         """The batch; the current stream goes on once it is there."""
@@ -68,6 +108,13 @@ class StreamTransfer(Transfer):
             if tensor.is_cuda:
                 _used_by(tensor, current)  # its memory belongs to the copying stream, which must not reuse it too early
         return coming.batch
+
+    def _try_to_send(self, batch: Batch) -> _Coming | None:
+        """The same as :meth:`_send`; nothing where memory does not suffice."""
+        try:
+            return self._send(batch)
+        except torch.OutOfMemoryError:
+            return None
 
     def _send(self, batch: Batch) -> _Coming:
         if there := [tensor for tensor in tensors(batch) if tensor.is_cuda]:
@@ -81,6 +128,12 @@ class StreamTransfer(Transfer):
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self.stream)
         return _Coming(moved, copied)
+
+
+def _drained(under_way: deque[_Coming]) -> Iterator[_Coming]:
+    """All of them, none of which is kept any longer."""
+    while under_way:
+        yield under_way.popleft()
 
 
 def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:

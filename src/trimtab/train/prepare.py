@@ -26,9 +26,9 @@ from trimtab.train.checkpoint import refuse_strange
 from trimtab.train.clock import Clock, clock_for
 from trimtab.train.compiling import CompiledStep, CompileWatch
 from trimtab.train.distributed.devices import local_device
-from trimtab.train.feed import Feed, mover
+from trimtab.train.feed import Feed
 from trimtab.train.kernels import bring_state, use_kernels
-from trimtab.train.prefetch import transfer_for
+from trimtab.train.prefetch import mover, transfer_for
 from trimtab.train.step import Step
 from trimtab.train.validation import Move
 from trimtab.train.world import World

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,29 @@ def with_fields(batch: Any, items: Mapping[str, Any]) -> Any:
     for name, item in items.items():
         object.__setattr__(made, name, item)  # those of some are frozen
     return made
+
+
+def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """``batch`` with ``change`` made to everything in it; a leaf that is no tensor stays as it is."""
+    if isinstance(batch, Mapping):
+        changed = {key: change(item) for key, item in batch.items()}
+        return changed if type(batch) is dict else _like(batch, changed)
+    if (found := fields_of(batch)) is not None:
+        return with_fields(batch, {name: change(item) for name, item in found.items()})
+    if isinstance(batch, tuple):
+        items = [change(item) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+    if isinstance(batch, list):
+        return [change(item) for item in batch]
+    return batch
+
+
+def _like(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the kind of ``batch``, such as transformers' BatchEncoding, that also answers to attributes."""
+    try:
+        return type(batch)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
 
 
 def _is_rows(item: Any, beside: list[Any]) -> bool:

@@ -17,7 +17,7 @@ from trimtab.candidate import Settings
 from trimtab.errors import NonFiniteError
 from trimtab.train.clock import Clock
 from trimtab.train.later import Later
-from trimtab.train.memory_errors import final, out_of_memory
+from trimtab.train.memory_errors import final, out_of_memory, stopped
 from trimtab.train.objective import Batch, Objective, Weight, examples
 from trimtab.train.recompute import buffers_of
 from trimtab.train.rehearsal import Kept, modules_of_both
@@ -91,7 +91,7 @@ class _updating(user_code):
     """Tells what the optimizer raises as that, but for what memory or a GPU has to say, which did not begin there."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not out_of_memory(error) and "device-side assert" not in str(error):
+        if error is not None and not out_of_memory(error) and not stopped(error):
             super().__exit__(kind, error, trace)
 
 

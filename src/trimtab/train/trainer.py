@@ -23,6 +23,7 @@ from trimtab.train.feed import check_loader
 from trimtab.train.given import Given, check_kinds
 from trimtab.train.interrupt import interruptible
 from trimtab.train.memory import Room
+from trimtab.train.memory_errors import telling_stops
 from trimtab.train.meter import Meter
 from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, Objective, in_step
@@ -181,7 +182,7 @@ class Trainer:
         alike.refuse_differences(self, validated=validate is not None, epochs=epochs, steps=steps)
         prepare.check_folder(self)
         self._stop, self._kept, self.interrupted, self.room = None, False, False, Room(self)
-        with interruptible(self):
+        with interruptible(self), telling_stops():
             last, given, train = self._last, train, self.world.share(train, "train")
             self.goes_on = isinstance(given, Iterator) and last is not None and last[0] is given and self.resuming is None
             train = last[1] if last is not None and self.goes_on else train

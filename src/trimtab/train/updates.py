@@ -51,7 +51,7 @@ class Updates:
 
     def __init__(self, subject: TrainingSubject, settings: Settings, *, seed: int) -> None:
         self.pid = os.getpid()
-        self._wait: Callable[[], None] = synchronizer(settings.device) or _nothing
+        self._wait: Callable[[], None] = synchronizer(settings.device)
         self._on_gpu = torch.device(settings.device).type == "cuda"
         self._world = _Timed()
         self._trainer = trainer = subject.trainer(settings, seed, world=self._world)
@@ -127,7 +127,3 @@ class Updates:
 def _prefetched(batches: Iterable[Batch]) -> int:
     """Batches that each worker of a loader reads ahead."""
     return getattr(batches, "prefetch_factor", None) or getattr(batches, "prefetch", None) or 2
-
-
-def _nothing() -> None:
-    return None

@@ -12,9 +12,10 @@ from torch import nn
 
 from trimtab._callables import refuses
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.feed import Seekable, has_workers, keeps_workers, rebuilt, set_workers
+from trimtab.train.feed import Seekable, has_workers, keeps_workers, set_workers
 from trimtab.train.objective import Batch, Weight, call, examples, is_pair
 from trimtab.train.peek import first_batches, kept_random
+from trimtab.train.rows import rebuilt
 from trimtab.train.world import wide
 from trimtab.workload import user_code
 

@@ -12,6 +12,7 @@ from torch import nn
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.train.clock import Clock
+from trimtab.train.memory_errors import stopped
 from trimtab.train.objective import Weight
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class World:
 
     def heard(self, error: BaseException) -> bool:
         """Whether all processes have failed with ``error``, or have been told of it, so that they can still act together."""
-        return True
+        return not stopped(error)
 
     def rehearsed(self) -> contextlib.AbstractContextManager[object]:
         """A block of updates that are only tried, after which the exchange of gradients is as it was."""

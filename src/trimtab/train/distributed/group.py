@@ -18,7 +18,7 @@ from trimtab.candidate import Settings
 from trimtab.errors import PeerError, UsageError, WorkloadError
 from trimtab.train.distributed.data import share
 from trimtab.train.distributed.devices import local_device
-from trimtab.train.memory_errors import no_second_try, out_of_memory
+from trimtab.train.memory_errors import no_second_try, out_of_memory, stopped
 from trimtab.train.objective import Weight
 from trimtab.train.prefetch import stored
 from trimtab.train.world import World, weighted
@@ -162,7 +162,7 @@ class Group(World):
 
     def heard(self, error: BaseException) -> bool:
         """Whether all processes have failed with ``error``, or have been told of it."""
-        if lost(error) or _is(error, self._unheard):
+        if lost(error) or stopped(error) or _is(error, self._unheard):
             return False
         return _is(error, self._told) or isinstance(error, (UsageError, WorkloadError, PeerMemoryError))
 
