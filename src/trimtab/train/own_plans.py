@@ -41,3 +41,8 @@ class OwnPlans(Here):
         on_gpu = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
         with on_gpu, torch.autograd.set_multithreading_enabled(False):  # else one thread goes backward for all others
             return work()
+
+
+def apart(device: torch.device, wanted: bool = True) -> Here:
+    """Where work for ``device`` leaves no choice of cuDNN's behind, if that is ``wanted``: on a GPU, a thread of its own."""
+    return OwnPlans(device) if wanted and device.type == "cuda" else Here()
