@@ -49,6 +49,8 @@ SECONDS, EARLY_SHARE, SHARE = 5.0, 0.1, 0.03
 """All decisions but that on compilation take 5 s or a tenth of the run, whichever is less, or 3% of it if that is more."""
 FEWEST_ROUNDS = 16
 """How often each side makes its updates at least: twice four times, and before that until they are steady."""
+MOST_ROUNDS = 64
+"""So many are enough, or :data:`SECONDS` of them, however long the run."""
 EXACT, LOSSY = 1e-3, 0.05
 """How far losses may be from those of the run as it is, relative to them; and, where rounded, targets from themselves, relative
 to what they vary by."""
@@ -137,7 +139,7 @@ class _Decisions:
             return
         options = self._options(fields)
         tried = sum(reason is None for name, found in options.items() for _, reason in found if name != "compile")
-        seconds = self._seconds() / max(tried, 1)
+        seconds = min(self._seconds() / max(tried, 1), max(SECONDS, MOST_ROUNDS * self.round_s))
         for index, name in enumerate(fields):
             options |= self._options_anew(fields[index:])
             told: dict[str, list[str]] = {}
