@@ -300,3 +300,14 @@ def test_a_precision_that_cannot_tell_the_targets_apart_is_off() -> None:
         other = double.Double(made, Settings(threads=1, autocast="bfloat16"), decisions.batches)
         found = decisions._difference(other, exact=False)
         assert (found is not None and found.startswith("its outputs are in steps of bfloat16")) is off
+
+
+def test_a_layout_in_which_dropout_falls_differently_is_judged_by_the_same_statistics() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Dropout(0.2), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 16, 4)]
+    made = Trainer(nn.Sequential(*layers), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
+    decisions = auto._Decisions(made, [(torch.randn(16, 3, 4, 4), torch.randint(4, (16,)))], None)
+    decisions.make([])
+    other = double.Double(made, Settings(threads=1, memory_format="channels_last"), decisions.batches)
+    assert [float(each.loss) for each in other.round()] != [float(each.loss) for each in decisions.best.round()]  # type: ignore[union-attr]
+    assert decisions._difference(other, exact=True) is None

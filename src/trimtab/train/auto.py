@@ -261,7 +261,8 @@ class _Decisions:
         losses = [[float(each.loss) for each in side] for side in (want, got)]
         if _apart(*losses) <= bound:
             return None
-        # Random numbers may fall differently, as in another layout, which evaluation leaves out.
+        # Random numbers may fall differently, as in another layout, which evaluation leaves out, but for what they did before.
+        other.take_buffers(self.best)
         apart = _apart(self.best.evaluated(), other.evaluated())
         return None if apart <= bound else f"its loss differs by {apart:.2g} of what it was, and {bound:g} is allowed."
 

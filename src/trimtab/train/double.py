@@ -25,7 +25,7 @@ from trimtab.train.own_plans import apart
 from trimtab.train.peek import kept_random
 from trimtab.train.prefetch import mover
 from trimtab.train.recompute import Recomputed, longest_chain
-from trimtab.train.rehearsal import stand_still
+from trimtab.train.rehearsal import modules_of_both, stand_still
 from trimtab.train.runtime import running
 from trimtab.train.world import World
 
@@ -96,6 +96,16 @@ class Double:
     def timed_round(self) -> float:
         """Seconds that a round takes, by the clock on the wall."""
         return sum(self.runner.block(1)) / 1e9
+
+    @torch.no_grad()
+    def take_buffers(self, other: Double) -> None:
+        """Have the buffers of ``other``, such as running statistics, which may have seen other rounds."""
+        for mine, theirs in zip(
+            *(modules_of_both(each.model, each.step.objective.module) for each in (self, other)), strict=True
+        ):
+            for name, buffer in theirs.named_buffers(recurse=False):
+                if mine.get_buffer(name).shape == buffer.shape:  # some grow
+                    mine.get_buffer(name).copy_(buffer)
 
     def evaluated(self) -> list[float]:
         """The losses in evaluation mode, which draws no random numbers; with gradients, which some losses are made of."""
