@@ -34,7 +34,7 @@ from trimtab.study.sampler import Facts
 from trimtab.subject import prepare
 from trimtab.train.loader import Loader
 from trimtab.train.losses import Written, increase, parity, too_coarse
-from trimtab.train.trial import _unfaithful, try_recipe
+from trimtab.train.trial import STILL, _unfaithful, confirm, try_recipe
 from trimtab.train.trying import TrainingSubject, first, prepared
 from trimtab.train.updates import Updates
 from trimtab.trial import State, Trial
@@ -101,7 +101,8 @@ def tried(subject: TrainingSubject, step: Pass, **plan: Any) -> Trial:
     """The trial of one pass, with a rival in this very process."""
     seed = subject.workload.seed
     rival = Updates(subject, subject.settings, seed=seed)
-    return try_recipe(recipe(step), subject, subject.written(seed=seed), rival, plan=Plan(seconds=0.2, quick_s=0.1, **plan))
+    written = dataclasses.replace(subject.written(seed=seed), still=subject.written_still(seed=seed))
+    return try_recipe(recipe(step), subject, written, rival, plan=Plan(seconds=0.2, quick_s=0.1, **plan))
 
 
 # What a workload states.
@@ -194,6 +195,71 @@ def test_a_split_batch_norm_is_a_mismatch_that_says_why() -> None:
     assert found.reason is not None
     assert "rounding explains a difference of" in found.reason
     assert "BatchNorm" in found.reason
+
+
+class Dropping(nn.Module):
+    """Drops by a function, in attention, between recurrent layers and by a layer."""
+
+    def __init__(self, *norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(*norm)
+        self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 16, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 8) to (B, 3)."""
+        x = self.encoder(self.lstm(self.norm(x).unflatten(1, (2, 4)))[0])
+        return self.head(nn.functional.dropout(x.flatten(1), 0.2, self.training))
+
+
+def test_where_dropout_falls_differently_an_exact_recipe_is_held_to_a_training_without() -> None:
+    subject = prepared(workload(Dropping), 8)
+    step = PASSES["micro_batch"](size=4)
+    written = subject.written(seed=0)
+    assert written.draws
+    assert not parity(written, subject.losses(subject.settings_of(recipe(step)), seed=0), exact=True).ok
+    found = tried(subject, step)
+    assert found.state is State.COMPLETE, found.reason
+    assert found.parity is not None
+    assert found.parity.still
+    assert found.parity.max_relative is not None
+    assert found.parity.max_relative < 1e-4
+    assert found.notes[0] == STILL
+    assert found.score != written.final  # which is that of the training as it is
+    split = tried(prepared(workload(lambda: Dropping(nn.BatchNorm1d(8))), 8), step)
+    assert split.state is State.MISMATCH
+    assert split.reason is not None
+    assert split.reason.startswith("With dropout and the like off: The loss of update 1 is ")
+    rival = Updates(subject, subject.settings, seed=0)
+    again = confirm(recipe(step), subject, rival, plan=Plan(seconds=0.2), seed=1, must_win=False)
+    assert again.ok, again.reason
+    assert again.parity is not None
+    assert again.parity.still
+
+
+class Noisy(nn.Module):
+    """Draws in every mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 8) to (B, 3)."""
+        return self.head(x + 0.1 * torch.randn(x.shape[1], len(x)).T)
+
+
+def test_what_cannot_be_kept_from_drawing_is_held_to_the_losses_as_written() -> None:
+    assert not prepared(workload(network(nn.ReLU)), 4).written(seed=0).draws
+    noisy = prepared(workload(Noisy), 8)
+    assert noisy.written(seed=0).draws
+    assert noisy.written_still(seed=0) is None
+    found = tried(noisy, PASSES["micro_batch"](size=4))
+    assert found.state is State.MISMATCH
+    assert found.reason is not None
+    assert found.reason.startswith("The loss of update 1 is ")
+    assert tried(noisy, PASSES["optimizer"](kernels="foreach")).state is State.COMPLETE
 
 
 def test_a_lossy_recipe_is_held_to_the_limit_of_the_loss() -> None:

@@ -207,6 +207,8 @@ class Parity:
     """Examples whose error reaches what the reference varies by over them, so that any other example's outputs are as near."""
     left_out: int = 0
     """Batches with other sizes than the reference's, where these follow from data: the score alone judges them."""
+    still: bool = False
+    """Whether random numbers, as those of dropout, fall differently, so that trainings were compared that draw none."""
     aside: str | None = None
     """A clause on the outputs that the score does not look at, where they are off by more than rounding."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -39,6 +40,8 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     with imports_noted(folder) as files:
         subject = prepared(read_workload(job["workload"]), job["updates"])
         written = subject.written(seed=subject.workload.seed)
+        if written.draws:
+            written = dataclasses.replace(written, still=subject.written_still(seed=subject.workload.seed))
     write_json(folder / WRITTEN, written)
     steps = space.training()
     return {

@@ -93,8 +93,8 @@ class TrainingStudy(Study):
             if self.interrupted():
                 raise
             raise UsageError(
-                f"The budget was over before the dry run was, which makes {self.updates} updates as written three times. Give "
-                "a longer budget, or compare the losses of fewer, with updates=8."
+                f"The budget was over before the dry run was, which makes {self.updates} updates as written three times, and "
+                "as often without dropout where there is any. Give a longer budget, or compare fewer losses, with updates=8."
             ) from None
 
     def settings(self, recipe: Recipe) -> Settings:
@@ -137,12 +137,17 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
     study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
     if not verdict.feasible(original, limits):
         return "limits_not_met", verdict.unmet(study.trials, limits), None
-    why = " ".join(lost) or f"none of {len(study.trials)} trials was surely faster within the limits"
+    none = f"none of {len(study.trials)} trials was surely faster within the limits"
+    why = " ".join(lost).rstrip(".") or none
     # what the search found out about it stands: there is nothing that it was picked from by luck
     shared = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb")
     figures = {name: getattr(original, name) for name in shared} | {"baseline_score": original.score}
     kept = Confirmation(recipe=original.recipe, ok=True, loaded=False, again=False, **figures)
-    return "kept_original", f"The settings as written stay: {why}.", Best(trial=original, confirmation=kept, artifact=None)
+    return (
+        "kept_original",
+        f"The settings as written stay: {why}.",
+        Best(trial=original, confirmation=kept, artifact=None),
+    )
 
 
 def _improved(found: Best, lost: list[str]) -> str:
@@ -151,7 +156,8 @@ def _improved(found: Best, lost: list[str]) -> str:
     words = f"{found.trial.recipe} trains {sentences.speed(ratio)}"
     over = "" if confirmation.parity is None else f", over the first {confirmation.parity.n} updates"
     if found.trial.recipe.exact:
-        words += f"; its losses are those as written, within rounding{over}"
+        still = ", with dropout and the like off" if confirmation.parity is not None and confirmation.parity.still else ""
+        words += f"; its losses{still} are those as written, within rounding{over}"
     elif confirmation.drop is not None:
         words += (
             f"; its loss ends up {confirmation.drop.value:+.2g} beside that as written, {confirmation.drop.upper:+.2g} at most"

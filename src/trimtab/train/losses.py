@@ -33,6 +33,13 @@ class Written:
 
     Training amplifies rounding, by how much is the workload's own affair: a small learning rate does not, a large one does by
     orders of magnitude. So it is measured, on runs from parameters that were shaken by a few units in the last place."""
+    draws: bool = False
+    """Whether random numbers were drawn for them, as by dropout."""
+    still: Written | None = None
+    """The same for a training that is kept from that; ``None`` where it draws none, cannot be kept from it, or was not asked.
+
+    In another layout, in other parts or compiled, the random numbers of dropout fall on other values, and every loss is another
+    although the same is learnt."""
 
     @classmethod
     def of(cls, losses: Sequence[float], shaken: Sequence[Sequence[float]]) -> Written:

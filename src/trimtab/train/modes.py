@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from weakref import WeakSet
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 _FROZEN: WeakSet[nn.Module] = WeakSet()
 """What was in evaluation mode when its model was last seen in training mode: every run leaves all of a model in the former."""
@@ -90,7 +91,28 @@ class Modes:
         return ", ".join(matter[:3]) + (f" and {len(matter) - 3} more" if len(matter) > 3 else "")
 
 
+class Still(Modes):
+    """Keeps ``model`` from drawing random numbers that training asks for: dropout and the like are in evaluation mode.
+
+    What gathers statistics, and so has buffers of floats, trains as it did; recurrent layers do, because a GPU cannot go back
+    through others, and lose their dropout for good.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.dropout = 0.0
+
+    def train(self, copy: nn.Module | None = None) -> None:
+        """Training mode for what would not draw."""
+        super().train(copy)
+        for module in (self.model if copy is None else copy).modules():
+            gathers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+            module.training &= gathers or isinstance(module, (_NormBase, nn.RNNBase))
+
+
 def _matters(module: nn.Module) -> bool:
     """Whether ``module`` may learn something, or does something else in training mode."""
-    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
+    kinds = (nn.modules.dropout._DropoutNd, _NormBase)
     return any(p.requires_grad for p in module.parameters()) or any(isinstance(inner, kinds) for inner in module.modules())

@@ -24,6 +24,7 @@ from trimtab.train.double import candidate, rounded
 from trimtab.train.events import Event, Progressed
 from trimtab.train.feed import Seekable
 from trimtab.train.losses import Written, late
+from trimtab.train.modes import Still
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.trainer import Trainer
 from trimtab.train.world import World
@@ -81,12 +82,22 @@ class TrainingSubject:
             now = step.apply(now)
         return now.settings
 
-    def losses(self, settings: Settings, *, seed: int, shake: int | None = None) -> list[float]:
-        """The loss of each of the first updates under ``settings``; ``shake`` is the seed of a shake of the parameters.
+    def losses(self, settings: Settings, *, seed: int, shake: int | None = None, still: bool = False) -> list[float]:
+        """The loss of each of the first updates under ``settings``.
+
+        Args:
+            settings: how to train.
+            seed: of the parameters and of what is drawn.
+            shake: the seed of a shake of the parameters.
+            still: whether dropout and the like are off.
 
         Raises:
             WorkloadError: the model or the loss failed, or is not finite, or there is no memory for whole batches.
         """
+        return self._run(settings, seed, shake, still)[0]
+
+    def _run(self, settings: Settings, seed: int, shake: int | None = None, still: bool = False) -> tuple[list[float], bool]:
+        """The losses, and whether torch's random numbers were drawn from for them."""
         found: list[float] = []
 
         def collect(trainer: Trainer, event: Event) -> None:
@@ -96,9 +107,13 @@ class TrainingSubject:
         trainer = self.trainer(settings, seed, callbacks=[collect], log_every=1)
         if shake is not None:
             shaken(trainer.model, shake)
+        if still:
+            trainer.modes = Still(trainer.model)
         seeded(seed)
+        before = _generators()
         with user_code("The training failed"):
             summary = trainer.fit(self.batches, steps=self.updates)
+        drew = any(not torch.equal(one, other) for one, other in zip(before, _generators(), strict=True))
         refuse_parts(trainer)
         if len(found) < self.updates:
             kind = NonFiniteError if settings.nonfinite == "stop" and trainer.position.skipped else WorkloadError
@@ -106,7 +121,7 @@ class TrainingSubject:
                 f"The training ended after update {len(found)} of the {self.updates} that are compared. {summary.ended} Mend "
                 "that, or compare fewer, with updates=..."
             )
-        return found
+        return found, drew
 
     def rounded(self, settings: Settings, limit: float) -> str | None:
         """Why outputs in the precision of ``settings`` cannot come close to the targets of the first batch, in a sentence."""
@@ -121,7 +136,7 @@ class TrainingSubject:
             WorkloadError: a run differs from another by more, from the very first update on, or ends with losses that are not
                 finite.
         """
-        losses = self.losses(self.settings, seed=seed)
+        losses, drew = self._run(self.settings, seed)
         last = late(losses)
         if sum(map(math.isfinite, last)) < (least := min(2, len(last))):
             raise NonFiniteError(
@@ -136,7 +151,17 @@ class TrainingSubject:
                     "can be said of other settings. Something is kept from run to run, or has a generator of its own: make "
                     "the model, the loss and the data anew in the functions that give them."
                 )
-        return Written.of(losses, others)
+        return dataclasses.replace(Written.of(losses, others), draws=drew)
+
+    def written_still(self, *, seed: int) -> Written | None:
+        """The same for a training that draws nothing at random, if it can be kept from it."""
+        try:
+            losses, drew = self._run(self.settings, seed, still=True)
+        except WorkloadError:  # some models do something else in evaluation mode, and are judged by what they draw
+            return None
+        if drew:
+            return None
+        return Written.of(losses, [self.losses(self.settings, seed=seed, shake=s, still=True) for s in SHAKEN])
 
 
 def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> TrainingSubject:
@@ -275,6 +300,11 @@ def shaken(model: nn.Module, seed: int) -> None:
         if parameter.requires_grad and parameter.is_floating_point():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             parameter.mul_(1 + SHAKE * noise.to(parameter.device, parameter.dtype))
+
+
+def _generators() -> list[torch.Tensor]:
+    """The states of those that models draw from."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
 
 
 def seeded(seed: int) -> None:
