@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 TIE = 0.02
 """Sizes whose speeds differ by less are taken to be equally fast."""
-_CLOSE = 0.15
-"""Sizes that fall behind the fastest by more in a first look are not looked at again."""
+_CLOSE, _FINALISTS = 0.15, 3
+"""Sizes that fall behind by more in a first look, where one may have been lucky, are not looked at again, but for a few."""
 _PATIENCE = 2
 """Sizes in a row that are no faster than one before them, after which no further one is tried."""
 _SECOND_LOOK = 3
@@ -236,8 +236,8 @@ class _Search:
             able = [entry for entry in entries if not entry.reason]
             if not able:
                 raise UsageError(f"No batch size can be used. {'; '.join(f'{e.size}: {e.reason}' for e in entries)}.")
-            best = max(entry.rate for entry in able)
-            final = [entry for entry in able if entry.rate >= (1 - _CLOSE) * best]
+            able.sort(key=lambda entry: entry.rate, reverse=True)
+            final = [e for place, e in enumerate(able) if place < _FINALISTS or e.rate >= (1 - _CLOSE) * able[0].rate]
             for entry in final:
                 entry.finalist = True
             for turn in range(_ROUNDS):

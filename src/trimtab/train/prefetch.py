@@ -86,6 +86,8 @@ class StreamTransfer(Transfer):
     def __init__(self, move: Move, device: torch.device, depth: int = 1) -> None:
         super().__init__(move)
         self.device, self.depth = device, depth
+        self._opaque = False
+        """Whether any batch was."""
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start(self, batches: Iterator[Batch], *, ahead: bool) -> Iterator[Any]:
@@ -121,7 +123,10 @@ class StreamTransfer(Transfer):
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still be making them
             for tensor in there:
                 _used_by(tensor, self.stream)
-        if opaque(batch):  # nothing can be said of its tensors: their memory is used again only after what was computed with it
+        self._opaque |= opaque(batch)
+        if (
+            self._opaque
+        ):  # nothing can be said of their tensors, whose memory is used again only after what was computed with it
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             moved = self.move(batch)
