@@ -489,7 +489,7 @@ def test_options_of_the_allocator_for_gpus_join_those_that_it_has(allocator: Cal
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_segments_of_a_gpu_expand_where_that_is_asked_for(allocator: Callable[[], str]) -> None:
     Trainer(
-        perceptron()[0], loss=nn.CrossEntropyLoss(), optimizer=adam,
+        perceptron(16), loss=nn.CrossEntropyLoss(), optimizer=adam,
         settings=Settings(device="cuda", cuda_allocator="expandable_segments:True"),
     )  # fmt: skip
     kept = torch.empty(64 * 2**20, device="cuda")
