@@ -347,6 +347,18 @@ def test_attention_reads_the_weight_of_its_last_layer_itself() -> None:
     assert functional.cosine_similarity(quantized.model(x).flatten(), candidate.model(x).flatten(), dim=0) > 0.999
 
 
+def test_attention_is_tried_without_the_gpus_that_it_does_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Attending(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(x, x, x)
+
+    candidate = Candidate.of(Attending(), (torch.randn(1, 2, 4, 8),))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # and no driver, which their generators would be asked for
+    drawn = torch.get_rng_state()
+    assert PASSES["attention"](kernel="math").why_not(candidate) is None
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
 def test_channels_last_leaves_weights_of_five_dimensions_alone() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -68,10 +68,12 @@ class Attention(Pass):
 
         It has the precision that the settings ask for: some kernels take 16 bits only.
         """
-        device, named = torch.device(candidate.settings.device).type, candidate.settings.autocast
-        precision = torch.autocast(device, dtype=getattr(torch, named)) if named else contextlib.nullcontext()
+        device, named = torch.device(candidate.settings.device), candidate.settings.autocast
+        precision = torch.autocast(device.type, dtype=getattr(torch, named)) if named else contextlib.nullcontext()
+        drawing = [] if device.type == "cpu" else [device]  # torch else wakes all GPUs that there are, with a warning
+        kept = torch.random.fork_rng(drawing, device_type=device.type)
         try:
-            with sdpa_kernel(kernels), torch.random.fork_rng(), torch.enable_grad(), precision:
+            with sdpa_kernel(kernels), kept, torch.enable_grad(), precision:
                 args, kwargs = candidate.own_inputs()
                 candidate.model(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
