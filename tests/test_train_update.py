@@ -532,6 +532,14 @@ def test_what_is_summed_up_in_64_bits_leaves_a_device_that_has_none() -> None:
         assert (found.dtype, found.tolist()) == (torch.float64, [1, 1])
 
 
+def test_gpus_that_nobody_has_used_are_not_woken_for_their_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.random, "device_count", lambda: 2)  # asked for their states, torch would look for a driver
+    before, torch_drew = random_state(), torch.rand(3)
+    set_random_state(before)
+    assert torch.equal(torch.rand(3), torch_drew)
+
+
 def test_the_generator_of_an_apple_gpu_is_kept_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [torch.tensor([1, 2], dtype=torch.uint8)]
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

@@ -79,11 +79,14 @@ def allocate(settings: Settings) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator that a loader, an augmentation or a model may draw from: torch's, its GPUs', numpy's and Python's."""
+    """Every generator that a loader, an augmentation or a model may draw from: torch's, its GPUs', numpy's and Python's.
+
+    GPUs that nobody in this process has used yet have drawn nothing, and are not woken for it.
+    """
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
         "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
         "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "python": random.getstate(),
