@@ -191,11 +191,14 @@ def test_copying_ahead_changes_no_loss() -> None:
 
 
 def test_a_step_that_was_only_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[None] = []
+    """On whichever GPU it runs, which need not be the current one; the others are not woken."""
+    waits: list[int | None] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(None))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 4096 if index == 1 else 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index=None: waits.append(index))
     _Trial(Loader(torch.ones(64, 2), 4, pin=False), Way(0), lambda batch: None).sample()
-    assert len(waits) == 2
+    assert waits == [1, 1]
 
 
 SPARSE: list[Callable[[torch.Tensor], torch.Tensor]] = [

@@ -173,9 +173,12 @@ def _endless(loader: Loader) -> Iterator[Batch]:
 
 
 def _wait_for_gpu() -> None:
-    """Until what was asked of it is done; a GPU that nobody has used yet is not woken."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    """Until what was asked of any GPU is done, whichever the step runs on; one that nobody has used yet is not woken."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.memory_allocated(index):
+            torch.cuda.synchronize(index)
 
 
 def _waiting(seconds: float) -> Callable[[Batch], object]:
