@@ -26,6 +26,7 @@ from trimtab.train.feed import Seekable
 from trimtab.train.losses import Written, late
 from trimtab.train.modes import Still
 from trimtab.train.objective import Batch, examples, tensors
+from trimtab.train.runtime import random_state
 from trimtab.train.trainer import Trainer
 from trimtab.train.world import World
 from trimtab.workload import Training, Workload, user_code
@@ -113,7 +114,7 @@ class TrainingSubject:
         before = _generators()
         with user_code("The training failed"):
             summary = trainer.fit(self.batches, steps=self.updates)
-        drew = any(not torch.equal(one, other) for one, other in zip(before, _generators(), strict=True))
+        drew = any(not torch.equal(one, other) for one, other in zip(before, _generators(), strict=False))
         refuse_parts(trainer)
         if len(found) < self.updates:
             kind = NonFiniteError if settings.nonfinite == "stop" and trainer.position.skipped else WorkloadError
@@ -304,7 +305,8 @@ def shaken(model: nn.Module, seed: int) -> None:
 
 def _generators() -> list[torch.Tensor]:
     """The states of those that models draw from."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    state = random_state()
+    return [state["torch"], *state["cuda"]]
 
 
 def seeded(seed: int) -> None:
