@@ -238,6 +238,58 @@ def test_autocast_and_keywords_reach_the_second_run() -> None:
     assert copied.forward.forward.__self__ is copied  # a copy recomputes itself, not the model that it was copied from
 
 
+class Memory:
+    """What the layers of a model hand on, each adding to it, as to a cache of keys and values."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, torch.Tensor]] = []
+        self.seen = 0
+
+
+class Remembering(nn.Module):
+    """Looks at what the layers before have left, itself included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron(16)
+
+    def forward(self, x: torch.Tensor, *, past: Memory, told: list[int]) -> torch.Tensor:
+        x = self.inner(x)
+        past.layers.append({"x": x})
+        past.seen += 1
+        told.append(past.seen)
+        found: torch.Tensor = (torch.stack([layer["x"] for layer in past.layers]).mean(0) * past.seen * sum(told)).sin()
+        return found
+
+
+def test_a_second_run_sees_objects_that_it_is_given_as_the_first_did() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Remembering() for _ in range(3))
+
+        def forward(self, x: torch.Tensor, past: Memory) -> torch.Tensor:
+            told: list[int] = []
+            for block in self.blocks:
+                x = block(x, past=past, told=told)
+            assert told == [1, 2, 3]
+            return x
+
+    torch.manual_seed(0)
+    model, x, found = Chain(), torch.randn(4, 16), []
+    for recomputed in (Recomputed([]), Recomputed(model.blocks)):
+        torch.manual_seed(1)
+        past = Memory()
+        loss = model(x, past).square().mean()
+        kept = list(past.layers)
+        found.append(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+        assert past.seen == len(past.layers) == 3
+        assert all(ours is theirs for ours, theirs in zip(past.layers, kept, strict=True))
+        recomputed.undo()
+    assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(found[0], grads, strict=True))
+
+
 def test_inputs_that_are_changed_later_are_left_alone() -> None:
     class Shifted(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -284,6 +336,25 @@ def test_a_model_that_differentiates_within_is_refused() -> None:
     model, x = Penalised(), torch.randn(4, 8)
     with pytest.raises(WorkloadError, match="differentiates within its own forward pass"):
         choose(model, lambda: model(x), 1e3, CPU)
+
+
+def test_what_torch_func_cannot_differentiate_is_no_fault_of_the_model() -> None:
+    def loss(model: nn.Module, points: torch.Tensor) -> torch.Tensor:
+        slopes = torch.func.vmap(torch.func.jacrev(lambda point: model(point).squeeze()))(points)
+        found: torch.Tensor = slopes.square().mean()
+        return found
+
+    for settings, fix in (
+        (Settings(activation_mb=1e-3), "differentiates within its own forward pass. Leave it out"),
+        (Settings(segments=2), r"torch.func differentiates here.* Leave Settings\(segments=...\) out"),
+    ):
+        trainer = Trainer(
+            nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), loss=loss, optimizer=adam, settings=settings
+        )
+        with pytest.raises(WorkloadError, match=fix):
+            trainer.fit([torch.randn(4, 2)], epochs=1)
+        trainer.settings = Settings()
+        trainer.fit([torch.randn(4, 2)], epochs=1)
 
 
 def batches_of(make: Callable[[], tuple[nn.Module, torch.Tensor]], count: int = 4) -> list[Any]:

@@ -18,8 +18,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.errors import UsageError
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.apart import apart
 
+_WITHIN_FUNC = (
+    "torch.func differentiates here, through modules whose activations are to be computed again, and cannot. Leave "
+    "Settings(segments=...) out, and make micro-batches smaller: Settings(batch=...)."
+)
 Place = tuple[nn.Module, str]
 """A buffer, as the module that has it and its name there."""
 
@@ -27,9 +32,10 @@ Place = tuple[nn.Module, str]
 class Recomputed:
     """``modules`` are recomputed from now on, until :meth:`undo`.
 
-    A second run sees what the first saw: autocast, the state of every random generator, and the buffers as they were. What it
-    does to buffers is forgotten, so that the running statistics of BatchNorm move once per batch. Modules keep their class,
-    their names and their hooks, which run outside; only their ``forward`` is another one meanwhile.
+    A second run sees what the first saw: autocast, the state of every random generator, the buffers as they were, and so the
+    objects that it is given, such as a cache of keys and values to which each layer adds its own. What it does to either is
+    forgotten, so that the running statistics of BatchNorm move once per batch. Modules keep their class, their names and their
+    hooks, which run outside; only their ``forward`` is another one meanwhile.
 
     Args:
         modules: none may contain another.
@@ -71,11 +77,21 @@ class Again:
         if torch.compiler.is_compiling():  # the compiler sees to randomness and buffers by itself, and allows no context
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         names, count = tuple(kwargs), len(args)
+        given = [*args, *kwargs.values()]
+        before = [apart(value) for value in given]
 
         def call(*values: Any) -> Any:  # all positional, because only such tensors are checked for changes in place
-            return self.forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+            first = given[:]
+            given.clear()  # what the first run changes is no affair of the graph, which would keep it
+            use = first or [apart(value) for value in values]  # a graph that is kept may be run backward twice
+            return self.forward(*use[:count], **dict(zip(names, use[count:], strict=True)))
 
-        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+        try:
+            return checkpoint(call, *before, use_reentrant=False, context_fn=self._contexts)
+        except RuntimeError as error:
+            if within_func(error):
+                raise WorkloadError(_WITHIN_FUNC) from error
+            raise
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _SecondRun(self.buffers)
@@ -108,6 +124,11 @@ class _Run:
         for link in self.links:
             x = link(x)
         return x
+
+
+def within_func(error: RuntimeError) -> bool:
+    """Whether it is what ``grad``, ``jacrev`` and the like of torch.func say where something else than is usual is kept."""
+    return "torch.func" in str(error) and "saved tensor hooks" in str(error)
 
 
 def longest_chain(model: nn.Module) -> nn.Sequential:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trimtab.train.live import Live, strided
+from trimtab.train.recompute import within_func
 
 
 @dataclasses.dataclass
@@ -66,6 +67,15 @@ def trace(model: nn.Module, forward: Callable[[], object], device: torch.device)
     Raises:
         DifferentiatedError: there is a backward pass within.
     """
+    try:
+        return _traced(model, forward, device)
+    except RuntimeError as error:
+        if within_func(error):
+            raise DifferentiatedError from error
+        raise
+
+
+def _traced(model: nn.Module, forward: Callable[[], object], device: torch.device) -> Trace:
     found = Trace()
     found.seconds = _seconds(model, forward, device)
     with Live() as live, _calls_noted(model, live, found) as running:
