@@ -17,6 +17,7 @@ from trimtab.errors import WorkloadError
 from trimtab.train.feed import join, split
 from trimtab.train.objective import examples, fresh, tensors
 from trimtab.train.prefetch import mover
+from trimtab.train.rows import length, uneven
 
 
 def detection(count: int, side: int = 4) -> Any:
@@ -323,3 +324,12 @@ def test_batches_that_cannot_be_joined_make_the_same_update_apart() -> None:
     assert learnt(joined=True) == pytest.approx(learnt(), rel=1e-4, abs=1e-6)
     with pytest.raises(WorkloadError, match="exact_batchnorm needs batches of one shape"):
         learnt(exact_batchnorm=True)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_has_as_many_examples_as_it_has_tensors(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(2, 5), torch.randn(3, 5)], layout=layout)
+    assert length((nested, torch.zeros(2))) == length({"name": "", "x": nested}) == 2
+    assert uneven((nested, torch.zeros(2))) is None
+    assert "(3,)" in (uneven((nested, torch.zeros(3))) or "")

@@ -29,7 +29,7 @@ def rows_of(batch: Any) -> list[Any]:
 def length(batch: Any) -> int | None:
     """The number of examples in ``batch``, if anything tells: its first tensor or array, or else a list of examples."""
     if type(batch) in (tuple, list) and batch and isinstance(first := batch[0], torch.Tensor) and first.ndim:
-        return len(batch) if type(batch) is list and _ragged(batch) else int(first.shape[0])  # what follows says so, for longer
+        return len(batch) if type(batch) is list and _ragged(batch) else first.size(0)  # what follows says so, for longer
     if (found := _column(batch)) is not None or alone(batch):
         return len(batch) if found is None else found
     items = inside(batch)
@@ -52,7 +52,7 @@ def uneven(batch: Any) -> str | None:
     if all(_column(column) in (None, count) for column in columns):
         return None
     return ", ".join(
-        f"{_column(each)} packed sequences" if isinstance(each, PackedSequence) else str(tuple(each.shape)) for each in columns
+        f"{_column(each)} packed sequences" if isinstance(each, PackedSequence) else _shape(each) for each in columns
     )
 
 
@@ -158,7 +158,13 @@ def _column(item: Any) -> int | None:
     """How many examples a tensor or an array is of; a packed sequence has a row for every step."""
     if isinstance(item, PackedSequence):
         return int(item.batch_sizes[0])
-    return int(item.shape[0]) if isinstance(item, (torch.Tensor, np.ndarray)) and item.ndim else None
+    if isinstance(item, torch.Tensor):
+        return item.size(0) if item.ndim else None  # not shape, which nested tensors need not have
+    return len(item) if isinstance(item, np.ndarray) and item.ndim else None
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.size(0)} nested tensors" if tensor.is_nested else str(tuple(tensor.shape))
 
 
 def _names(item: Any) -> Any:
