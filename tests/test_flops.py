@@ -35,6 +35,7 @@ CASES: list[tuple[str, nn.Module, tuple[Any, ...], int]] = [
     ("conv", nn.Conv2d(3, 8, 3, padding=1), (torch.randn(2, 3, 9, 9),), 2 * 2 * 8 * 81 * 27),
     ("grouped conv", nn.Conv2d(8, 8, 3, groups=8), (torch.randn(1, 8, 9, 9),), 2 * 8 * 49 * 9),
     ("transposed conv", nn.ConvTranspose1d(3, 8, 4, stride=2), (torch.randn(2, 3, 9),), 2 * 2 * 9 * 3 * 8 * 4),
+    ("grouped transposed conv", nn.ConvTranspose1d(8, 8, 4, groups=4), (torch.randn(2, 8, 9),), 2 * 2 * 9 * 8 * 2 * 4),
     ("bilinear", nn.Bilinear(4, 5, 6), (torch.randn(2, 4), torch.randn(2, 5)), 2 * 2 * 6 * (4 * 5 + 5)),
     ("lstm", nn.LSTM(80, 256, 2), (torch.randn(T, B, 80),), linear(T * B, 80 + 3 * 256, 4 * 256)),
     ("lstm batch first", nn.LSTM(X, H, batch_first=True), (torch.randn(B, T, X),), linear(T * B, X + H, 4 * H)),
@@ -65,6 +66,44 @@ def test_modules(model: nn.Module, args: tuple[Any, ...], expected: int, trainin
     assert found.total == expected
     assert sum(found.by_operator.values()) == expected
     assert found.uncounted == ()
+
+
+TRAINED = (
+    "linear",
+    "conv",
+    "grouped conv",
+    "transposed conv",
+    "grouped transposed conv",
+    "lstm",
+    "lstm both ways",
+    "encoder layer",
+)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_backward_pass_is_two_forward_passes(name: str) -> None:
+    model, args, expected = next(case[1:] for case in CASES if case[0] == name)
+
+    def step() -> None:
+        outputs = model.train()(*(each.clone().requires_grad_() for each in args))
+        (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
+
+    found = count_flops(step, gradients=True)
+    assert found.uncounted == ()
+    assert found.total == 3 * expected
+
+
+def test_attention_computes_what_it_has_not_kept_again() -> None:
+    q, k, v = (torch.randn(B, 4, n, 8, requires_grad=True) for n in (6, T, T))
+    found = count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward(), gradients=True)
+    assert found.uncounted == ()
+    assert found.total == 3.5 * attention(B * 4, 6, T, 8)
+
+
+def test_a_gradient_that_nobody_asks_for_does_not_count() -> None:
+    model = nn.Conv2d(8, 8, 3, groups=8)
+    found = count_flops(lambda: model(torch.randn(1, 8, 9, 9)).sum().backward(), gradients=True)
+    assert found.total == 2 * (2 * 8 * 49 * 9)
 
 
 def test_a_packed_sequence_counts_its_real_steps() -> None:

@@ -140,6 +140,13 @@ def _mkldnn_rnn(out: Any, x: torch.Tensor, w_input: torch.Tensor, w_hidden: torc
     return _matrices(_rows(x), (w_input, w_hidden))
 
 
+def _mkldnn_rnn_backward(
+    out: Any, x: torch.Tensor, w_input: torch.Tensor, w_hidden: torch.Tensor, *rest: Any, **more: Any
+) -> int:
+    """Two products for each of a forward pass: what the matrix was given, and the matrix, get a gradient."""
+    return 2 * _mkldnn_rnn(out, x, w_input, w_hidden)
+
+
 def _fused_rnn(out: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], *rest: Any, **more: Any) -> int:
     """All layers and directions, projections included; a packed sequence has one row per real step."""
     return _matrices(_rows(x), weights)
@@ -148,6 +155,13 @@ def _fused_rnn(out: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], *rest
 def _attention(out: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any) -> int:
     """``q k^T`` and its product with ``v``, shapes (..., heads, length, width); every query head counts, shared keys or not."""
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def _attention_backward(
+    out: Any, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any
+) -> int:
+    """``q k^T`` once more, then two products for each of the two that a forward pass has: as torch counts it on GPUs."""
+    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def _multi_head(
@@ -188,6 +202,14 @@ def _plain_convolution(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
     return 2 * out.numel() * math.prod(weight.shape[1:])
 
 
+def _convolution_backward(
+    out: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
+    transposed: bool, output_padding: Any, groups: int, wanted: Sequence[bool],
+) -> int:  # fmt: skip
+    """As much as a forward pass for each of the input and the weight; torch's formula takes those of groups for one of all."""
+    return sum(wanted[:2]) * 2 * (x if transposed else grad).numel() * math.prod(weight.shape[1:])
+
+
 def _product(out: Any, a: torch.Tensor, *rest: Any, **more: Any) -> int:
     """Matrix or vector ``a`` times a vector."""
     return 2 * a.numel()
@@ -208,8 +230,11 @@ def _bilinear(out: Any, a: torch.Tensor, weight: torch.Tensor, b: torch.Tensor, 
 
 _OPERATORS: Mapping[Formula, str] = {
     _mkldnn_rnn: "aten::mkldnn_rnn_layer",
+    _mkldnn_rnn_backward: "aten::mkldnn_rnn_layer_backward",
     _fused_rnn: "aten::_cudnn_rnn aten::miopen_rnn",
     _attention: "aten::_scaled_dot_product_flash_attention_for_cpu aten::_scaled_dot_product_fused_attention_overrideable",
+    _attention_backward: "aten::_scaled_dot_product_flash_attention_for_cpu_backward "
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward",
     _multi_head: "aten::_native_multi_head_attention",
     _encoder_layer: "aten::_transformer_encoder_layer_fwd",
     _dense: "quantized::linear quantized::linear_relu quantized::linear_dynamic quantized::linear_relu_dynamic "
@@ -218,6 +243,7 @@ _OPERATORS: Mapping[Formula, str] = {
     _packed_convolution: "quantized::conv1d quantized::conv1d_relu quantized::conv2d quantized::conv2d_relu quantized::conv3d "
     "quantized::conv3d_relu",
     _plain_convolution: "mkldnn::_convolution_pointwise aten::mkldnn_convolution",
+    _convolution_backward: "aten::convolution_backward",
     _product: "aten::mv aten::dot aten::vdot",
     _added_product: "aten::addmv",
     _activated: "aten::_addmm_activation",
