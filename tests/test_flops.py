@@ -185,6 +185,7 @@ def test_light_work_is_not_named() -> None:
         nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Upsample(scale_factor=2), nn.GELU()
     ).eval()
     assert count_flops(model, (torch.randn(2, 3, 8, 8),)).uncounted == ()
+    assert count_flops(lambda: F.normalize(torch.randn(4, 8))).uncounted == ()
     assert count_flops(model.half(), (torch.randn(2, 3, 8, 8).half(),)).total == 0
 
 

@@ -88,7 +88,7 @@ _HEAVY_WORDS = (
 )  # fmt: skip
 _LIGHT_WORDS = (
     "convert", "to_mkldnn", "reorder", "prepack", "quantize_", "upsample", "flatten_weight", "batch_norm", "_thnn_fused",
-    "check_errors",
+    "check_errors", "vector_norm",
 )  # fmt: skip
 
 
