@@ -490,3 +490,51 @@ def test_a_loss_with_weights_of_classes_runs_on_a_gpu(loss: Any) -> None:
     made = trainer(loss=copy.deepcopy(loss), settings=Settings(device="cuda", accumulate=2))
     data = [(batch["x"], batch["labels"]) for batch in batches(8)]
     assert made.fit(data, epochs=1).updates == 4
+
+
+class Carrying(nn.Module):
+    """A recurrent network that goes on from the state in which the last batch left it, and keeps it as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, CLASSES)
+        self.state: torch.Tensor | None = None
+        self.past: list[torch.Tensor] = []
+        self.total, self.calls = torch.zeros(1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.cell(x, self.state)
+        self.state = self.last = state.detach()
+        self.past.append(self.last)
+        self.total += len(x)
+        self.calls += 1
+        found: torch.Tensor = self.head(state)
+        return found
+
+
+@pytest.mark.parametrize("settings", [Settings(accumulate=2), Settings(activation_mb=1.0), Settings(batch="auto")], ids=str)
+def test_a_state_that_a_model_carries_is_that_of_its_batches_alone(settings: Settings) -> None:
+    batches, ended = pairs(), []
+    for given in (Settings(accumulate=settings.accumulate), settings):
+        torch.manual_seed(0)
+        model = Carrying()
+        trainer(lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), model, settings=given).fit(
+            batches, epochs=1
+        )
+        assert [len(x) for x in model.past] == [len(x) for x, _ in batches]
+        assert int(model.total) == sum(len(x) for x, _ in batches)
+        ended.append(model)
+    assert torch.equal(ended[0].head.weight, ended[1].head.weight)
+
+
+def test_a_rehearsal_puts_attributes_back() -> None:
+    model = Carrying()
+    past, total = model.past, model.total
+    with rehearsal(model):
+        model(pairs()[0][0])
+    assert model.state is None
+    assert not hasattr(model, "last")
+    assert model.past is past == []
+    assert model.total is total
+    assert not total
+    assert model.calls == 1  # of what is no tensor nobody knows whether it is to be put back

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trimtab.train.attributes import Attributes, same
 from trimtab.train.draws import generators_within, set_states, states_of
 from trimtab.train.optimizer_state import with_inner
 from trimtab.train.runtime import random_state, set_random_state
@@ -22,10 +23,13 @@ class Kept:
 
     Args:
         tensors: looked at now, and held by this object; those that a forward pass is yet to make are left alone.
-        modules: whose buffers are kept too. Some forward passes do not change a buffer, but put another in its place.
+        modules: whose buffers and plain attributes are kept too. Some forward passes do not change a buffer, but put another
+            in its place.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module] = ()) -> None:
+        modules = list(modules)
+        self._attributes = Attributes(modules)
         self._places = [(each._buffers, name, buffer) for each in modules for name, buffer in each._buffers.items()]
         buffers = dict.fromkeys(buffer for _, _, buffer in self._places if buffer is not None)
         self._tensors = [tensor for tensor in (*buffers, *tensors) if not is_lazy(tensor)]
@@ -33,19 +37,23 @@ class Kept:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the tensors the values that were copied, and buffers their places; those that have them are not touched."""
+        """Give the tensors the values that were copied, and buffers and attributes their places.
+
+        Tensors and places that have them are not touched.
+        """
+        self._attributes.put_back()
         for held, name, buffer in self._places:
             if not _holds(held, name, buffer):
                 held[name] = buffer
         for tensor, kept in zip(self._tensors, self._copies, strict=True):
-            if not _same(tensor, kept):
+            if not same(tensor, kept):
                 tensor.copy_(kept)
 
     def changed(self) -> list[torch.Tensor]:
         """The tensors that have another value now, or were buffers where there is another tensor now."""
         replaced = {id(buffer) for held, name, buffer in self._places if not _holds(held, name, buffer)}
         pairs = zip(self._tensors, self._copies, strict=True)
-        return [tensor for tensor, kept in pairs if id(tensor) in replaced or not _same(tensor, kept)]
+        return [tensor for tensor, kept in pairs if id(tensor) in replaced or not same(tensor, kept)]
 
 
 def modules_of_both(model: nn.Module, loss: nn.Module | None) -> list[nn.Module]:
@@ -60,7 +68,7 @@ def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, An
 
 @contextlib.contextmanager
 def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.Module | None = None) -> Iterator[Kept]:
-    """A block after which the buffers of ``model`` and all random generators are as before, and gradients are gone.
+    """A block after which buffers and attributes of ``model`` and all random generators are as before, and gradients are gone.
 
     So are those of a ``loss`` that is a module. With an ``optimizer``, its state, its options and the parameters of both are
     put back too, from copies that exist meanwhile. The block gets what keeps the tensors.
@@ -120,9 +128,3 @@ def _put_back_options(optimizer: Optimizer, options: list[dict[str, tuple[Any, A
 def _holds(held: Any, name: str, buffer: torch.Tensor | None) -> bool:
     """Whether a module has ``buffer`` in its place among those that it has ``held``."""
     return name in held and held[name] is buffer
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.layout != torch.strided:  # torch compares no sparse ones
-        a, b = a.detach().to_dense(), b.to_dense()
-    return torch.equal(a.detach(), b) or bool(torch.all((a == b) | ((a != a) & (b != b))))
