@@ -38,6 +38,26 @@ for update in range(1, 100_000):
     print(update, flush=True)
 """
 
+RUN = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from trimtab import Trainer
+
+def stay(trainer, event):
+    print("on", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    trainer = Trainer(
+        nn.Linear(4, 2), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, checkpoint=sys.argv[1], checkpoint_every=1,
+        callbacks=[stay], log_every=1,
+    )
+    data = TensorDataset(torch.randn(40, 4), torch.zeros(40, dtype=torch.int64))
+    trainer.fit(DataLoader(data, batch_size=4, num_workers=1), epochs=1)
+"""
+
 
 def test_what_goes_in_comes_out(tmp_path: pathlib.Path) -> None:
     tied = torch.randn(3, 4)
@@ -257,6 +277,24 @@ def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path: pathlib.Path) 
     checkpoints.save(10, {"x": torch.ones(1)})
     Checkpoints(tmp_path, keep=1).save(1, {"x": torch.ones(1)})
     assert (tmp_path / "update-00000001").exists()
+
+
+def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path: pathlib.Path) -> None:
+    script, folder = tmp_path / "run.py", tmp_path / "run"
+    script.write_text(RUN, encoding="utf-8")
+    process = subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "on\n"
+        made = Trainer(nn.Linear(4, 2), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, checkpoint=folder)
+        batch = (torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))
+        with pytest.raises(UsageError, match=rf"Another run writes its checkpoints into .*run now \(process {process.pid} of "):
+            made.fit([batch], epochs=1)
+    finally:
+        process.kill()
+        process.wait()
+    made.resume(missing_ok=True).fit([batch], epochs=1)  # at once, though workers of the one that was killed may live on
+    assert all(path.name.startswith("update-") for path in folder.iterdir())
 
 
 def test_a_kill_between_two_renames_leaves_a_checkpoint(tmp_path: pathlib.Path) -> None:

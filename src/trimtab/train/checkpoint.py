@@ -15,7 +15,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from trimtab._json import dumps
 from trimtab._paths import path_of
 from trimtab.errors import StorageError, UsageError
+from trimtab.train.held import hold
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
 SCHEMA = 4
@@ -92,17 +93,19 @@ class Checkpoints:
         self._sweep(place)
         return place
 
-    def probe(self) -> None:
-        """Make the folder and try to write there, so that a run does not find out after hours.
+    def hold(self) -> IO[str] | None:
+        """Make the folder, try to write there, so that a run does not find out after hours, and keep other runs off it.
 
         Raises:
             StorageError: nothing can be written.
+            UsageError: another run writes there.
         """
         trial = self.folder / f".update-probe.{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             trial.write_text("", encoding="utf-8")
             trial.unlink()
+            return hold(self.folder)
         except OSError as error:
             raise StorageError(
                 f"Checkpoints cannot be written to {self.folder}: {error.strerror or error}. Give another checkpoint folder."

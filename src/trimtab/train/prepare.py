@@ -209,25 +209,6 @@ def check_place(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def check_folder(trainer: Trainer) -> None:
-    """Refuse to begin anew where another run's checkpoints are, or where none can be written.
-
-    Raises:
-        UsageError: there is a checkpoint, and this run neither resumed from it nor wrote it.
-        StorageError: the folder cannot be made, or written to.
-    """
-    if trainer.checkpoints is None:
-        return
-    trainer.world.led(trainer.checkpoints.probe)
-    if trainer.resuming is not None or trainer.position.update:
-        return
-    if newest := trainer.checkpoints.newest():
-        raise UsageError(
-            f"{trainer.checkpoints.folder} holds {newest.name} of an earlier run. Go on from it with trainer.resume() before "
-            "fit(), or give another folder."
-        )
-
-
 def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
     """Everything that the next update depends on; of several processes, all must ask for it."""
     world = trainer.world

@@ -1,19 +1,53 @@
-"""When a checkpoint is written, and that what fails between two updates costs none of them."""
+"""When a checkpoint is written and who may write it, and that what fails between two updates costs none of them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trimtab.errors import UsageError
 from trimtab.train import epoch, prepare
+from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed.alike import tell
 from trimtab.train.events import Saved
+from trimtab.train.held import let_go
 from trimtab.train.objective import Batch
 from trimtab.train.world import NOTHING
 
 if TYPE_CHECKING:
     from trimtab.train.prepare import Ready
     from trimtab.train.trainer import Trainer
+
+
+@contextlib.contextmanager
+def folder_held(trainer: Trainer) -> Iterator[None]:
+    """A block in which no other run writes into the folder for checkpoints, if there is one.
+
+    Raises:
+        UsageError: another one does, or it holds a checkpoint that this run neither resumed from nor wrote.
+        StorageError: the folder cannot be made, or written to.
+    """
+    if (checkpoints := trainer.checkpoints) is None:
+        yield
+        return
+    held = trainer.world.led(checkpoints.hold)
+    try:
+        _check_folder(trainer, checkpoints)
+        yield
+    finally:
+        let_go(checkpoints.folder, held)
+
+
+def _check_folder(trainer: Trainer, checkpoints: Checkpoints) -> None:
+    """Refuse to begin anew where another run's checkpoints are."""
+    if trainer.resuming is not None or trainer.position.update:
+        return
+    if newest := checkpoints.newest():
+        raise UsageError(
+            f"{checkpoints.folder} holds {newest.name} of an earlier run. Go on from it with trainer.resume() before "
+            "fit(), or give another folder."
+        )
 
 
 def save(trainer: Trainer, ready: Ready) -> None:

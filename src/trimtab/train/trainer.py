@@ -180,9 +180,8 @@ class Trainer:
         if validate is not None:
             check_loader(validate, "validate")
         alike.refuse_differences(self, validated=validate is not None, epochs=epochs, steps=steps)
-        prepare.check_folder(self)
         self._stop, self._kept, self.interrupted, self.room = None, False, False, Room(self)
-        with interruptible(self), telling_stops():
+        with saving.folder_held(self), interruptible(self), telling_stops():
             last, given, train = self._last, train, self.world.share(train, "train")
             self.goes_on = isinstance(given, Iterator) and last is not None and last[0] is given and self.resuming is None
             train = last[1] if last is not None and self.goes_on else train

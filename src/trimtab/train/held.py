@@ -1,0 +1,55 @@
+"""That one run at a time writes checkpoints into a folder: each would take the other's unfinished ones for leftovers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+from typing import IO
+
+from trimtab.errors import UsageError
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
+
+NAME = ".in-use"
+
+
+def hold(folder: pathlib.Path) -> IO[str] | None:
+    """A file whose lock says that this process writes into ``folder``, for :func:`let_go`; ``None`` where there are no locks.
+
+    The lock goes with the process, however that ends, and is none of those that it has forked, as loaders' workers are, which
+    may outlive it.
+
+    Raises:
+        UsageError: another process has it.
+        OSError: the file cannot be made.
+    """
+    if fcntl is None:
+        return None
+    held = (folder / NAME).open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        held.seek(0)
+        by = held.read(40).strip()
+        held.close()
+        if error.errno not in (errno.EACCES, errno.EAGAIN):  # as where a network's file system has no locks
+            return None
+        raise UsageError(
+            f"Another run writes its checkpoints into {folder} now{f' ({by})' if by else ''}. Wait for it, end it with Ctrl-C "
+            "there, or give another checkpoint folder."
+        ) from None
+    held.truncate(0)
+    held.write(f"process {os.getpid()} of {os.uname().nodename}")
+    held.flush()
+    return held
+
+
+def let_go(folder: pathlib.Path, held: IO[str] | None) -> None:
+    """Another run may write into ``folder``."""
+    if held is not None:
+        (folder / NAME).unlink(missing_ok=True)
+        held.close()
