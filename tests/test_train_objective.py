@@ -538,3 +538,9 @@ def test_a_rehearsal_puts_attributes_back() -> None:
     assert model.total is total
     assert not total
     assert model.calls == 1  # of what is no tensor nobody knows whether it is to be put back
+
+
+@pytest.mark.parametrize("loss", [lambda m, batch: m(batch[0]).mean(), nn.TripletMarginLoss()], ids=["name", "three"])
+def test_a_loss_that_takes_something_else_is_told_how_losses_are_called(loss: Any) -> None:
+    with pytest.raises(WorkloadError, match=r"known by the name of its first parameter: def loss\(model, batch\)"):
+        trainer(loss).fit(pairs(), epochs=1)

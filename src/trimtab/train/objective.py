@@ -46,17 +46,27 @@ _NOT_ALONE = (
     "One example has no statistics of its own. If it is what is left for the last batch, leave it out with drop_last=True; "
     "else make batches, or Settings(batch=...), larger."
 )
+_NOT_CALLED_SO = (
+    "A loss is called as loss(outputs, targets), but one that calls the model itself is known by the name of its first "
+    "parameter: def loss(model, batch)."
+)
+_MISCALLED = re.compile(r"'Tensor' object is not callable|missing \d+ required positional argument")
 _MODEL_NAMES = frozenset({"model", "module", "net", "network"})
 
 
 class in_step(user_code):
-    """Says what to do about a batch of one example that BatchNorm does not take, as the last one of an epoch may be."""
+    """Says what to do about a batch of one example that BatchNorm does not take, as the last one of an epoch may be.
+
+    And about a loss that takes something else than outputs and targets, if nothing says so.
+    """
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
         alone = isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")
-        user_code(self.what, _NOT_ALONE if alone else self.fix).__exit__(kind, error, trace)
+        miscalled = isinstance(error, TypeError) and _MISCALLED.search(str(error)) is not None
+        fix = _NOT_ALONE if alone else _NOT_CALLED_SO if miscalled else self.fix
+        user_code(self.what, fix).__exit__(kind, error, trace)
 
 
 class Objective:
