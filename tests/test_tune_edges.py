@@ -24,6 +24,7 @@ from trimtab.evaluate import Plan
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.recipe import Recipe
 from trimtab.study import train_jobs
+from trimtab.study.training import stay
 from trimtab.train.losses import Written, final, increase, parity
 from trimtab.train.trainer import Trainer
 from trimtab.train.trial import try_recipe
@@ -180,6 +181,14 @@ def test_losses_that_are_no_numbers_are_alike_only_among_themselves() -> None:
     assert increase(written, [1.0, math.nan, 0.5, 0.6], 0.01).value == pytest.approx(0.1)
     chance = Written.of([1.0, 0.5], [[1.0, math.nan]])  # rounding decides what is a number
     assert parity(from_json(Written, json.loads(json.dumps(to_json(chance)))), [1.0, 7.0], exact=True).ok
+
+
+def test_why_the_settings_as_written_stay_is_said_in_whole_sentences() -> None:
+    told = "The settings as written stay"
+    assert stay(["joined + eager: It proves nothing."], 3) == f"{told}. joined + eager: It proves nothing."
+    assert stay([], 0) == f"{told}: no others were measured within the budget."
+    assert stay([], 1) == f"{told}: of 1 other that was measured, none was surely faster within the limits."
+    assert stay([], 7) == f"{told}: of 7 others that were measured, none was surely faster within the limits."
 
 
 def test_a_training_that_ends_by_itself_is_told_in_a_sentence() -> None:

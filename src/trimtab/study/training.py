@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab._json import from_json
+from trimtab._said import counted
 from trimtab.candidate import Settings
 from trimtab.confirm import Confirmation
 from trimtab.errors import UsageError, WorkloadError
@@ -22,7 +23,7 @@ from trimtab.study.rivals import Rivals
 from trimtab.study.sampler import Sampler
 from trimtab.study.study import KEEP, PREPARE, RIVALS, Study
 from trimtab.study.train_jobs import WRITTEN
-from trimtab.trial import Trial
+from trimtab.trial import State, Trial
 
 SETTINGS_FOLDER = "settings"
 
@@ -125,7 +126,8 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
     if original.comparison is None:
         raise WorkloadError(no_baseline(study))
     ahead = verdict.ahead(study.trials, limits, study.options.objective, original, tuned=False)
-    study.progress.stage("confirming the winner in fresh processes, from other parameters")
+    if ahead:
+        study.progress.stage("confirming the winner in fresh processes, from other parameters")
     lost: list[str] = []
     with Rivals(study.job(), study.folder / RIVALS) as rivals:
         for trial in [*ahead[:KEEP], *[t for t in ahead[KEEP:] if t.recipe.exact][:1]]:
@@ -137,17 +139,23 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
     study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
     if not verdict.feasible(original, limits):
         return "limits_not_met", verdict.unmet(study.trials, limits), None
-    none = f"none of {len(study.trials)} trials was surely faster within the limits"
-    why = " ".join(lost).rstrip(".") or none
+    measured = sum(trial.state is State.COMPLETE and trial.recipe != original.recipe for trial in study.trials)
     # what the search found out about it stands: there is nothing that it was picked from by luck
     shared = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb")
     figures = {name: getattr(original, name) for name in shared} | {"baseline_score": original.score}
     kept = Confirmation(recipe=original.recipe, ok=True, loaded=False, again=False, **figures)
-    return (
-        "kept_original",
-        f"The settings as written stay: {why}.",
-        Best(trial=original, confirmation=kept, artifact=None),
-    )
+    return "kept_original", stay(lost, measured), Best(trial=original, confirmation=kept, artifact=None)
+
+
+def stay(lost: list[str], measured: int) -> str:
+    """Why the settings as written do: what ``lost`` when it was confirmed, or none of so many others that were measured won."""
+    if lost:
+        return f"The settings as written stay. {' '.join(lost)}"
+    if not measured:
+        return "The settings as written stay: no others were measured within the budget."
+    were = "was" if measured == 1 else "were"
+    told = f"of {counted(measured, 'other')} that {were} measured, none was surely faster within the limits"
+    return f"The settings as written stay: {told}."
 
 
 def _improved(found: Best, lost: list[str]) -> str:
