@@ -214,6 +214,23 @@ def test_where_neighbours_starve_most_calls_of_one_side_the_luckiest_speak_again
     assert found.ratio.vague
 
 
+def test_where_neighbours_starve_what_begins_a_turn_a_call_amid_others_speaks_against_the_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slow at first, such calls are one to a block, and each of them begins a turn: 62x was confirmed of what is slower."""
+
+    class Starved(Clockwork):
+        def block(self, calls: int) -> list[int]:
+            return [100 * ns if i % 8 == 0 else ns for i, ns in enumerate(super().block(calls))]
+
+    monkeypatch.setattr(pairs, "usage", lambda before, after: share(0.5))
+    found = compare(Clockwork(2e6), Starved(1e6, nap=0.06), seconds=4, min_quads=4, max_quads=4)
+    assert found.rival.conditions["calls_per_block"] == 1
+    assert found.ratio.value > 40
+    assert found.ratio.low <= 0.501, "which a quiet machine would show"
+    assert found.ratio.doubtful
+
+
 def test_quads_on_a_core_that_is_slower_than_usual_are_thrown_away_and_counted() -> None:
     """Which no counter of the system shows, where another machine has the other half of the core."""
 

@@ -48,6 +48,9 @@ PATIENCE = 2.0
 
 LUCKY = 0.1
 """Share of the calls that are taken for undisturbed where hardly any block was."""
+BURST, BURST_SHARE = 64, 0.1
+"""Calls in a row of each side, at most, and the share of the time that they may take, among which an undisturbed one is looked
+for where hardly any block was: neighbours stop the threads of a call that begins a turn far more often than one amid others."""
 
 StoppedBy = Literal["width", "time", "pairs"]
 
@@ -134,7 +137,8 @@ def compare(
 
     Quads in which somebody else had the CPU, or a core was slower than usual, are thrown away and counted. If there are too few
     quiet ones, the quietest of these are used after all, chosen by that and by nothing else; ``foreign``, ``stolen`` and
-    ``slowed`` then say how noisy it was.
+    ``slowed`` then say how noisy it was, and the interval holds the ratio of the quickest calls that were seen of either side,
+    too: what neighbours take from a call is nothing that they would leave it with.
 
     What more quads would not lessen, ``process_noise``, is added to the interval at the end, unless a runner is compared with
     itself; ``width`` is about the part that they do lessen. So by default nothing that is less than about 2% faster is surely
@@ -156,6 +160,8 @@ def compare(
         if on_progress is not None:
             elapsed = time.perf_counter() - begun
             on_progress(Progress(len(session.quiet), len(session.noisy), session.ratio(), elapsed, seconds))
+    if len(session.quiet) < min_quads and session.noisy:
+        session.look(BURST_SHARE * seconds)
     noise = 0.0 if candidate is rival else process_noise
     return _result(session, stopped, min_quads, conditions or {}, noise)
 
@@ -181,6 +187,8 @@ class _Session:
         self.calls = {name: calls_for(block_s, each.call_s) for name, each in self.warm.items()}
         self.quiet: list[Quad] = []
         self.noisy: list[Quad] = []
+        self.quickest: dict[str, int] | None = None
+        """Nanoseconds of the quickest call of each side, once :meth:`look` has looked for it."""
         self._host = host
         self._usual: dict[str, list[float]] = {}
 
@@ -206,6 +214,14 @@ class _Session:
     def ratio(self) -> Interval | None:
         """The ratio over the quiet quads, once there are enough of them for an interval."""
         return _ratio(self.quiet) if len(self.quiet) >= FEWEST_QUADS else None
+
+    def look(self, seconds: float) -> None:
+        """Find the quickest call of each side, among those that were measured and so many more as take ``seconds`` or less."""
+        self.quickest = {}
+        for name, runner in self.sides.items():
+            more = runner.block(min(BURST, calls_for(seconds, self.warm[name].call_s)))
+            blocks = [block for quad in (*self.quiet, *self.noisy) for block in getattr(quad, name)]
+            self.quickest[name] = min(*more, *(ns for block in blocks for ns in block.times))
 
     def _block(self, side: str) -> Block:
         runner, calls = self.sides[side], self.calls[side]
@@ -248,6 +264,8 @@ def _result(
     ratio = widened(_ratio(used), process_noise)
     if missing:  # of calls that neighbours starve, all together or the luckiest may tell another story than blocks do
         seen = [ratio.value, *(_quantiles(used, share) for share in (LUCKY, 0.5))]
+        if (best := session.quickest) is not None:
+            seen.append(max(1, best["rival"]) / max(1, best["candidate"]))
         ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
     return Comparison(
         ratio=ratio,
