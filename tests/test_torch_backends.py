@@ -425,3 +425,30 @@ def test_who_loads_a_program_without_trimtab_may_give_the_sizes_that_it_promises
         torch.testing.assert_close(call([rows])[0], Kernel()(rows))
     with pytest.raises(RuntimeError):
         call([torch.rand(7, 4)])
+
+
+@torch.library.custom_op("trimtab_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+@halved.register_fake
+def _halved_shape(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("backend", [Eager(), TorchScript()], ids=str)
+def test_an_operator_of_the_users_own_has_no_file_that_could_not_be_read_again(
+    backend: Backend, tmp_path: pathlib.Path
+) -> None:
+    """Which operators a saved model may call is decided where it is read: a file that is refused there is no form to ship."""
+
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.trimtab_tests.halved(x) + 1
+
+    executable = backend.compile(Candidate.of(Halves(), (torch.ones(2, 3),)))
+    assert torch.equal(executable(torch.ones(2, 3)), torch.full((2, 3), 1.5))
+    with pytest.raises(CompileError, match=r"could not be loaded again: .*trimtab_tests\.halved.* which no saved model may"):
+        executable.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []

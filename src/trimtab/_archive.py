@@ -115,8 +115,7 @@ def load_torchscript(path: str | os.PathLike[str], device: str = "cpu") -> torch
     Raises:
         IntegrityError: the file is damaged, or its pickles or source go beyond what TorchScript writes for a plain model.
     """
-    with Records(path, deflated=(".py", ".debug_pkl")) as records:
-        kept = _script_records(records)
+    kept = check_torchscript(path)
     buffer = io.BytesIO()
     # torch gets a new archive of the checked records alone, so that its own zip reader cannot see it another way
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -126,8 +125,18 @@ def load_torchscript(path: str | os.PathLike[str], device: str = "cpu") -> torch
     try:
         module: torch.jit.ScriptModule = torch.jit.load(buffer, map_location=device)  # type: ignore[no-untyped-call]
     except PROGRAM_ERRORS as error:
-        raise IntegrityError(f"{records.path} is not a TorchScript module that torch can read: {_first_line(error)}") from error
+        raise IntegrityError(f"{path} is not a TorchScript module that torch can read: {_first_line(error)}") from error
     return module
+
+
+def check_torchscript(path: str | os.PathLike[str]) -> dict[str, bytearray]:
+    """The records of the TorchScript module at ``path`` that are needed to run it.
+
+    Raises:
+        IntegrityError: as of :func:`load_torchscript`.
+    """
+    with Records(path, deflated=(".py", ".debug_pkl")) as records:
+        return _script_records(records)
 
 
 def _script_records(records: Records) -> dict[str, bytearray]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.jit._trace import TracerWarning
 
-from trimtab._archive import load_torchscript
+from trimtab._archive import check_torchscript, load_torchscript
 from trimtab._tree import Structure
 from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._exportable import exportable, plain_weights
@@ -26,7 +26,7 @@ from trimtab.backends._program import (
     verified,
 )
 from trimtab.candidate import Candidate
-from trimtab.errors import CompileError
+from trimtab.errors import CompileError, IntegrityError
 from trimtab.signature import Signature
 
 SCRIPT = "script.pt"
@@ -106,9 +106,17 @@ def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path) -> list[st
     """Write the frozen form of ``module``, which must not have been through ``optimize_for_inference``.
 
     That pass turns weights into opaque constants of the machine's library: the file would be small and could not be loaded.
+
+    Raises:
+        CompileError: it calls what :func:`load_script` refuses, such as an operator of the user's own.
     """
     with quiet():
         frozen(module).save(str(folder / SCRIPT))
+    try:
+        check_torchscript(folder / SCRIPT)
+    except IntegrityError as error:
+        (folder / SCRIPT).unlink()
+        raise CompileError(f"Its TorchScript could not be loaded again: {error}") from error
     return [SCRIPT]
 
 

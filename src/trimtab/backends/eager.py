@@ -76,11 +76,12 @@ class EagerExecutable(Executable):
         except CompileError as exported:
             try:
                 module = script_flat(self._candidate)
+                files = save_script(module, folder)
             except CompileError as scripted:
                 raise CompileError(f"The model has no form that stands alone. {exported} {scripted}") from exported
             self.signature = kept_signature(self._candidate, module)
             self.notes += frozen_note(lost_dims(self._candidate.signature, self.signature))
-            return save_script(module, folder)
+            return files
 
     def _scripted(self, folder: pathlib.Path, lost: int) -> list[str] | None:
         """The files of the model compiled from its source, where that keeps more of its dynamic dimensions than an export does,
