@@ -624,3 +624,9 @@ def test_a_field_that_does_not_exist_is_answered_with_those_that_do(
 def test_a_field_of_another_kind_is_refused_at_once(make: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("inputs", "told"), [(3, "3"), ((), r"\(\)"), ({"x": None}, r"\{'x': None\}")])
+def test_inputs_without_a_tensor_are_refused_when_a_workload_is_made(inputs: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=rf"inputs hold no tensor: they are {told}\. Give what the model is called"):
+        Workload(model=nn.Linear(2, 2), inputs=inputs)

@@ -161,12 +161,6 @@ def _check_example(
 ) -> None:
     """Refuse example inputs, and what is ``stated`` of their axes, that could only fail later, with a worse explanation."""
     leaves, structure = flatten((args, kwargs), "the example inputs")
-    if not leaves:
-        given = repr(kwargs or args)
-        raise UsageError(
-            f"The workload's inputs hold no tensor: they are {given if len(given) < 80 else given[:76] + ' ...'}. Give what "
-            "the model is called with, such as inputs=images[:1]."
-        )
     known = input_names(parameter_names(model.forward, len(args)), structure)
     require_plain(leaves, known, "input")
     mark_dynamic(specs(leaves, known), stated)

@@ -15,6 +15,7 @@ from trimtab import _units
 from trimtab._by_name import by_name
 from trimtab._exported import allow_modes
 from trimtab._said import of_type
+from trimtab._tree import flatten
 from trimtab._user_code import BY_HAND, user_code
 from trimtab.candidate import Settings
 from trimtab.capture import Call, record
@@ -224,6 +225,8 @@ class Workload:
         for name, kind in (("evaluation", Evaluation), ("training", Training)):
             if not isinstance(value := getattr(self, name), (kind, type(None))):
                 raise UsageError(f"Workload {name} is {of_type(value)}; give a trimtab.{kind.__name__}.")
+        if self.mode == "infer":
+            _check_inputs(self.inputs)
         _check_dynamic(self.dynamic)
 
     @classmethod
@@ -304,6 +307,16 @@ class Workload:
             name: {axis: dim if isinstance(dim, Dim) else Dim(dim) for axis, dim in axes.items()}
             for name, axes in self.dynamic.items()
         }
+
+
+def _check_inputs(inputs: Any) -> None:
+    """Refuse what a model cannot be called with in any runtime: something without a tensor, or with what is no value of one."""
+    if not flatten(as_call(inputs), "the example inputs")[0]:
+        given = repr(inputs)
+        raise UsageError(
+            f"The workload's inputs hold no tensor: they are {given if len(given) < 80 else given[:76] + ' ...'}. Give what "
+            "the model is called with, such as inputs=images[:1]."
+        )
 
 
 def _check_dynamic(dynamic: Any) -> None:
