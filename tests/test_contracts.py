@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS, CHECKS, PASSES, Backend, Check, Pass, Technique
+from trimtab.contracts import BACKENDS, CHECKS, PASSES, Backend, Check, Pass, Technique, require
 from trimtab.environment import Environment
+from trimtab.evaluate import ended
 from trimtab.passes.threads import Threads
 from trimtab.study import space
+from trimtab.study.sampler import as_written
 from trimtab.subject import Subject
 from trimtab.testing import BackendSuite, CheckSuite, PassSuite
+from trimtab.trial import State
 
 
 def variants(registry: Any) -> list[Technique]:
@@ -64,6 +67,19 @@ def test_a_package_that_is_installed_and_cannot_be_imported_is_a_reason() -> Non
     said = "threads cannot look at this machine: ImportError: libthing.so.1: cannot open shared object file"
     for found in (Broken().blocked(candidate), Broken().blocked_here()):
         assert str(found).startswith(said)
+
+
+@pytest.mark.parametrize("raised", ["OSError('libgone.so.1: no such file')", "AttributeError('gone')", "ImportError('half')"])
+def test_a_package_that_is_broken_skips_what_needs_it_and_says_why(raised: str, tmp_path, monkeypatch) -> None:
+    (tmp_path / "trimtab_broken.py").write_text(f"raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    trial = ended(as_written(), lambda figures: require("trimtab_broken.part"))
+    kind, _, words = raised.partition("('")
+    assert (trial.state, trial.reason) == (
+        State.SKIPPED,
+        f"trimtab_broken.part is installed but cannot be imported ({kind}: {words[:-2]}). Install it again: pip install "
+        "--force-reinstall trimtab_broken.",
+    )
 
 
 def test_every_check_has_its_suite() -> None:

@@ -20,10 +20,11 @@ import torch
 from trimtab._json import fields_from_json, fields_to_json, type_hints
 from trimtab._machine import affinity
 from trimtab._registry import Registry
+from trimtab._said import said, shortened
 from trimtab._tree import unflatten
 from trimtab._user_code import user_code
 from trimtab.candidate import Candidate, Settings
-from trimtab.environment import OPTIONAL, Environment
+from trimtab.environment import IMPORT_ERRORS, OPTIONAL, Environment
 from trimtab.errors import CompileError, MissingPackageError, UsageError, WorkloadError
 from trimtab.measurement import OperatorTime
 from trimtab.signature import Signature
@@ -324,12 +325,20 @@ def require(package: str) -> Any:
     """Import optional ``package`` and return it.
 
     Raises:
-        MissingPackageError: it is not installed; the message names the extra that brings it.
+        MissingPackageError: it is not installed, and the message names the extra that brings it; or what is installed is
+            broken, and the message says why.
     """
     try:
         return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingPackageError(f"{package} cannot be imported ({error}). Install it: {install_hint(package)}.") from error
+    except IMPORT_ERRORS as error:
+        whole = package.partition(".")[0]
+        if missing_package((whole,)):
+            told = f"{package} cannot be imported ({error}). Install it: {install_hint(package)}."
+        else:
+            why = " ".join(said(error).split())
+            told = f"{package} is installed but cannot be imported ({type(error).__name__}: {shortened(why, 300)}). Install it "
+            told += f"again: pip install --force-reinstall {whole}."
+        raise MissingPackageError(told) from error
 
 
 def _asked(what: str, why_not: Callable[[], str | None]) -> str | None:

@@ -42,6 +42,20 @@ BUILDERS = ("trimtab", "onnx", "onnxscript", "nncf")
 """Distributions that make what is executed: graphs, and what is quantized of them. They are part of it for the same reason."""
 AGAIN_S = 3600.0
 """Seconds after which peaks of a busy machine are measured again: one that stays busy is not to measure them in every study."""
+IMPORT_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What the import of an installed package raises that is broken: a library that it loads is missing, or another is too new."""
 _OTHERS = ("numpy", "torch-pruning", "transformers", "optuna", "safetensors", "ray")
 
 
@@ -328,7 +342,7 @@ def _gpus() -> tuple[Gpu, ...]:
 def _driver() -> str | None:
     try:
         import pynvml
-    except ImportError:
+    except IMPORT_ERRORS:
         return None
     try:
         pynvml.nvmlInit()

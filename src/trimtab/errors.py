@@ -6,7 +6,7 @@
     ├── UsageError (ValueError)          the call, option or file is wrong          exit code 2
     │   ├── UnknownNameError             no pass, backend or check of that name     exit code 2
     │   └── InputError                   an executable was called with wrong inputs
-    ├── MissingPackageError (ImportError) an optional package is not installed      exit code 2
+    ├── MissingPackageError (ImportError) an optional package is missing or broken  exit code 2
     ├── WorkloadError                    the user's own model, data or score fails  exit code 3
     │   ├── NonFiniteError               a loss or gradient of a training            exit code 3
     │   └── PeerError                    another process of the training failed      exit code 3
@@ -71,9 +71,9 @@ class InputError(UsageError):
 
 
 class MissingPackageError(TrimtabError, ImportError):
-    """An optional package is not installed.
+    """An optional package is not installed, or is but cannot be imported.
 
-    Install the extra that the message names.
+    Install what the message names.
     """
 
     code = "missing-package"

@@ -27,7 +27,7 @@ from trimtab._user_code import writing
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Executable
 from trimtab.dims import BATCHES
-from trimtab.errors import CompileError, InputError
+from trimtab.errors import CompileError, InputError, MissingPackageError
 from trimtab.measure.pairs import compare
 from trimtab.measure.stats import summarize
 from trimtab.measure.timer import LocalRunner, Runner
@@ -92,6 +92,8 @@ def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | No
     figures: dict[str, Any] = {}
     try:
         state, reason = line(figures)
+    except MissingPackageError as error:  # installed, as far as anybody could see, and broken
+        state, reason = State.SKIPPED, str(error)
     except Exception as error:  # the one boundary that turns whatever a trial does into its state
         if out_of_space(error):
             raise
