@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from trimtab._fixes import told
 from trimtab._said import an, counted, of_type
+from trimtab._user_code import user_code
 from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate
+from trimtab.errors import WorkloadError
 from trimtab.evaluate import save
 
 
@@ -34,7 +37,7 @@ def test_of_torchscript_is_told_what_was_raised() -> None:
 
     with pytest.raises(RuntimeError, match="failed in the TorchScript interpreter") as raised:
         product(torch.ones(2, 5), torch.ones(6, 3))
-    assert told(str(raised.value)) == "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 6x3)"
+    assert told(str(raised.value)) == "mat1 and mat2 shapes cannot be multiplied (2x5 and 6x3)"
 
 
 def test_a_message_is_told_without_its_stop_and_with_what_it_announces() -> None:
@@ -54,7 +57,20 @@ def test_why_a_model_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> No
 
 def test_numbers_and_articles_agree_with_their_nouns() -> None:
     assert [counted(1, "value"), counted(0, "score"), counted(1234, "batch")] == ["1 value", "0 scores", "1,234 batches"]
+    assert [counted(1, "axis"), counted(2, "axis"), counted(2, "class")] == ["1 axis", "2 axes", "2 classes"]
     nouns = ["Linear", "OrderedDict", "int", "LSTM", "MSELoss", "OneCycleLR", "UNet", "Unflatten", "UserDict", "NoneType"]
     vowels = {"OrderedDict", "int", "LSTM", "MSELoss", "Unflatten"}
     assert [an(noun) for noun in nouns] == [f"{'an' if noun in vowels else 'a'} {noun}" for noun in nouns]
     assert (of_type(3), of_type(None)) == ("an int", "None")
+
+
+def test_of_a_users_torchscript_is_told_what_was_raised_and_where_it_was_called() -> None:
+    class Wrong(nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows.view(3, 5)
+
+    scripted = torch.jit.script(Wrong())
+    with pytest.raises(WorkloadError) as failed, user_code("The model failed"):
+        scripted(torch.ones(2, 2))
+    told = r"The model failed: RuntimeError: shape '\[3, 5\]' is invalid for input of size 4 \(.*test_told\.py, line \d+\)"
+    assert re.fullmatch(told, str(failed.value))

@@ -21,12 +21,19 @@ def with_fix(sentence: str, fix: str) -> str:
     return f"{sentence}{stop} {fix}"
 
 
+def raised(text: str) -> str:
+    """A message that is not ours without what TorchScript puts around it: all the places that what was raised went through."""
+    if not text.startswith(_INTERPRETED):
+        return text
+    lines = [line.strip() for line in text.splitlines()]
+    found = next((line for line in lines if _RAISED.match(line)), lines[0])
+    return found.removeprefix("RuntimeError: ")  # which is the type of what carries the message, too
+
+
 def told(text: str) -> str:
     """The first line of a message that is not ours, without the stop at its end, and the next one if a colon announces it. Of
     TorchScript's the first that says what was raised."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
-    if lines[0].startswith(_INTERPRETED):
-        lines = lines[next((i for i, line in enumerate(lines) if _RAISED.match(line)), 0) :]
+    lines = [line.strip() for line in raised(text.strip()).splitlines() if line.strip()] or ["no message"]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(" .!:")
 
 

@@ -29,8 +29,9 @@ def shortened(text: str, most: int = MOST) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 example``, ``2 examples``, ``3 batches``."""
-    plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    """``1 example``, ``2 examples``, ``3 batches``, ``4 axes``."""
+    stem = noun[:-2] if noun.endswith("is") else noun
+    plural = f"{stem}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 

@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 
 from trimtab._disk import out_of_space
-from trimtab._fixes import told, with_fix
+from trimtab._fixes import raised, told, with_fix
 from trimtab._said import said
 from trimtab.errors import CompileError, UsageError, WorkloadError
 
@@ -46,7 +46,7 @@ class user_code:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
             exits = isinstance(error, SystemExit)
-            words = f"it called sys.exit({error})" if exits else f"{type(error).__name__}: {said(error)}"
+            words = f"it called sys.exit({error})" if exits else f"{type(error).__name__}: {raised(said(error))}"
             told = f"{self.what}: {words}{_place(error)}"
             raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
 

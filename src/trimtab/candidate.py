@@ -18,6 +18,7 @@ from trimtab._copies import copied
 from trimtab._hints import fits, options
 from trimtab._json import type_hints
 from trimtab._ordered import ordered, stretched
+from trimtab._said import counted
 from trimtab._tree import Structure, classes, cloned, flatten, names, unflatten
 from trimtab._user_code import user_code
 from trimtab.dims import following, tried
@@ -173,8 +174,7 @@ class Candidate:
         dims = tuple({dim.name: dim for axes in (dynamic or {}).values() for dim in axes.values()}.values())
         given = [leaf.clone() for leaf in leaves]
         outputs, output_structure = flatten(_first_call(model, args, kwargs, structure, given), "output")
-        pairs = zip(leaf_names, leaves, given, strict=True)
-        writes = tuple(name for name, before, after in pairs if _written(before, after))
+        writes = tuple(name for name, before, after in zip(leaf_names, leaves, given, strict=True) if _written(before, after))
         require_plain(outputs, names(output_structure, "output"), "output")
         output_specs = specs(outputs, names(output_structure, "output"))
         for dim in dims:
@@ -294,7 +294,7 @@ def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[i
         there = range(len(known[name].shape))
         if wrong := [axis for axis in axes if axis not in there]:
             fix = f"Axes count from 0: use {' or '.join(map(str, there))}." if there else "Leave it out."
-            raise UsageError(f"dynamic names axis {wrong[0]} of {name!r}, which has {len(there)} axes. {fix}")
+            raise UsageError(f"dynamic names axis {wrong[0]} of {name!r}, which has {counted(len(there), 'axis')}. {fix}")
     return tuple(
         dataclasses.replace(
             spec,
@@ -330,8 +330,8 @@ def _at(
     for name, now, then in zip(names(structure, "output"), outputs, found, strict=True):
         if now.dim() != then.dim():
             raise UsageError(
-                f"The output {name!r} has {now.dim()} axes for one size of {dim.name!r} and {then.dim()} for another. Let the "
-                f"model keep them, or leave {dim.name!r} out of dynamic."
+                f"The output {name!r} has {counted(now.dim(), 'axis')} for one size of {dim.name!r} and {then.dim()} for "
+                f"another. Let the model keep them, or leave {dim.name!r} out of dynamic."
             )
     return found
 

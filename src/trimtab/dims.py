@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from trimtab._said import counted
 from trimtab.errors import UsageError
 from trimtab.signature import Dim, TensorSpec
 
@@ -144,7 +145,7 @@ def _refuse_empty(place: tuple[str, int], sizes: Sequence[int]) -> None:
 
 def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:
     if len(spec.shape) != len(first.shape) or spec.dtype != first.dtype:
-        got, want = (f"{found.dtype} with {len(found.shape)} axes" for found in (spec, first))
+        got, want = (f"{found.dtype} with {counted(len(found.shape), 'axis')}" for found in (spec, first))
         raise UsageError(f"The data's {spec.name!r} is {got}, the example's is {want}. Make them alike.")
 
 
