@@ -258,7 +258,14 @@ def test_of_a_recipe_that_was_tried_again_the_last_trial_counts(tmp_path) -> Non
 
 @pytest.mark.parametrize(
     ("ended_by", "limit", "more"),
-    [("time", 8.0, True), ("time", 60.0, False), ("memory", 500.0, True), ("memory", 950.0, False), (None, None, False)],
+    [
+        ("time", 8.0, True),
+        ("time", 60.0, False),
+        ("memory", 500.0, True),
+        ("memory", 950.0, False),
+        ("memory", 0.0, True),
+        (None, None, False),
+    ],
 )
 def test_a_trial_that_a_limit_ended_is_tried_again_with_a_higher_one(ended_by: Any, limit: float | None, *, more: bool) -> None:
     trial = Trial(recipe=EAGER, state=State.FAILED, ended_by=ended_by, limit=limit)

@@ -52,9 +52,9 @@ class Outcome:
     cut_off: bool = False
     """Whether it was we who ended it, because the study has to end; its recipe deserves another try."""
     ended_by: Literal["time", "memory"] | None = None
-    """The limit that it exceeded, where we ended it for that."""
+    """The limit that it exceeded, where we ended it for that; ``memory`` too where the system did, for want of it."""
     limit: float | None = None
-    """How much that was, in seconds or megabytes."""
+    """How much that was, in seconds or megabytes; where the system ended it, as many megabytes as it was seen to use."""
 
 
 class WorkerProcess:
@@ -74,6 +74,7 @@ class WorkerProcess:
         write_json(folder / JOB, job)
         self.folder = folder
         self.started = time.monotonic()
+        self._most_mb = 0.0
         # what runtimes unpack and build there is deleted with it, however the worker ends
         temporary = temporary_folder()
         self._tidy = weakref.finalize(self, no_longer, temporary)
@@ -125,7 +126,9 @@ class WorkerProcess:
             if memory_mb is None or elapsed - looked < MEMORY_POLL_S:
                 continue
             looked = elapsed
-            if (used := _tree_mb(self.pid)) > memory_mb:
+            used = _tree_mb(self.pid)
+            self._most_mb = max(self._most_mb, used)
+            if used > memory_mb:
                 ended = self._ended(
                     f"It used {used:.0f} MB, more than its memory limit of {memory_mb:.0f} MB, and was killed; "
                     "give it more with --worker-memory (in Python, worker_memory_mb=...), make the model or batch smaller, or "
@@ -166,6 +169,8 @@ class WorkerProcess:
                 f"What belongs into {self.folder} could not be written: the disk is full, or that of temporary files. Free "
                 "some space; what is finished is kept, and the same command goes on from it."
             )
+        if code == -signal.SIGKILL:  # which was not ours: whoever had the memory may be gone when the study goes on
+            return dataclasses.replace(outcome, ended_by="memory", limit=self._most_mb)
         if outcome.reason is not None:
             return outcome
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -225,10 +230,11 @@ def _reason(code: int, has_result: bool, log: str) -> str | None:
         return None
     if code < 0:
         name = signal.Signals(-code).name
+        if name == "SIGKILL":
+            return "It was killed (SIGKILL), most likely by the system for want of memory; the same command tries it again."
         words = {
             "SIGSEGV": "It crashed with a segmentation fault (SIGSEGV)",
             "SIGABRT": "It aborted (SIGABRT)",
-            "SIGKILL": "It was killed (SIGKILL), most likely by the system for want of memory",
             "SIGILL": "It met an instruction that this CPU does not have (SIGILL)",
             "SIGBUS": "It crashed on a bad memory access (SIGBUS), perhaps for want of disk or shared memory",
             "SIGFPE": "It crashed on an arithmetic error (SIGFPE)",
