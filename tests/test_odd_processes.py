@@ -328,3 +328,14 @@ def test_a_folder_without_locks_is_said_to_have_none(tmp_path: pathlib.Path, mon
     words = r"lies where files cannot be locked \(No locks available\).* Use --out .* with a folder on a local disk"
     with pytest.raises(StorageError, match=words), alone(tmp_path / "run"):
         pass
+
+
+def test_a_workload_may_clear_its_environment(tmp_path: pathlib.Path) -> None:
+    """Also once it is read, when it is built and called: the key of the study's sockets lies there, among other things."""
+    study = begun(tmp_path, f"os.environ.clear()\ndef build():\n    os.environ.clear()\n    return nn.Linear(8, 2)\n{CLEARS}")
+    study.search(most=1)
+    (trial,) = study.trials
+    assert trial.state is State.COMPLETE, trial.reason
+
+
+CLEARS = "def made(): return workload(model=build)"

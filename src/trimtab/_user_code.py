@@ -18,6 +18,8 @@ BY_HAND = "Call the model with these inputs yourself."
 
 IN_WORKER = "TRIMTAB_WORKER"
 """Environment variable that tells the code in a process of ours, and in those that it starts, that it is in one."""
+_INSIDE = bool(os.environ.get(IN_WORKER))
+"""Whether this is one, whatever becomes of its environment."""
 
 
 def outside_workers(what: str) -> None:
@@ -26,7 +28,7 @@ def outside_workers(what: str) -> None:
     Raises:
         UsageError: this is one.
     """
-    if os.environ.get(IN_WORKER):
+    if _INSIDE or os.environ.get(IN_WORKER):
         raise UsageError(
             f"{what} is called by the very file that a worker process of trimtab reads. Put the call under "
             'if __name__ == "__main__": so that reading the file does not make it.'

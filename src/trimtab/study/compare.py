@@ -23,7 +23,6 @@ from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled, slow
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measurement import Comparison, Interval
 from trimtab.study.handing import handed
-from trimtab.study.jobs import authkey
 from trimtab.study.rivals import Rivals
 from trimtab.study.rounds import LEAST_S
 from trimtab.study.sampler import as_written
@@ -156,7 +155,7 @@ def _round(
         for name, job in jobs.items():
             sides.begin(name, job)
         sizes = {name: sides.ready(name, seconds=600.0)["sizes"] for name in jobs}
-        runners = {name: RemoteRunner(address, authkey()) for name, address in sides.addresses.items()}
+        runners = {name: RemoteRunner(address, sides.authkey) for name, address in sides.addresses.items()}
         subject, rival = runners["subject"], runners["rival"]
         calls = [runner.block(1)[0] / 1e9 for runner in (subject, rival)]
         alone = count > 1 and slow(calls[0], calls[1], seconds / count)

@@ -1,7 +1,8 @@
-"""Handing a workload to worker processes."""
+"""Handing a workload to worker processes, and the key with which they talk to each other."""
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import sys
@@ -14,6 +15,9 @@ from trimtab._said import of_type
 from trimtab.candidate import MODEL_ERRORS
 from trimtab.errors import UsageError
 from trimtab.workload import Workload
+
+AUTHKEY = "TRIMTAB_AUTHKEY"
+"""Environment variable that carries the key of the study's sockets to its workers, and to nobody else."""
 
 
 def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, Any]:
@@ -46,3 +50,9 @@ def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, Any]:
 
 def _compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+@functools.cache
+def authkey() -> bytes:
+    """The key of this study's sockets, in one of its workers; a worker asks before the workload may change its environment."""
+    return bytes.fromhex(os.environ[AUTHKEY])

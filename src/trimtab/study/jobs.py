@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import shutil
 import sys
@@ -53,6 +52,7 @@ from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
 from trimtab.reference import Reference, least_drop, refer
 from trimtab.study import apart, sameness, space
+from trimtab.study.handing import authkey
 from trimtab.study.imported import imports_noted, threads_unseen
 from trimtab.study.sources import code_of
 from trimtab.study.travelling import baseline_speedup
@@ -60,8 +60,6 @@ from trimtab.subject import Subject, fresh, prepare, refuse_nan
 from trimtab.trial import Trial
 from trimtab.workload import BY_HAND, Workload, as_call, user_code
 
-AUTHKEY = "TRIMTAB_AUTHKEY"
-"""Environment variable that carries the key of the study's sockets to its workers, and to nobody else."""
 READY, EXAMPLE = "ready.json", "example.safetensors"
 """Files: that a server is there, and what it serves; the example inputs, in the folder of the reference."""
 SLOW_START_S = 2.0
@@ -341,11 +339,6 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
         )
     except ArtifactError as error:
         raise StorageError(str(error)) from error
-
-
-def authkey() -> bytes:
-    """The key of this study's sockets."""
-    return bytes.fromhex(os.environ[AUTHKEY])
 
 
 def _is_share(subject: Subject, reference: Reference) -> bool:

@@ -17,7 +17,8 @@ from trimtab._temporary import no_longer, temporary_folder
 from trimtab.errors import ArtifactError, MeasurementError, UsageError, WorkloadError
 from trimtab.measure.remote import LONGEST_PATH
 from trimtab.recipe import Recipe
-from trimtab.study.jobs import AUTHKEY, READY
+from trimtab.study.handing import AUTHKEY
+from trimtab.study.jobs import READY
 from trimtab.study.process import POLL_S, RESULT, WorkerProcess
 from trimtab.study.workers import Workers
 
@@ -34,7 +35,8 @@ class Rivals:
         self._folder = folder
         self._processes: dict[str, WorkerProcess] = {}
         self._sockets = _short_folder()
-        os.environ.setdefault(AUTHKEY, secrets.token_hex(32))
+        self.authkey = bytes.fromhex(os.environ.setdefault(AUTHKEY, secrets.token_hex(32)))
+        """The key of their sockets, which their environment tells them."""
 
     def __enter__(self) -> Self:
         return self

@@ -19,8 +19,9 @@ from trimtab.measure.memory import PeakMemory
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.recipe import Recipe
 from trimtab.study import space
+from trimtab.study.handing import authkey
 from trimtab.study.imported import imports_noted
-from trimtab.study.jobs import READY, Job, authkey, read_workload
+from trimtab.study.jobs import READY, Job, read_workload
 from trimtab.study.sources import code_of
 from trimtab.train.checkpoint import SPARSE
 from trimtab.train.losses import Written, late

@@ -15,6 +15,7 @@ from trimtab._fixes import with_fix
 from trimtab._json import write_json
 from trimtab._said import LONGEST, shortened
 from trimtab.errors import TrimtabError, WorkloadError
+from trimtab.study.handing import AUTHKEY, authkey
 from trimtab.study.jobs import JOBS
 from trimtab.study.process import DISK_FULL, JOB, LOG, RESULT, end_descendants
 from trimtab.study.train_jobs import TRAINING
@@ -27,6 +28,8 @@ def main(folder: pathlib.Path) -> int:
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        if AUTHKEY in os.environ:
+            authkey()  # while it is there: the workload may clear its environment
         write_json(folder / RESULT, _result(job, folder, folder.relative_to(here) if folder.is_relative_to(here) else folder))
         code = 0
     except SystemExit as error:
