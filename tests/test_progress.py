@@ -147,3 +147,18 @@ def test_a_file_is_no_terminal_whatever_colours_are_asked_for(variable: str, tmp
         assert "\x1b" not in done.stdout + done.stderr
         assert "checking the workload with a dry run" in done.stdout
         assert "Evaluation score returned 'good'" in done.stderr
+
+
+def test_a_budget_that_what_must_be_done_exceeds_is_kept_as_well_as_can_be_and_told_of(tmp_path: pathlib.Path) -> None:
+    found = run(tmp_path, "def made(): return workload()", budget=1, timing_seconds=60, trials=3)
+    (trial,) = found.trials
+    timing = trial.comparison
+    assert timing is not None
+    assert timing.candidate.n * timing.candidate.median < 5e3, "milliseconds; it was not timed for a minute"
+    assert found.best is not None
+    assert found.best.confirmation.ok
+    assert not found.explanations
+    *_, looked, took = found.study.notes
+    assert looked == "Where the time goes was not looked at, as the budget was over; with a longer one the same command does."
+    assert re.fullmatch(r"This took \d+ s, where the budget is 1 s: to check the workload, .* whatever the budget\.", took)
+    assert found.record().notes[-1] == took

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -47,6 +48,8 @@ from trimtab.study.training import SETTINGS_FOLDER
 from trimtab.study.workers import Workers
 from trimtab.workload import Limits, Workload
 
+OVER, LATE = 1.2, 1.5
+"""From so many times its budget on, a run says that it took longer, and leaves out what only explains the answer."""
 RESERVED = 0.4
 """The largest share of a budget that is kept for what comes after the search."""
 RESULT_FILE = "result.json"
@@ -189,8 +192,13 @@ def optimize(
 def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:
     """Confirm, ship, explain and report what the search found, by ``end``; what precedes the confirmation ends by ``until``."""
     status, sentence, best = finish(study, until=until, end=end)
-    peaks, explanations = explain(study, best)
-    took = time.monotonic() - began
+    took, budget = time.monotonic() - began, math.inf if end is None else end - began
+    peaks, explanations = explain(study, best, late=took > LATE * budget)
+    if (took := time.monotonic() - began) > OVER * budget:
+        study.notes.append(
+            f"This took {took:.0f} s, where the budget is {budget:.0f} s: to check the workload, to measure the model as "
+            "written and to confirm what ships takes its time, whatever the budget."
+        )
     result = Result(
         study=study, status=status, sentence=sentence, best=best, seconds=took, peaks=peaks, explanations=explanations
     )

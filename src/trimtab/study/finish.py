@@ -245,7 +245,9 @@ def confirm(
     if known is not None and (artifact := _shipped(study, trial)) is not None:
         return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=artifact)
     wanted = {"as_written": study.original} | ({} if eager.recipe == study.original else {"tuned": eager.recipe})
-    timing_s = (0.5 if trial is eager else CONFIRM) * study.options.timing_s
+    timing_s = CONFIRM * study.options.timing_s
+    if trial is eager:
+        timing_s = verdict.in_time(0.5 * study.options.timing_s, end)
     count = rounds.expected(study, trial, timing_s)
     each_s = timing_s / count
     common = study.job() | {
@@ -313,9 +315,9 @@ def _costs(study: Study, trial: Trial, rival: Trial | None) -> dict[str, float |
     return {"cold_s": cold_s, "peak_mb": peak_mb, "original_mb": original_mb}
 
 
-def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Explanation]]:
+def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Peaks | None, dict[str, Explanation]]:
     """Where the time of the model as written and of what ships goes. It explains the answer and decides nothing, so where it
-    fails the study has a note more, and where the user wants to stop it is left out."""
+    fails the study has a note more, and where the user wants to stop, or it is ``late``, it is left out."""
     first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
     if first is None or first.comparison is None:
         return None, {}
@@ -329,7 +331,11 @@ def explain(study: Study, best: Best | None) -> tuple[Peaks | None, dict[str, Ex
         asked["best"] = {"recipe": best.trial.recipe.to_json(), "files": files, "seconds": seconds}
     key = f"explained {hashlib.sha256(dumps(asked, indent=None).encode()).hexdigest()[:16]}"  # databases bound its length
     known = study.storage.noted(key)
-    if known is None and study.interrupted():
+    if known is None and late:
+        study.notes.append(
+            "Where the time goes was not looked at, as the budget was over; with a longer one the same command does."
+        )
+    if known is None and (late or study.interrupted()):
         return None, {}
     if known is None:
         study.progress.stage("looking where the time goes")

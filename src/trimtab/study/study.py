@@ -99,6 +99,7 @@ class Study:
         )
         self._trials = [trial for trial in self.storage.trials() if not self._deserves_another(trial)]
         self.notes += self.storage.notes
+        self._end: float | None = None
         self._left_out: list[Trial] = []
         """Recipes that the time left was too short for; they are not finished, and the next run asks for them again."""
         self.sampler = self.make_sampler()
@@ -169,7 +170,7 @@ class Study:
 
         As soon as something beats the original, the last ``reserve()`` seconds are kept for its confirmation.
         """
-        new, self._left_out = 0, []
+        new, self._end, self._left_out = 0, deadline, []
         with Rivals(self.job(), self.folder / RIVALS, self.workers) as rivals:
             while most is None or new < most:
                 end = None if deadline is None else deadline - reserve() * self._found_something()
@@ -332,9 +333,10 @@ class Study:
         return verdict.has_more(trial, seconds=self.options.trial_s, memory_mb=self.memory_mb)
 
     def _to_reach(self, ask: Ask) -> dict[str, float]:
-        """What a first timing is held against: nothing where the figure is that of a rung, which is timed in full."""
+        """What a first timing is held against: nothing where the figure is that of a rung, which is timed in full, as far as
+        the budget allows."""
         if ask.stage in ("as_written", "tuned"):
-            return {}
+            return {"seconds": verdict.in_time(self.options.timing_s, self._end)} if ask.recipe == self.original else {}
         return verdict.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
 
     def _facts(self) -> Facts:

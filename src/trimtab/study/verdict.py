@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -38,6 +39,8 @@ HOPELESS = 0.5
 """A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
 OPEN = 2
 """Recipes that are timed against the first, at most."""
+LEAST_TIMING_S, TIMED = 1.0, 0.2
+"""What is timed however short the time is has so many seconds, or this share of what the budget leaves."""
 RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
 
 
@@ -375,6 +378,12 @@ def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startu
     least = min([startup_s, *[t.seconds for t in timed if t.recipe == original]])
     usual = max(alike) * DEARER if alike else least + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[backend.cost]
     return max(same, default=usual)
+
+
+def in_time(seconds: float, end: float | None) -> float:
+    """Of ``seconds`` of timing, what the time until ``end``, of ``time.monotonic``, allows: what must be measured is timed for
+    shorter where the budget is short, and other work is left a share of it."""
+    return seconds if end is None else min(seconds, max(LEAST_TIMING_S, TIMED * (end - time.monotonic())))
 
 
 def too_short(left_out: Sequence[Trial]) -> str:
