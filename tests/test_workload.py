@@ -630,3 +630,14 @@ def test_a_field_of_another_kind_is_refused_at_once(make: Any, message: str) -> 
 def test_inputs_without_a_tensor_are_refused_when_a_workload_is_made(inputs: Any, told: str) -> None:
     with pytest.raises(UsageError, match=rf"inputs hold no tensor: they are {told}\. Give what the model is called"):
         Workload(model=nn.Linear(2, 2), inputs=inputs)
+
+
+def test_a_file_of_a_package_that_imports_what_lies_beside_it_is_told_as_a_module(tmp_path: pathlib.Path) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").touch()
+    (inner / "mine.py").write_text("from . import other\n")
+    with pytest.raises(WorkloadError, match="attempted relative import") as raised:
+        load_workload(str(inner / "mine.py"))
+    assert f"a leading dot, write outer.inner.mine:NAME, in the folder {tmp_path}." in str(raised.value)

@@ -46,9 +46,20 @@ def _run_file(path: pathlib.Path) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    with user_code(f"{path} could not be run", f"Try it alone: python {path}"), _arguments(str(path)):
+    with user_code(f"{path} could not be run", _alone(path)), _arguments(str(path)):
         spec.loader.exec_module(module)
     return module
+
+
+def _alone(path: pathlib.Path) -> str:
+    """What to do where the file fails, which may be one of a package and import with a leading dot what lies beside it."""
+    folder, names = path.resolve().parent, [path.stem]
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    if len(names) == 1:
+        return f"Try it alone: python {path}"
+    return f"It lies in a package: where it imports with a leading dot, write {'.'.join(names)}:NAME, in the folder {folder}."
 
 
 @contextlib.contextmanager
