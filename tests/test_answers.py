@@ -144,6 +144,11 @@ def test_an_original_whose_form_is_surely_slower_is_no_reason_to_ship_that(monke
     assert finishing.finish(study)[2].trial is search[0], "who asked for less memory or size did not ask for speed"
     study = Confirmed([search[0]], Limits(), found, monkeypatch)
     assert "In the form that stands alone it runs at 0.66x (0.65 to 0.67)" in finishing.finish(study)[1]
+    study = Confirmed([search[0]], Limits(), {as_written(): sure(3.66)}, monkeypatch)
+    assert finishing.finish(study)[1].endswith(
+        "In the form that stands alone, which leaves out the Python around its operators and whatever else that does, it ran "
+        "at 3.66x (3.59 to 3.73) of the model as written. It computes the same, and no tuning is behind it."
+    )
 
 
 @pytest.mark.parametrize(("written", "ships"), [(1.0, "as written"), (0.9, "tuned")])

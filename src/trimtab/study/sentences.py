@@ -73,8 +73,8 @@ def kept(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[
         words += f" In the form that stands alone it runs at {ratio.multiple()} of the model as written."
     elif ratio.low > 1 and own and not best.trial.recipe.passes:
         words += (
-            f" In the form that stands alone it ran at {ratio.multiple()} of the model "
-            "as written, and computes the same: so far do two processes of one program differ here. No tuning is behind it."
+            " In the form that stands alone, which leaves out the Python around its operators and whatever else that does, it "
+            f"ran at {ratio.multiple()} of the model as written. It computes the same, and no tuning is behind it."
         )
     if ratio.high < 1:
         words += " Where its class is at hand, go on using the model itself."
