@@ -355,3 +355,29 @@ def test_what_run_makes_may_have_methods_as_it_makes_it_for_every_runtime() -> N
     candidate = Candidate.of(Classed(lambda logits: logits).eval(), (torch.randn(2, 8),), dynamic=BATCH)
     reference = refer(Eager().compile(candidate), batches, evaluation)
     assert score(evaluation, predict(TorchScript().compile(candidate), batches, evaluation), batches) == reference.scores
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_score_that_is_not_the_same_twice_is_refused(remembers: bool) -> None:
+    seen: list[float] = []
+
+    def judge(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen.append(0.1)
+        return torch.full((len(target),), sum(seen)) if remembers else torch.rand(len(target))
+
+    batches = [Batch(torch.randn(8, 3), torch.zeros(8), 8) for _ in range(3)]
+    words = r"Evaluation score gives 0\.\d+ and then 0\.\d+ for the same output and target\. Leave out what is random in it"
+    with pytest.raises(WorkloadError, match=words):
+        refer(nn.Linear(3, 2), batches, Evaluation(data=[], score=judge))
+
+
+def test_a_score_may_write_to_what_it_is_given() -> None:
+    def judge(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = output.argmax(1) == target
+        output.zero_(), target.zero_()
+        return found
+
+    batches = [Batch(torch.randn(8, 3), torch.randint(0, 2, (8,)), 8) for _ in range(2)]
+    found = refer(nn.Linear(3, 2), batches, Evaluation(data=[], score=judge)).scores
+    assert found is not None
+    assert found.n == 16

@@ -117,6 +117,8 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
     found = Reference(outputs=kept, structures=structures, scores=scores)
     if evaluation is not None and evaluation.metric is not None:
         _ask_again(evaluation, found, batches)
+    elif evaluation is not None and all(map(torch.equal, flatten(again, "the output")[0], kept[0])):
+        _score_again(evaluation, found, again, batches)
     if evaluation is None or evaluation.run is not None:
         return found
     nested = found.nested()
@@ -271,6 +273,22 @@ def _ask_again(evaluation: Evaluation, found: Reference, batches: Sequence[Batch
     others = joined([batch.target for batch in batches], counts)(backwards)
     _of_failure(evaluation.metric, joined(nested, counts)(None), others)
     refuse_memory(first, score(evaluation, nested, batches).value, abs(first) or 1.0)
+
+
+def _score_again(evaluation: Evaluation, found: Reference, outputs: Sequence[Any], batches: Sequence[Batch]) -> None:
+    """Refuse a score that draws numbers, or keeps something from batch to batch: what the drop is paired with means nothing.
+
+    ``outputs`` are those of the first batch, once more.
+    """
+    assert found.scores is not None
+    again = score(evaluation, outputs, batches[:1]).each
+    first = found.scores.each[: len(again)]
+    most = max(map(abs, first), default=0.0)
+    if changed := next((pair for pair in zip(first, again, strict=True) if abs(pair[0] - pair[1]) > 1e-3 * most), None):
+        raise WorkloadError(
+            f"Evaluation score gives {changed[0]:.6g} and then {changed[1]:.6g} for the same output and target. Leave out what "
+            "is random in it, and have it keep nothing from call to call."
+        )
 
 
 def _of_failure(metric: Callable[[Any, Any], float], outputs: Any, others: Any) -> float | None:
