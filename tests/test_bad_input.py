@@ -65,6 +65,8 @@ def data_empty(): return workload(data=[])
 def data_few(): return workload(data=data(1))
 def data_raises(): return workload(data=(1 / (5 - i) for i in range(10)))
 def score_string(): return workload(score=lambda o, t: "good")
+def score_none(): return workload(score=lambda o, t: None)
+def score_complex(): return workload(score=lambda o, t: (o.argmax(1) == t) + 0j)
 def score_scalar(): return workload(score=lambda o, t: (o.argmax(1) == t).float().mean())
 def score_length(): return workload(score=lambda o, t: torch.ones(3))
 def score_nan(): return workload(score=lambda o, t: o.sum(1) * NAN)
@@ -233,6 +235,11 @@ WORKLOAD = [
         f"{line('def data_raises')}). Go through it yourself once. {LOG}",
     ),
     (":score_string", "Evaluation score returned 'good', a str; it must return a tensor with one score per example."),
+    (":score_none", "Evaluation score returned None; it must return a tensor with one score per example."),
+    (
+        ":score_complex",
+        "Evaluation score returned a complex tensor of shape [48]; it must return a tensor with one score per example.",
+    ),
     (":score_scalar", f"Evaluation score returned 1 score for a batch of 48; {ONE_EACH}"),
     (":score_length", f"Evaluation score returned 3 scores for a batch of 48; {ONE_EACH}"),
     (

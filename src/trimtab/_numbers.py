@@ -28,8 +28,11 @@ def number(value: Any, what: str) -> float:
 
 def shown(value: Any) -> str:
     """A value that is not what it should be, in few words."""
+    if value is None:
+        return "None"
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
+        kind = "complex tensor" if value.is_complex() else "tensor"
+        return f"a {kind} of shape {list(value.shape)}"
     text = " ".join(repr(value).split())
     return f"{text if len(text) < 60 else text[:56] + ' ...'}, {of_type(value)}"
 
