@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.backends import _foreign, _onnx, _onnx_int8, _scratch
+from trimtab.backends import _causes, _foreign, _onnx, _onnx_int8, _scratch
 from trimtab.backends._foreign import calibration_rows, no_numpy_form, plain_names, quiet, wrong_graph
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import BACKENDS
@@ -402,8 +402,8 @@ def test_why_a_model_was_traced_is_told(monkeypatch):
 def test_what_is_wrapped_around_an_error_is_taken_off():
     wrapped = RuntimeError("Couldn't get TorchScript module by tracing.\nException:\nx\nPlease check correctness")
     wrapped.__cause__ = ValueError("\x1b[96mno tracing\x1b[0m, please\nand more")
-    assert _scratch.first_line(wrapped) == "ValueError: no tracing, please"
-    assert _scratch.first_line(RuntimeError("plain")) == "RuntimeError: plain"
+    assert _causes.first_line(wrapped) == "ValueError: no tracing, please"
+    assert _causes.first_line(RuntimeError("plain")) == "RuntimeError: plain"
 
 
 class Sorted(nn.Module):

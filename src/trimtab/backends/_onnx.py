@@ -12,11 +12,11 @@ import torch
 
 from trimtab._json import from_json, write_json
 from trimtab._weights import weight_bytes
+from trimtab.backends._causes import first_line
 from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._exportable import exportable
 from trimtab.backends._foreign import CONVERSION_ERRORS, Run, io_names, quiet, static_signature, wrong_graph
 from trimtab.backends._program import dynamic_shapes
-from trimtab.backends._scratch import first_line
 from trimtab.candidate import Candidate
 from trimtab.contracts import require
 from trimtab.errors import CompileError, IntegrityError

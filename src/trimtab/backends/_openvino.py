@@ -18,11 +18,11 @@ import torch
 from trimtab import environment
 from trimtab._json import from_json, write_json
 from trimtab._said import counted
+from trimtab.backends._causes import first_line
 from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._exportable import exportable
 from trimtab.backends._foreign import CONVERSION_ERRORS, Row, Run, io_names, quiet, static_signature, wrong_graph
 from trimtab.backends._program import SHARED, export_program
-from trimtab.backends._scratch import first_line
 from trimtab.backends._signal_stack import signal_stack_kept
 from trimtab.candidate import Candidate
 from trimtab.contracts import require

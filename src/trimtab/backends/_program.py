@@ -19,12 +19,11 @@ from torch.export import ExportedProgram
 from torch.jit.frontend import FrontendError
 
 from trimtab._archive import save_program as write_program
-from trimtab._fixes import told
 from trimtab._masks import errors
-from trimtab._said import counted, said
+from trimtab._said import counted
 from trimtab._ties import NEAR_TIES, is_discrete, too_many_differ
 from trimtab._weights import HALVES, weights
-from trimtab.backends._causes import known_cause
+from trimtab.backends._causes import first_line, known_cause
 from trimtab.backends._exportable import exportable
 from trimtab.backends._graph_call import graph_call
 from trimtab.backends._other_sizes import Answer, answer, at_sizes, farthest, other_size, shuffled
@@ -206,7 +205,7 @@ def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tenso
         with torch.no_grad(), quiet():
             outputs = call(list(given))
     except EXPORT_ERRORS as error:
-        return f"{RAISES} {type(error).__name__}: {first_line(error)}"
+        return f"{RAISES} {first_line(error)}"
     if len(outputs) != len(reference):
         return f"it gives {counted(len(outputs), 'tensor')} instead of {len(reference)}"
     reduced = candidate.settings.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
@@ -269,11 +268,6 @@ def quiet(*, stream: bool = True) -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says anything, without a stop at its end."""
-    return told(said(error))
 
 
 def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:
@@ -350,4 +344,4 @@ def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, p
             program = torch.export.export(exportable(candidate), tuple(laid), dynamic_shapes=shapes)
             return program.run_decompositions({}) if plain and candidate.settings.autocast else program
     except EXPORT_ERRORS as error:
-        raise CompileError(f"torch.export cannot take this model: {type(error).__name__}: {first_line(error)}.") from error
+        raise CompileError(f"torch.export cannot take this model: {first_line(error)}.") from error

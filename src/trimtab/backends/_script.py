@@ -13,14 +13,15 @@ from torch import nn
 from torch.jit._trace import TracerWarning
 
 from trimtab._archive import check_torchscript, load_torchscript
+from trimtab._fixes import told
 from trimtab._tree import Structure
+from trimtab.backends._causes import first_line
 from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._exportable import exportable, plain_weights
 from trimtab.backends._program import (
     EXPORT_ERRORS,
     Call,
     disagreement,
-    first_line,
     frozen_signature,
     quiet,
     verified,
@@ -82,7 +83,7 @@ def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
             module: torch.jit.ScriptModule = torch.jit.script(holder.eval())
             module.define(_forward_source(candidate))
     except EXPORT_ERRORS as error:
-        raise CompileError(f"torch.jit.script cannot take this model: {type(error).__name__}: {first_line(error)}.") from error
+        raise CompileError(f"torch.jit.script cannot take this model: {first_line(error)}.") from error
     if reason := disagreement(candidate, _caller(module), candidate.leaves):
         raise CompileError(f"torch.jit.script made something else of the model: {reason.rstrip('.')}.")
     return module
@@ -139,8 +140,8 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
         try:
             module = torch.jit.trace(flat, tuple(candidate.own_leaves()), check_trace=False)  # type: ignore[no-untyped-call]
         except EXPORT_ERRORS as error:
-            return None, [], f"{type(error).__name__}: {first_line(error)}"
-    doubts = [first_line(w.message) for w in caught if isinstance(w.message, TracerWarning)]
+            return None, [], first_line(error)
+    doubts = [told(str(w.message)) for w in caught if isinstance(w.message, TracerWarning)]
     call = _caller(module)
     found = [disagreement(candidate, call, leaves) for leaves in (candidate.leaves, _opposite(candidate.leaves))]
     found += [disagreement(candidate, call, leaves) for leaves in candidate.flat_calibration()[:TRACE_PROBES]]

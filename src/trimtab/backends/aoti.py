@@ -18,6 +18,7 @@ from trimtab._fixes import with_fix
 from trimtab._json import from_json, write_json
 from trimtab._machine import no_compiler
 from trimtab._said import counted
+from trimtab.backends._causes import first_line
 from trimtab.backends._inductor import Mode, options
 from trimtab.backends._owned import in_order
 from trimtab.backends._program import (
@@ -25,7 +26,6 @@ from trimtab.backends._program import (
     dense,
     export_program,
     export_static,
-    first_line,
     memory_formats,
     quiet,
     verified,
@@ -229,7 +229,7 @@ def _package(program: ExportedProgram, path: pathlib.Path, mode: Mode) -> None:
         with quiet(), torch.no_grad():
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=chosen)
     except EXPORT_ERRORS as error:
-        raise CompileError(f"AOTInductor cannot build this model: {type(error).__name__}: {first_line(error)}.") from error
+        raise CompileError(f"AOTInductor cannot build this model: {first_line(error)}.") from error
 
 
 def _load(path: pathlib.Path) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:

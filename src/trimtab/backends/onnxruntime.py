@@ -16,6 +16,7 @@ from torch._C import _to_dlpack as to_dlpack
 from trimtab import environment
 from trimtab._weights import weights
 from trimtab.backends import _onnx_int8 as int8
+from trimtab.backends._causes import first_line
 from trimtab.backends._foreign import (
     CONVERSION_ERRORS,
     Row,
@@ -29,7 +30,7 @@ from trimtab.backends._foreign import (
     static_signature,
 )
 from trimtab.backends._onnx import MODEL, export_onnx, model_files, read_facts, refuse_unsafe, stamp
-from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, first_line, own_folder, shared_folder
+from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable, require
 from trimtab.errors import CompileError, IntegrityError, UsageError

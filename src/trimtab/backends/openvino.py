@@ -13,6 +13,7 @@ from torch import nn
 
 from trimtab._weights import weights
 from trimtab.backends import _openvino as ir
+from trimtab.backends._causes import first_line
 from trimtab.backends._foreign import (
     CONVERSION_ERRORS,
     Row,
@@ -26,7 +27,7 @@ from trimtab.backends._foreign import (
 )
 from trimtab.backends._openvino_request import Request, run_queue
 from trimtab.backends._openvino_rules import check_model
-from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, first_line, own_folder, shared_folder
+from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Choice, Executable, install_hint, missing_package
 from trimtab.errors import CompileError, InputError, IntegrityError, UsageError

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from trimtab.backends._causes import first_line
 from trimtab.backends._owned import branches, copied, held_by, in_order, lent
-from trimtab.backends._program import EXPORT_ERRORS, first_line, quiet
+from trimtab.backends._program import EXPORT_ERRORS, quiet
 from trimtab.backends._script import frozen, kept_signature, load_script, save_script, trace_or_script
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable
