@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,6 +50,10 @@ def looked(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.numpy().max() > 3 else x
 
 
+def handed_over(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if np.from_dlpack(x).max() > 3 else x
+
+
 def filled(x: torch.Tensor) -> torch.Tensor:
     rows = torch.zeros(2, 6)
     rows[:, 0] = x[:, 0]  # from here on it holds data
@@ -71,7 +76,7 @@ def each_found(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("function", [cut, counted, alike, looked, filled, none_found, few_kept, each_found])
+@pytest.mark.parametrize("function", [cut, counted, alike, looked, handed_over, filled, none_found, few_kept, each_found])
 def test_what_python_reads_of_data_is_found(function: Callable[..., Any]) -> None:
     candidate = of(function)
     place = decision(candidate, candidate.leaves)

@@ -20,7 +20,7 @@ from trimtab.errors import CompileError
 READS = frozenset(
     {
         *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
-        *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
+        *("__dlpack__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
     }
 )
 """Names of what makes something of Python's own from the values of tensors. Not all of them have the tracer warn."""
