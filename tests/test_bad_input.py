@@ -60,6 +60,7 @@ def inputs_meta(): return workload(inputs=torch.ones(1, 8, device="meta"))
 def data_nan(): return workload(data=(torch.full((120, 8), NAN), torch.zeros(120)))
 def data_shape(): return workload(data=(torch.ones(120, 3), torch.zeros(120)))
 def data_axes(): return workload(data=(torch.ones(120), torch.zeros(120)))
+def data_single(): return workload(data=[(row, 0) for row in torch.ones(120, 8)])
 def data_length(): return workload(data=(torch.ones(120, 8), torch.zeros(100)))
 def data_empty(): return workload(data=[])
 def data_few(): return workload(data=data(1))
@@ -164,6 +165,11 @@ USAGE = [
     (":inputs_meta", f"The workload's inputs are {META} Give real ones."),
     (":data_nan", "The evaluation data holds NaN: 960 of 960 values. Clean the data first."),
     (":data_axes", "The data's 'input' is float32 with 1 axis, the example's is float32 with 2 axes. Make them alike."),
+    (
+        ":data_single",
+        "The data's 'input' is float32 with 1 axis, the example's is float32 with 2 axes. Give single examples as a Dataset, "
+        "or as one pair (inputs, targets): items of anything else are batches.",
+    ),
     (":data_length", "The evaluation data has inputs for 120 examples but targets for 100. Give one for each."),
     (":data_empty", "The evaluation data is empty. It must yield (inputs, target) pairs."),
     (":data_few", "The evaluation data holds 1 example, too few to split. Give at least a dozen."),

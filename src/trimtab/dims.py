@@ -146,7 +146,9 @@ def _refuse_empty(place: tuple[str, int], sizes: Sequence[int]) -> None:
 def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:
     if len(spec.shape) != len(first.shape) or spec.dtype != first.dtype:
         got, want = (f"{found.dtype} with {counted(len(found.shape), 'axis')}" for found in (spec, first))
-        raise UsageError(f"The data's {spec.name!r} is {got}, the example's is {want}. Make them alike.")
+        single = spec.dtype == first.dtype and tuple(spec.shape) == tuple(first.shape[1:])
+        fix = "Give single examples as a Dataset, or as one pair (inputs, targets): items of anything else are batches."
+        raise UsageError(f"The data's {spec.name!r} is {got}, the example's is {want}. {fix if single else 'Make them alike.'}")
 
 
 def name_groups(groups: Sequence[Sequence[tuple[str, int]]], *, batched: bool = True) -> list[str]:
