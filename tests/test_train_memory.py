@@ -468,7 +468,11 @@ def sums(folder: pathlib.Path) -> dict[str, Any]:
         loader = torch.utils.data.DataLoader(Pairs(), batch_size=8)
         trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
         found[name] = {"loss": trainer.fit(loader, epochs=2).loss, "notes": trainer.notes}
-    return found
+    model, inputs, labels = made(transformer)
+    growing = [(inputs[:count], labels[:count]) for count in (2, 2, 8, 8)]
+    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(activation_mb=1.7))
+    trainer.fit(growing, epochs=1)
+    return found | {"growing": {"loss": None, "notes": trainer.notes}}
 
 
 def without_dropout(model: nn.Module) -> None:
@@ -497,6 +501,9 @@ class Pairs(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def test_several_processes_keep_a_budget_and_learn_the_same(tmp_path: pathlib.Path) -> None:
     found = on_ranks(sums, tmp_path)[0]
     assert "recomputed" in found["budget"]["notes"][0]
+    growing = found.pop("growing")["notes"]
+    assert sum("larger than those of the first update" in note for note in growing) == 1
+    assert not any("larger than those of the first update" in note for note in found["budget"]["notes"])
     for name, run in found.items():
         same = found["still" if name.startswith("still") else "plain"]
         assert run["loss"] == pytest.approx(same["loss"], rel=1e-5), name

@@ -34,6 +34,10 @@ _AGAIN = (
     "Parameters that got a gradient in the first update got none in another. That was made again, and from now on the "
     "processes look in each update for those without one."
 )
+_LARGER = (
+    "A later batch is larger than those of the first update, which several processes plan activation_mb by, once: it may take "
+    "more. Begin with the largest, or have batches of one size."
+)
 _UNTOLD = "batch={}: batches are not taken apart of which nothing tells how many examples they have. Make the loader's smaller."
 _APART = "An update from parts is not that of the whole."
 
@@ -158,7 +162,10 @@ class Room:
         Several processes do it once, at the first update, because they would have to ask each other at every one.
         """
         largest = max(group, key=_elements)
-        if self._planned is not None and (_elements(largest) <= self._planned * _SLACK or step.world.processes > 1):
+        if self._planned is not None and _elements(largest) <= self._planned * _SLACK:
+            return
+        if self._planned is not None and step.world.processes > 1:
+            self.trainer.note_once(_LARGER)
             return
         if self._recomputed is not None:
             self._recomputed.undo()
