@@ -284,6 +284,16 @@ def test_a_study_that_was_deleted_meanwhile_is_the_storage_s_fault_for_every_sam
         sampler.ask(known, facts())
 
 
+def test_of_what_a_database_refuses_its_drivers_words_are_told(tmp_path) -> None:
+    """SQLAlchemy puts advice for who writes code before them, on a line of its own."""
+    storage = Storage(in_file(tmp_path / "study.db"), "x", direction="maximize", identity=IDENTITY)
+    full = sqlite3.OperationalError("database or disk is full")
+    flushed = sqlalchemy.exc.OperationalError("(raised as a result of autoflush)\nUPDATE", {}, full)
+    told = r"cannot be written: database or disk is full\. If the disk is full"
+    with pytest.raises(StorageError, match=told), storage.guard("written"):
+        raise optuna.exceptions.StorageInternalError("An exception is raised during the commit.") from flushed
+
+
 PREPARED = dataclasses.replace(record().prepared, code={"net": "1", "the model's classes": "2"})
 
 

@@ -173,7 +173,9 @@ class Storage:
         except TrimtabError:
             raise
         except met as error:
-            reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
+            cause = error.__cause__ or error
+            cause = getattr(cause, "orig", None) or cause  # the driver's own, without SQLAlchemy's advice to who writes code
+            reason = next(iter(str(cause).splitlines()), type(error).__name__)
             fix = "If the disk is full, free space." if verb == "written" else "Mend that, or choose another with --storage."
             fix += " Finished trials are kept, and the same command goes on from them."
             if verb == "read" and not isinstance(error, COMPLAINTS):
