@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from trimtab import Settings, Trainer
 from trimtab.errors import WorkloadError
-from trimtab.train.feed import join, split
+from trimtab.train.feed import join, split, united
 from trimtab.train.objective import examples, fresh, tensors
 from trimtab.train.prefetch import mover
 from trimtab.train.rows import length, uneven
@@ -333,3 +333,35 @@ def test_a_nested_tensor_has_as_many_examples_as_it_has_tensors(layout: torch.la
     assert length((nested, torch.zeros(2))) == length({"name": "", "x": nested}) == 2
     assert uneven((nested, torch.zeros(2))) is None
     assert "(3,)" in (uneven((nested, torch.zeros(3))) or "")
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_batches_that_torch_takes_no_rows_of_stay_whole(layout: torch.layout) -> None:
+    rows = [torch.randn(n, 4) for n in (2, 5, 3, 1)]
+    batch = (torch.nested.nested_tensor(rows, layout=layout), torch.randn(4, 3))
+    with pytest.raises(WorkloadError, match=r"micro-batches of 2: it holds a nested tensor, of which torch takes no rows\."):
+        split(batch, 2)
+    with pytest.raises(WorkloadError, match="these hold a nested tensor, which torch does not join"):
+        united([batch, batch])
+    assert split(batch, 4) == [batch]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        means = torch.stack([model(row).mean(0) for row in batch[0].unbind()])
+        return nn.functional.mse_loss(means, batch[1])
+
+    made = Trainer(nn.Linear(4, 3), loss=loss, optimizer=torch.optim.SGD, settings=Settings(batch="auto"))
+    summary = made.fit([batch] * 3, epochs=1)
+    assert summary.settings.batch is None
+    (note,) = summary.notes
+    assert note == "batch=None: batches are not taken apart, because torch takes no rows of what they hold. Make them smaller."
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_batches_are_taken_apart_and_joined() -> None:
+    rows = torch.eye(6)
+    batch = (rows.to_sparse(), torch.arange(6))
+    parts = split(batch, 2)
+    assert [part[0].to_dense().tolist() for part in parts] == [part.tolist() for part in rows.split(2)]
+    assert torch.equal(join(parts)[0].to_dense(), rows)
+    with pytest.raises(WorkloadError, match=r"it holds a tensor of the layout torch\.sparse_csr, of which"):
+        split((rows.to_sparse_csr(), torch.arange(6)), 2)

@@ -18,7 +18,7 @@ from trimtab.train.draws import datasets_of
 from trimtab.train.memory_errors import final
 from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
-from trimtab.train.rows import entries, fields_of, length, rebuilt, rows_of, uneven, with_fields
+from trimtab.train.rows import entries, fields_of, inseparable, length, rebuilt, rows_of, uneven, with_fields
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
@@ -233,6 +233,11 @@ def split(batch: Batch, size: int) -> list[Batch]:
     count = examples(batch)
     if count <= size:
         return [batch]
+    if what := inseparable(batch):
+        raise WorkloadError(
+            f"A batch cannot be taken apart into micro-batches of {size}: it holds {what}, of which torch takes no rows. Make "
+            "the loader's batches smaller and set accumulate instead."
+        )
     rows = {id(row) for row in rows_of(batch) if len(row) == count}
     if shapes := uneven(batch):
         raise WorkloadError(
@@ -257,6 +262,8 @@ def united(batches: Sequence[Batch]) -> Batch:
             in more than the first axis.
     """
     for batch in batches:
+        if what := inseparable(batch):
+            raise WorkloadError(f"{_AS_ONE}, but these hold {what}, which torch does not join.")
         if shapes := uneven(batch):
             raise WorkloadError(f"{_AS_ONE}, but nothing tells how to join tensors that differ in their first axis: {shapes}.")
     first, *others = [dict(_constants(batch, length(batch), set(map(id, rows_of(batch))))) for batch in batches]
@@ -321,6 +328,8 @@ def _part(start: int, end: int, count: int, rows: set[int]) -> Callable[[Batch],
     def part(item: Batch) -> Batch:
         if isinstance(item, PackedSequence):
             return packed.part(item, start, end)
+        if isinstance(item, torch.Tensor) and item.is_sparse and item.dim():  # of which torch takes no slices
+            return item.index_select(0, torch.arange(start, end, device=item.device))
         whole = isinstance(item, torch.Tensor) and item.dim()
         return item[start:end] if whole or _per_example(item, count, rows) else rebuilt(item, part)
 

@@ -19,7 +19,7 @@ from trimtab.train.memory_errors import out_of_memory, said
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.recompute import Recomputed, longest_chain
 from trimtab.train.rehearsal import Kept, generators_of_both, modules_of_both
-from trimtab.train.rows import length
+from trimtab.train.rows import inseparable, length
 from trimtab.train.step import Step, Update
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _LARGER = (
     "more. Begin with the largest, or have batches of one size."
 )
 _UNTOLD = "batch={}: batches are not taken apart of which nothing tells how many examples they have. Make the loader's smaller."
+_INSEPARABLE = "batch={}: batches are not taken apart, because torch takes no rows of what they hold. Make them smaller."
 _APART = "An update from parts is not that of the whole."
 
 
@@ -110,9 +111,10 @@ class Room:
         if settings.batch != "auto":
             self.trainer.note_once(_UNTOLD.format(settings.batch) if untold else None)
             return group
-        if self.trainer.world.any(untold):
+        whole = any(inseparable(batch) for batch in group)
+        if self.trainer.world.any(untold or whole):
             self._leave_whole()
-            self.trainer.note_once(_UNTOLD.format(None))
+            self.trainer.note_once((_INSEPARABLE if whole else _UNTOLD).format(None))
             return group
         if self.additive.ask(ready.step, group):
             self._looked = self.trainer.objective.doubted = True

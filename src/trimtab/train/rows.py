@@ -56,6 +56,14 @@ def uneven(batch: Any) -> str | None:
     )
 
 
+def inseparable(batch: Any) -> str | None:
+    """What ``batch`` holds of which torch can neither take some rows nor join them, if it does."""
+    for column in _columns(batch, set()):
+        if isinstance(column, torch.Tensor) and (column.is_nested or column.layout not in (torch.strided, torch.sparse_coo)):
+            return "a nested tensor" if column.is_nested else f"a tensor of the layout {column.layout}"
+    return None
+
+
 def alone(item: Any) -> bool:
     """Whether ``item`` is a list of examples, whatever lies beside it: of texts, of mappings, of tensors as of no one batch."""
     if not _is_list(item):
