@@ -14,6 +14,7 @@ from trimtab.measure.flops import count_flops
 from trimtab.train import recompute
 from trimtab.train.double import copied, why_not_alone
 from trimtab.train.feed import split
+from trimtab.train.memory_errors import said
 from trimtab.train.objective import Batch, examples
 from trimtab.train.peek import kept_random
 from trimtab.workload import user_code
@@ -46,7 +47,7 @@ def flops_share(trainer: Trainer, group: Sequence[Batch], examples_per_s: float)
         with user_code("Counting the operations failed"):  # whatever it is: the run itself is over, and was well
             total, uncounted = _counted(trainer, group)
     except TrimtabError as error:
-        trainer.note(f"The share of the peak is not known. {error}")
+        trainer.note(f"The share of the peak is not known. {said(error)}.")  # after its first line torch lists all its backends
         return None
     if uncounted:
         trainer.note(f"The share of the peak is a lower bound: {', '.join(sorted(uncounted))} could not be counted.")
