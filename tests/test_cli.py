@@ -88,6 +88,22 @@ def test_passes_that_cannot_run_here_are_listed_so(bare, command, monkeypatch) -
     assert shown["tf32"][-1] == f"tf32 {GPU}"
 
 
+def test_a_backend_whose_package_is_broken_is_listed_so(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "onnxruntime").mkdir()
+    (tmp_path / "onnxruntime" / "__init__.py").write_text("raise RuntimeError('undefined symbol')\n", encoding="utf-8")
+    found = subprocess.run(
+        [sys.executable, "-m", "trimtab", "list", "backends", "--json"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=100,
+    )
+    rows = {row["name"]: row["why_not"] for row in json.loads(found.stdout)}
+    assert rows["onnxruntime"].startswith("onnxruntime is installed but cannot be imported (RuntimeError: undefined symbol)")
+    assert rows["openvino"] is None
+
+
 def test_a_list_stays_readable_in_a_narrow_terminal(command, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = command("list", "backends")

@@ -321,6 +321,16 @@ def install_hint(package: str) -> str:
     return next((item.command for item in OPTIONAL if item.package == package), f"pip install {package}")
 
 
+def broken_package(requires: Sequence[str]) -> str | None:
+    """Why the first of ``requires`` that cannot be imported here cannot be, in a sentence."""
+    for package in requires:
+        try:
+            require(package)
+        except MissingPackageError as error:
+            return str(error)
+    return None
+
+
 def require(package: str) -> Any:
     """Import optional ``package`` and return it.
 

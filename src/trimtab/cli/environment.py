@@ -154,7 +154,10 @@ def _show(console: Console, row: dict[str, Any]) -> None:
 
 def _row(cls: Any, contracts: Any) -> dict[str, Any]:
     technique, package = cls(), contracts.missing_package(cls.requires)
-    why_not = f"{package} is not installed: {contracts.install_hint(package)}" if package else technique.blocked_here()
+    if package:
+        why_not = f"{package} is not installed: {contracts.install_hint(package)}"
+    else:
+        why_not = contracts.broken_package(cls.requires) or technique.blocked_here()
     return {
         "name": cls.name,
         "summary": _MARKUP.sub(r"\1", (inspect.getdoc(cls) or "").splitlines()[0]),
