@@ -87,8 +87,11 @@ def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) ->
         return "no other runtime was tried; where the time was too short for that, the same command goes on from here"
     if verdict.value(eager, objective) is None:
         return f"its {objective} was not measured, so nothing is known to need less"
-    better = "faster" if objective in ("latency", "throughput") else f"better in {objective}"
-    return f"none of {len(trials)} trials was {better} than the tuned original within the limits"
+    timed = objective in ("latency", "throughput")
+    better = "faster" if timed else f"better in {objective}"
+    dark = sum(timed and t.speedup is not None and t.speedup.low <= 1 < t.speedup.high and t.speedup.doubtful for t in others)
+    unknown = f"; of {dark} the machine was too busy to tell" if dark else ""
+    return f"none of {len(trials)} trials was surely {better} than the tuned original within the limits{unknown}"
 
 
 def speed(ratio: Interval) -> str:
