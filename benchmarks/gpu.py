@@ -46,7 +46,7 @@ from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.stats import median_interval
 from trimtab.measure.timer import LocalRunner, Runner, synchronizer
-from trimtab.measurement import Interval
+from trimtab.measurement import Comparison, Interval
 from trimtab.train.loader import Loader
 from trimtab.train.losses import Written, final, increase
 from trimtab.train.objective import tensors
@@ -187,17 +187,24 @@ def prefetch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             sides.append(LocalRunner(functools.partial(next, updates), synchronizer(args.device)))
         found = compare(*sides, seconds=args.seconds, width=0.002, process_noise=0.0)
         alone = copying(batches[0], args.device)
-        update = found.rival.median
-        hidden = [
-            1 - update * (1 / ratio - 1) / alone.value for ratio in (found.ratio.value, found.ratio.low, found.ratio.high)
-        ]
-        told = f"{hidden[0]:.0%} ({hidden[1]:.0%} to {hidden[2]:.0%}) of {1e3 * alone.value:.2f} ms"
-        print(f"{name:12}{told}  target {HIDDEN:.0%}: {verdict(hidden[1] >= HIDDEN, hidden[2] < HIDDEN)}", flush=True)
-        yield {"part": "prefetch", "model": name, "hidden": hidden, "copy_s": to_json(alone), **to_json(found)}
+        hidden = share_hidden(found, alone)
+        told = f"{hidden.value:.0%} ({hidden.low:.0%} to {hidden.high:.0%}) of {alone.value:.2f} ms"
+        print(f"{name:12}{told}  target {HIDDEN:.0%}: {verdict(hidden.low >= HIDDEN, hidden.high < HIDDEN)}", flush=True)
+        yield {"part": "prefetch", "model": name, "hidden": to_json(hidden), "copy_ms": to_json(alone), **to_json(found)}
+
+
+def share_hidden(found: Comparison, alone: Interval) -> Interval:
+    """How much of a copy that takes so many milliseconds ``alone`` nobody waits for.
+
+    ``found`` compares updates that copy with such as do not, so that the slower the first, the less of it is hidden.
+    """
+    assert found.rival.unit == "ms"  # as of ``alone``
+    ratio, update = found.ratio, found.rival.median
+    return Interval(*(1 - update * (1 / each - 1) / alone.value for each in (ratio.value, ratio.low, ratio.high)))
 
 
 def copying(batch: Batch, device: str) -> Interval:
-    """Seconds that the copy of ``batch`` takes while the GPU does nothing else."""
+    """Milliseconds that the copy of ``batch`` takes while the GPU does nothing else."""
     found = []
     for _ in range(50):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -206,7 +213,7 @@ def copying(batch: Batch, device: str) -> Interval:
         copies = [tensor.to(device, non_blocking=True) for tensor in tensors(batch)]
         end.record()
         torch.cuda.synchronize(device)
-        found.append(start.elapsed_time(end) / 1e3)
+        found.append(start.elapsed_time(end))
         del copies
     return median_interval(found)
 
