@@ -20,6 +20,7 @@ in the same order: how much higher the loss is at the end, as ``trimtab.tune`` j
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -28,6 +29,7 @@ import os
 import pathlib
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,11 +44,13 @@ from torch.utils.data import DataLoader
 
 import trimtab
 from trimtab._json import to_json
+from trimtab.errors import MeasurementError
 from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.stats import median_interval
 from trimtab.measure.timer import LocalRunner, Runner, synchronizer
 from trimtab.measurement import Comparison, Interval
+from trimtab.study.lifeline import die_with
 from trimtab.train.loader import Loader
 from trimtab.train.losses import Written, final, increase
 from trimtab.train.objective import tensors
@@ -104,23 +108,31 @@ SIDES = {"naive": naive, "tuned": tuned}
 
 
 def side(args: argparse.Namespace) -> None:
-    """Inside a process of its own: make updates whenever they are asked for."""
+    """Inside a process of its own: make updates whenever they are asked for, as long as whoever asks lives."""
+    die_with(os.getppid())
     torch.manual_seed(0)
     runner = SIDES[args.side](cases(args.quick)[args.case], args.device)
     serve(runner, args.address, bytes.fromhex(os.environ[KEY]))
 
 
-def from_naive(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def from_naive(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each model, from a naive script."""
+    for name in args.models.split(","):
+        yield faster(name, args)
+
+
+def faster(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """How many times as many examples per second the tuned side learns from."""
     key = secrets.token_bytes(16)
     with tempfile.TemporaryDirectory(prefix="trimtab-gpu-") as folder:
         sides = {which: Side(name, which, pathlib.Path(folder), key, args) for which in SIDES}
         try:
             found = compare(sides["tuned"].reached(), sides["naive"].reached(), seconds=args.seconds, width=0.05)
+        except MeasurementError as error:
+            raise SystemExit("\n".join([str(error), *(each.said() for each in sides.values())])) from error
         finally:
             for each in sides.values():
-                each.process.kill()
-                each.process.wait()
+                each.end()
         told = sides["tuned"].log.read_text(encoding="utf-8")
     notes = [line for line in told.splitlines() if re.search(r" (is|are) (on|off)", line)]
     print(f"{name:12}{found.ratio}  target {FASTER:g}: {verdict(found.ratio.low >= FASTER, found.ratio.high < FASTER)}")
@@ -136,8 +148,10 @@ class Side:
         self.address, self.log = folder / which, folder / f"{which}.log"
         command = [sys.executable, __file__, "--side", which, "--case", case, "--address", str(self.address)]
         command += ["--device", args.device, *(["--quick"] if args.quick else [])]
-        with self.log.open("w", encoding="utf-8") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=os.environ | {KEY: key.hex()})
+        with self.log.open("w", encoding="utf-8") as log:  # its group ends with it, workers and all, and when the pipe closes
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stderr=log, env=os.environ | {KEY: key.hex()}, start_new_session=True
+            )
 
     def reached(self) -> RemoteRunner:
         """Its updates, once it has decided and compiled what it wants."""
@@ -145,9 +159,19 @@ class Side:
         while not self.address.exists():
             if self.process.poll() is not None or time.monotonic() > until:
                 ended = "takes too long" if self.process.poll() is None else "failed"
-                raise SystemExit(f"The {self.which} side {ended}:\n{self.log.read_text(encoding='utf-8')[-3000:]}")
+                raise MeasurementError(f"The {self.which} side {ended}.")
             time.sleep(0.1)
         return RemoteRunner(self.address, self.key)
+
+    def said(self) -> str:
+        """The last that it wrote on stderr, which goes when it ends."""
+        return f"The {self.which} side wrote:\n{self.log.read_text(encoding='utf-8', errors='replace')[-3000:]}"
+
+    def end(self) -> None:
+        """End it, and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
 
 
 def verdict(met: bool, missed: bool) -> str:
@@ -205,13 +229,13 @@ def share_hidden(found: Comparison, alone: Interval) -> Interval:
 
 def copying(batch: Batch, device: str) -> Interval:
     """Milliseconds that the copy of ``batch`` takes while the GPU does nothing else."""
-    found = []
+    found, stream = [], torch.cuda.current_stream(device)
     for _ in range(50):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
-        start.record()
+        start.record(stream)
         copies = [tensor.to(device, non_blocking=True) for tensor in tensors(batch)]
-        end.record()
+        end.record(stream)
         torch.cuda.synchronize(device)
         found.append(start.elapsed_time(end))
         del copies
@@ -250,6 +274,9 @@ def learnt(example: Any, seed: int, steps: int, device: str, precision: Any) -> 
     return [float(update.loss) for update in made]
 
 
+PARTS = {"naive": from_naive, "prefetch": prefetch, "parity": parity}
+
+
 def main() -> None:
     """Measure what is asked for, print it, and write it where told."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -268,20 +295,19 @@ def main() -> None:
     if args.side:
         side(args)
         return
+    if unknown := [*{*args.parts.split(",")} - {*PARTS}, *{*args.models.split(",")} - {*cases(args.quick)}]:
+        raise SystemExit(f"There is no {unknown[0]}. Parts are {', '.join(PARTS)}; models are {', '.join(cases(args.quick))}.")
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("This needs an NVIDIA GPU, and PyTorch finds none here. --device cpu --quick shows that it runs.")
     args.seconds = 1.0 if args.quick else args.seconds
     here, rows = trimtab.Environment.capture(), list[dict[str, Any]]()
     print(f"{here}\n{args.device}, torch {torch.__version__}; 95% intervals")
-    parts = args.parts.split(",")
-    if "naive" in parts:
-        rows += [from_naive(name, args) for name in args.models.split(",")]
-    if "prefetch" in parts:
-        rows += prefetch(args)
-    if "parity" in parts:
-        rows += parity(args)
-    if args.json:
-        args.json.write_text(json.dumps({"environment": to_json(here), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    for part in args.parts.split(","):
+        for row in PARTS[part](args):
+            rows.append(row)
+            if args.json:  # each at once: what follows may fail
+                found = {"environment": to_json(here), "rows": rows}
+                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
