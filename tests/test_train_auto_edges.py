@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
 import functools
 import gc
 import pathlib
+import signal
 import threading
+import time
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -31,6 +35,7 @@ from trimtab.train.prefetch import mover
 from trimtab.train.runtime import running
 from trimtab.train.world import World
 
+T = TypeVar("T")
 DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, dtype=torch.int64))
 
 
@@ -216,6 +221,56 @@ def test_a_thread_of_ones_own_goes_forward_and_backward() -> None:
     assert len({*seen, threading.get_ident()}) == 3
     with pytest.raises(ZeroDivisionError):
         plans(lambda: 1 / 0)
+
+
+def test_a_thread_of_ones_own_has_what_torch_keeps_for_the_caller_alone() -> None:
+    plans = OwnPlans(torch.device("cpu"))
+    own: contextvars.ContextVar[int] = contextvars.ContextVar("own", default=0)
+    own.set(3)
+    with torch.device("meta"):
+        assert plans(lambda: plans_of_another(lambda: torch.zeros(1).device.type)) == "meta"
+    assert plans(lambda: (torch.zeros(1).device.type, own.get())) == ("cpu", 3)
+
+
+def plans_of_another(work: Callable[[], T]) -> T:
+    """What ``work`` gives in one more thread."""
+    return OwnPlans(torch.device("cpu"))(work)
+
+
+def test_an_interrupt_ends_what_a_thread_of_its_own_does_before_the_caller_goes_on() -> None:
+    plans, seen = OwnPlans(torch.device("cpu")), list[str]()
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)  # which Python's main thread hears
+            while True:
+                time.sleep(0.01)
+        finally:
+            seen.append("ended")
+
+    with pytest.raises(KeyboardInterrupt):
+        plans(lambda: plans_of_another(work))
+    assert seen == ["ended"]
+    assert plans(lambda: 4) == 4
+
+
+def test_what_fails_in_a_thread_of_its_own_is_not_kept() -> None:
+    class Large:
+        """What memory is taken for."""
+
+    def work() -> None:
+        large = Large()
+        made.append(weakref.ref(large))
+        raise ZeroDivisionError
+
+    plans, made = OwnPlans(torch.device("cpu")), list[weakref.ref[Large]]()
+    gc.disable()
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            plans(work)
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_float16_is_timed_once_its_scale_has_come_down() -> None:
