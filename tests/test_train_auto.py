@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from _peaks import write_peaks
 from trimtab import Settings, Trainer
+from trimtab._peaks import Peaks, Rate
 from trimtab.contracts import PASSES
 from trimtab.errors import UsageError
 from trimtab.study import space
@@ -28,7 +29,7 @@ from trimtab.train import auto, progress
 from trimtab.train.auto import OFF, undecided
 from trimtab.train.events import Event, Progressed, Remarked
 from trimtab.train.kernels import use_kernels
-from trimtab.train.peak import flops_share
+from trimtab.train.peak import _peak, flops_share
 from trimtab.train.peek import first_batches
 from trimtab.train.runtime import running
 from trimtab.train.summary import Summary
@@ -305,6 +306,17 @@ def test_torch_is_as_it_was_after_a_run() -> None:
     assert flags() == before
 
 
+def test_the_peak_of_a_gpu_without_a_number_is_that_of_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    made = Trainer(nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(autocast="bfloat16"))
+    rates = tuple(
+        Rate(kind="bfloat16", device=f"cuda:{index}", threads=None, unit="GFLOP/s", value=100.0 + index) for index in (0, 1)
+    )
+    for device, value in (("cuda", 101.0), ("cuda:0", 100.0)):
+        made.device = torch.device(device)
+        assert _peak(made, Peaks(fingerprint="", threads=1, rates=rates)) == value
+
+
 def test_the_share_of_the_peak_counts_forward_and_backward(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     made = trainer(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4)), Settings(threads=1))
@@ -380,6 +392,7 @@ import sys
 import torch
 from torch import nn
 from trimtab import Settings, Trainer
+from trimtab._peaks import Peaks, Rate
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

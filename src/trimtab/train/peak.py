@@ -62,7 +62,8 @@ def _peak(trainer: Trainer, peaks: Peaks) -> float | None:
         return None
     if device.type == "cpu":
         return peaks.find(kind, "cpu", trainer.settings.threads or torch.get_num_threads())
-    return peaks.find(kind, f"{device.type}:{device.index or 0}")
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index or 0
+    return peaks.find(kind, f"{device.type}:{index}")
 
 
 def _counted(trainer: Trainer, group: Sequence[Batch]) -> tuple[float, set[str]]:
