@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from _runs import loader, told
 from trimtab import Settings, Trainer
 from trimtab._float32 import rounded_to_tf32
-from trimtab.errors import NonFiniteError, WorkloadError
+from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.clock import HostClock
 from trimtab.train.events import Event, JsonLines, Progressed, TensorBoard
@@ -550,3 +550,18 @@ def test_the_generator_of_an_apple_gpu_is_kept_and_put_back(monkeypatch: pytest.
     set_random_state(before)
     assert there[0].tolist() == [1, 2]
     set_random_state({name: state for name, state in before.items() if name != "mps"})  # of a checkpoint that has none
+
+
+def test_a_run_within_autocast_is_refused_where_no_update_would_be_seen() -> None:
+    rows = torch.randn(8, 4)
+
+    def losses() -> list[float]:
+        made = Trainer(nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+        return [float(update.loss) for update in made.updates([(rows, rows.sum(1, keepdim=True))], epochs=3)]
+
+    refused = pytest.raises(UsageError, match=r"Call it outside, with Settings\(autocast='bfloat16'\)")
+    with torch.autocast("cpu", dtype=torch.bfloat16), refused:
+        losses()
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        first, *_, last = losses()
+    assert last < first

@@ -54,6 +54,20 @@ def _attention(kernel: str) -> contextlib.AbstractContextManager[object]:
     return sdpa_kernel([first, *(other for other in KERNELS.values() if other is not first)], set_priority=True)
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """Refuse to train within the caller's ``torch.autocast``, which keeps the parameters in 16 bits as it met them first.
+
+    Raises:
+        UsageError: there is one for ``device``.
+    """
+    if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
+        kind = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+        raise UsageError(
+            "fit() was called within torch.autocast, which keeps the parameters in 16 bits until it ends, so that no update "
+            f"would be seen. Call it outside, with Settings(autocast={kind!r})."
+        )
+
+
 def allocate(settings: Settings) -> None:
     """Give torch's allocator for GPUs the options in ``settings``, beside those that it has; the process keeps them.
 

@@ -30,7 +30,7 @@ from trimtab.train.objective import Batch, Objective, in_step
 from trimtab.train.optimizer_state import OptimizerModes
 from trimtab.train.peek import kept_random
 from trimtab.train.position import Position
-from trimtab.train.runtime import allocate, running
+from trimtab.train.runtime import allocate, refuse_autocast, running
 from trimtab.train.schedule import Schedule
 from trimtab.train.step import Update
 from trimtab.train.stopping import EarlyStopping, Ema, Shown
@@ -176,6 +176,7 @@ class Trainer:
     ) -> Generator[Update, None, Summary]:
         """What :meth:`fit` does, for who drives it: each ``next()`` makes one update and everything that belongs to it."""
         lengths.check_lengths(self, epochs, steps)
+        refuse_autocast(self.device)
         check_loader(train, "train")
         if validate is not None:
             check_loader(validate, "validate")
