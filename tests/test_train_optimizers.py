@@ -17,9 +17,12 @@ from trimtab import Settings, Trainer
 from trimtab.errors import UsageError
 from trimtab.train.batch_size import find_batch
 from trimtab.train.events import Event, Progressed, Validated
+from trimtab.train.kernels import bring_state
+from trimtab.train.optimizer_state import load
 from trimtab.train.rehearsal import rehearsal
 from trimtab.train.schedule import cosine
 from trimtab.train.stopping import EarlyStopping
+from trimtab.train.world import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -271,3 +274,22 @@ def test_the_best_of_an_optimizer_with_an_average_is_an_average() -> None:
     assert made.model.weight.item() == seen[-1]
     made.fit(data, data, epochs=3)
     assert len(set(seen)) == 3
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_what_an_optimizer_counts_on_the_host_comes_back_there(capturable: bool) -> None:
+    made = NAdam([nn.Parameter(torch.ones(3))])
+    made.param_groups[0]["params"][0].grad = torch.ones(3)
+    made.step()
+    (kept,) = made.state.values()
+    other = NAdam([nn.Parameter(torch.ones(3, device="meta"))], capturable=capturable)  # as on a GPU
+    state = made.state_dict()
+    state["param_groups"][0]["capturable"] = capturable
+    load(other, state, World(), {})
+    (now,) = other.state.values()
+    assert {name: value.device.type for name, value in now.items()} == {
+        name: "cpu" if name in ("step", "mu_product") and not capturable else "meta" for name in kept
+    }
+    assert capturable or now["mu_product"] == kept["mu_product"]
+    bring_state(other)
+    assert now["mu_product"].device.type == ("meta" if capturable else "cpu")

@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 from trimtab.errors import UsageError
 from trimtab.train.prefetch import mover
 
+ON_HOST = ("step", "mu_product")
+"""What torch's optimizers, NAdam among them, count up there: each update reads it, and would wait for a device."""
+
 
 def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused"]) -> None:
     """Have ``optimizer`` run its updates with ``kernels`` from the next one on, whatever ran those before.
@@ -31,13 +34,13 @@ def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused
 def bring_state(optimizer: Optimizer) -> None:
     """Put the state of ``optimizer`` where its parameters are, which may have come to a GPU after its last update.
 
-    The number of steps stays with the host, unless the kernels are such as count on the device.
+    What is :data:`ON_HOST` stays there, unless the kernels are such as count on the device.
     """
     for group in optimizer.param_groups:
         counts = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             state, move = optimizer.state.get(parameter, {}), mover(parameter.device)
-            state.update({name: move(value) for name, value in state.items() if name != "step" or counts})
+            state.update({name: move(value) for name, value in state.items() if name not in ON_HOST or counts})
 
 
 def why_not(optimizer: Optimizer, kernels: str) -> str | None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
+from trimtab.train.kernels import ON_HOST
 from trimtab.train.world import World
 
 
@@ -143,6 +144,7 @@ def load(optimizer: Optimizer, state: Any, world: World, before: Mapping[torch.T
         optimizer.load_state_dict({**state, "state": kept})
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:
             _widen(optimizer, state["param_groups"], kept, before)
+            _back_to_host(optimizer, state["param_groups"], kept)
     for place, each, index, own in links:  # torch puts new groups in place of the old, and a schedule writes into one of them
         if each.param_groups[index] is own:
             own.update(optimizer.param_groups[place])
@@ -181,6 +183,17 @@ def _widen(
         if place in kept and before.get(parameter, parameter.dtype) == parameter.dtype:
             state = optimizer.state[parameter]
             state.update({name: _as_kept(value, kept[place].get(name)) for name, value in state.items() if name != "step"})
+
+
+def _back_to_host(optimizer: Optimizer, groups: list[dict[str, Any]], kept: Mapping[Any, Any]) -> None:
+    """Undo that torch has put on a device what the kernels count on the host; of the number of steps it knows that itself."""
+    on_device = {
+        p for group in optimizer.param_groups if group.get("capturable") or group.get("fused") for p in group["params"]
+    }
+    for place, parameter in _places(groups, optimizer).items():
+        if place in kept and parameter not in on_device:
+            counts = [(n, v) for n, v in kept[place].items() if n in ON_HOST and n != "step" and isinstance(v, torch.Tensor)]
+            optimizer.state[parameter].update({name: value.cpu().clone() for name, value in counts})
 
 
 def _as_kept(now: Any, kept: Any) -> Any:
