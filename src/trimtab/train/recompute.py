@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.errors import UsageError, WorkloadError
@@ -65,36 +66,62 @@ class Again:
     """``forward``, computed again in the backward pass; where no gradients are wanted it is called as it is.
 
     An object and no function, so that a copy of the module is a copy of this, with the copy's own forward pass.
+
+    What is compiled takes it into its graph, where no buffers change but BatchNorm's, whose output does not come of them. Where
+    the compiler lets go in the midst of it, as it does at a ``print``, torch calls it as it was written.
     """
 
     def __init__(self, forward: Callable[..., Any], buffers: Iterable[Place] = ()) -> None:
         self.forward, self.buffers = forward, list(buffers)
+        self.compilable = all(_only_gathered(module) for module, _ in self.buffers)
+        """Whether a second run within a graph is right: what is read there of a changed buffer is what it is by then."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler sees to randomness and buffers by itself, and allows no context
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        names, count = tuple(kwargs), len(args)
+        call = _Call(self, args, kwargs)
         given = [*args, *kwargs.values()]
-        before = [apart(value) for value in given]
-
-        def call(*values: Any) -> Any:  # all positional, because only such tensors are checked for changes in place
-            first = given[:]
-            given.clear()  # what the first run changes is no affair of the graph, which would keep it
-            use = first or [apart(value) for value in values]  # a graph that is kept may be run backward twice
-            return self.forward(*use[:count], **dict(zip(names, use[count:], strict=True)))
-
+        # all positional, because only such tensors are checked for changes in place; of what holds some, those tell the device
+        seen = [value if isinstance(value, torch.Tensor) else _tensors(value) for value in given]
+        if torch.compiler.is_compiling():
+            return checkpoint(call, *seen, use_reentrant=False)
         try:
-            return checkpoint(call, *before, use_reentrant=False, context_fn=self._contexts)
+            return checkpoint(call, *seen, use_reentrant=False)
         except RuntimeError as error:
             if within_func(error):
                 raise WorkloadError(_WITHIN_FUNC) from error
             raise
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _SecondRun(self.buffers)
+
+class _Call:
+    """One call of ``forward``, for torch's checkpoint to make twice: the second run sees what the first one saw.
+
+    It keeps them apart by itself, because torch's ``context_fn`` may not be given while something is compiled, and this may be
+    called outside of the graph then, too.
+    """
+
+    def __init__(self, again: Again, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.again, self.count, self.names = again, len(args), tuple(kwargs)
+        self.given = [None if isinstance(value, torch.Tensor) else value for value in (*args, *kwargs.values())]
+        self.second: _SecondRun | None = None
+
+    def __call__(self, *seen: Any) -> Any:
+        """Run it; ``seen`` are the tensors among what it was given, each in its place."""
+        if torch.compiler.is_compiling():
+            if not self.again.compilable:
+                torch._dynamo.graph_break()
+            return self._run(self.given, seen)
+        if self.second is None:
+            given, self.given = self.given, [apart(value) for value in self.given]
+            self.second = _SecondRun(self.again.buffers)
+            return self._run(given, seen)  # what this changes is no affair of the graph, which would keep it
+        with self.second:  # a graph that is kept may be run backward twice
+            return self._run([apart(value) for value in self.given], seen)
+
+    def _run(self, given: Sequence[Any], seen: Sequence[Any]) -> Any:
+        use = [value if isinstance(value, torch.Tensor) else own for own, value in zip(given, seen, strict=True)]
+        return self.again.forward(*use[: self.count], **dict(zip(self.names, use[self.count :], strict=True)))
 
 
 class Segments:
@@ -155,6 +182,15 @@ def buffers_of(module: nn.Module, changing: set[int]) -> list[Place]:
         for name, buffer in inner._buffers.items()
         if buffer is not None and (id(buffer) in changing or isinstance(inner, nn.modules.batchnorm._NormBase))
     ]
+
+
+def _only_gathered(module: nn.Module) -> bool:
+    """Whether ``module`` changes its buffers in training, and its output does not come of them: torch's own BatchNorm."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 class _SecondRun(AbstractContextManager[None]):
