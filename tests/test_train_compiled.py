@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from _backends import needs_compiler
+from trimtab.candidate import Settings
 from trimtab.train.recompute import Recomputed
+from trimtab.train.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 
@@ -170,3 +173,35 @@ def test_what_is_computed_again_stays_within_the_graph_where_that_is_right() -> 
     call(torch.randn(4, 6)).sum().backward()
     recomputed.undo()
     assert model.get_buffer("1.num_batches_tracked") == 1
+
+
+@pytest.mark.parametrize("every", [1, 3], ids=["always", "later"])
+def test_a_loss_of_gradients_is_trained_through_the_model_as_it_is(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    draw = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 6, generator=draw),) for _ in range(4)]
+
+    def fit(settings: Settings) -> tuple[nn.Module, tuple[str, ...]]:
+        calls = 0
+
+        def penalised(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            x = batch[0].clone().requires_grad_()
+            found = model(x).square().mean()
+            if calls % every:
+                return found
+            (gradient,) = torch.autograd.grad(found, x, create_graph=True)
+            return found + gradient.square().sum()
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+        trainer = Trainer(model, loss=penalised, optimizer=functools.partial(torch.optim.SGD, lr=0.1), settings=settings)
+        return model, trainer.fit(batches, epochs=1).notes
+
+    (compiled, (note,)), (plain, _) = fit(Settings(compile=True)), fit(Settings())
+    assert note.startswith("compile is off: the model cannot be compiled. The loss takes gradients of gradients")
+    if every == 1:
+        assert all(torch.equal(a, b) for a, b in zip(compiled.state_dict().values(), plain.state_dict().values(), strict=True))
+    else:
+        assert "BatchNorm's statistics, went on both times" in note

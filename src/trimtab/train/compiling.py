@@ -23,6 +23,8 @@ from trimtab.train.world import World
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
 
+_TWICE = "The loss takes gradients of gradients, or goes backward twice, and torch does neither through what is compiled."
+_BEGUN = "One update was begun twice: what its forward pass moves, such as BatchNorm's statistics, went on both times."
 WORTH_S = 120.0
 """Where nobody asked for it, compilation is tried only if so much of the run is left: it takes from some seconds to minutes."""
 MOST_REMARKS = 4
@@ -65,14 +67,18 @@ class CompiledStep(Step):
 
     def __call__(self, batches: Sequence[Batch]) -> Update:
         """Update the parameters from ``batches``, compiled if that is possible."""
-        shapes = tuple(tensor.shape for batch in batches for tensor in tensors(batch))
-        if self.model is self.plain or shapes in self._met:
+        if self.model is self.plain:
             return super().__call__(batches)
-        kept, random = Kept((), modules_of_both(self.plain, self.objective.module)), random_state()
+        shapes = tuple(tensor.shape for batch in batches for tensor in tensors(batch))
+        new = shapes not in self._met
+        before = (Kept((), modules_of_both(self.plain, self.objective.module)), random_state()) if new else None
         try:
             update = super().__call__(batches)
-        except require("torch._dynamo.exc").TorchDynamoException as error:
-            self.failure = first_line(error)
+        except RuntimeError as error:
+            failure = _failure(error)
+            if failure is None:
+                raise
+            self.failure = failure
         else:
             self._met.add(shapes)
             if not self._called:
@@ -80,8 +86,12 @@ class CompiledStep(Step):
                 self.use(False)
             return update
         self.discard()
-        kept.put_back()
-        set_random_state(random)
+        if before is None:  # the loss went another way than with all batches of these shapes before
+            self.failure += f" {_BEGUN}"
+        else:
+            kept, random = before
+            kept.put_back()
+            set_random_state(random)
         self.use(False)
         return super().__call__(batches)
 
@@ -154,6 +164,14 @@ def first_line(error: BaseException) -> str:
     """The first line of what an error says, as a sentence."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line.rstrip(".:") + "."
+
+
+def _failure(error: RuntimeError) -> str | None:
+    """Why the model is not compiled, in a sentence; ``None`` where that is not what ``error`` says."""
+    if isinstance(error, require("torch._dynamo.exc").TorchDynamoException):
+        return first_line(error)
+    words = str(error)  # torch has no class for these: gradients of gradients, and a graph that is kept for a second pass
+    return _TWICE if "support double backward" in words or "non-empty donated buffers" in words else None
 
 
 def _reason(words: Any) -> str | None:
