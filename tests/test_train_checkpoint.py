@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from trimtab import Settings, Trainer
 from trimtab.errors import StorageError, UsageError
+from trimtab.train import held
 from trimtab.train.checkpoint import HASHES, STATE, TENSORS, Checkpoints
 from trimtab.train.events import Event, Progressed, Saved
 from trimtab.train.schedule import one_cycle
@@ -295,6 +296,34 @@ def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path: pathlib.Path) -
         process.wait()
     made.resume(missing_ok=True).fit([batch], epochs=1)  # at once, though workers of the one that was killed may live on
     assert all(path.name.startswith("update-") for path in folder.iterdir())
+
+
+def test_a_folder_that_is_let_go_while_another_run_asks_for_it_is_kept_from_a_third(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of a file that was removed keeps nobody off the one that the next run makes."""
+    real, took = pytest.importorskip("fcntl").lockf, []
+
+    def lock(file: IO[str], how: int) -> None:
+        if not took:
+            (tmp_path / held.NAME).unlink()
+        took.append(real(file, how))
+
+    monkeypatch.setattr(held.fcntl, "lockf", lock)
+    ours = held.hold(tmp_path)
+    assert ours is not None
+    assert len(took) == 2
+    assert os.path.samestat(os.fstat(ours.fileno()), (tmp_path / held.NAME).stat())
+    held.let_go(tmp_path, ours)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_let_go_hides_no_other_error(tmp_path: pathlib.Path) -> None:
+    ours = held.hold(tmp_path)
+    (tmp_path / held.NAME).unlink(missing_ok=True)
+    (tmp_path / held.NAME).mkdir()  # as little to be removed as in a folder that is read-only by now
+    held.let_go(tmp_path, ours)
+    assert ours is None or ours.closed
 
 
 def test_a_kill_between_two_renames_leaves_a_checkpoint(tmp_path: pathlib.Path) -> None:

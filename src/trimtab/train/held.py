@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pathlib
@@ -21,7 +22,7 @@ def hold(folder: pathlib.Path) -> IO[str] | None:
     """A file whose lock says that this process writes into ``folder``, for :func:`let_go`; ``None`` where there are no locks.
 
     The lock goes with the process, however that ends, and is none of those that it has forked, as loaders' workers are, which
-    may outlive it.
+    may outlive it. It goes, too, where this process opens and closes the file again, as who copies the folder does.
 
     Raises:
         UsageError: another process has it.
@@ -34,7 +35,7 @@ def hold(folder: pathlib.Path) -> IO[str] | None:
         fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         held.seek(0)
-        by = held.read(40).strip()
+        by = held.read(200).strip()
         held.close()
         if error.errno not in (errno.EACCES, errno.EAGAIN):  # as where a network's file system has no locks
             return None
@@ -42,6 +43,9 @@ def hold(folder: pathlib.Path) -> IO[str] | None:
             f"Another run writes its checkpoints into {folder} now{f' ({by})' if by else ''}. Wait for it, end it with Ctrl-C "
             "there, or give another checkpoint folder."
         ) from None
+    if not os.fstat(held.fileno()).st_nlink:  # who had it has removed it meanwhile, and the next run would make another
+        held.close()
+        return hold(folder)
     held.truncate(0)
     held.write(f"process {os.getpid()} of {os.uname().nodename}")
     held.flush()
@@ -51,5 +55,5 @@ def hold(folder: pathlib.Path) -> IO[str] | None:
 def let_go(folder: pathlib.Path, held: IO[str] | None) -> None:
     """Another run may write into ``folder``."""
     if held is not None:
-        (folder / NAME).unlink(missing_ok=True)
-        held.close()
+        with held, contextlib.suppress(OSError):  # the folder may have become unwritable, which the run's own error tells
+            (folder / NAME).unlink(missing_ok=True)
