@@ -544,3 +544,17 @@ def test_a_rehearsal_puts_attributes_back() -> None:
 def test_a_loss_that_takes_something_else_is_told_how_losses_are_called(loss: Any) -> None:
     with pytest.raises(WorkloadError, match=r"known by the name of its first parameter: def loss\(model, batch\)"):
         trainer(loss).fit(pairs(), epochs=1)
+
+
+def test_a_model_that_takes_something_else_is_not_told_of_as_its_loss() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, CLASSES)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.head(x * mask)
+            return found
+
+    with pytest.raises(WorkloadError, match=r"missing 1 required positional argument: 'mask'\.?$"):
+        trainer(nn.CrossEntropyLoss(), Masked()).fit(pairs(), epochs=1)

@@ -55,18 +55,24 @@ _MODEL_NAMES = frozenset({"model", "module", "net", "network"})
 
 
 class in_step(user_code):
-    """Says what to do about a batch of one example that BatchNorm does not take, as the last one of an epoch may be.
-
-    And about a loss that takes something else than outputs and targets, if nothing says so.
-    """
+    """Says what to do about a batch of one example that BatchNorm does not take, as the last one of an epoch may be."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
         alone = isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")
-        miscalled = isinstance(error, TypeError) and _MISCALLED.search(str(error)) is not None
-        fix = _NOT_ALONE if alone else _NOT_CALLED_SO if miscalled else self.fix
-        user_code(self.what, fix).__exit__(kind, error, trace)
+        user_code(self.what, _NOT_ALONE if alone else self.fix).__exit__(kind, error, trace)
+
+
+class _miscalled(user_code):
+    """Tells how losses are called where one takes something else than outputs and targets; the model is called outside."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TypeError) and _MISCALLED.search(str(error)):
+            super().__exit__(kind, error, trace)
+
+
+_LOSS = _miscalled("The loss raised", _NOT_CALLED_SO)
 
 
 class Objective:
@@ -138,7 +144,8 @@ class Objective:
             outputs = call(model, inputs)
             self._refuse_broadcast(outputs, targets)
             try:
-                loss, weight = self.loss(outputs, targets), None
+                with _LOSS:
+                    loss, weight = self.loss(outputs, targets), None
             except IndexError as error:
                 raise WorkloadError(torch_losses.wrong_label(self.loss, outputs, targets, error)) from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
