@@ -145,7 +145,7 @@ def test_without_workers_it_is_an_interpreter_of_its_own(tmp_path):
         ("import ctypes; ctypes.string_at(0)", "It crashed with a segmentation fault (SIGSEGV); its log has the stack."),
         ("import time; time.sleep(600)", "It still ran after its time limit of 3 s and was killed"),
         (
-            "import signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "import signal, threading; threading.Event().wait(1.0); os.kill(os.getpid(), signal.SIGKILL)",
             "It was killed (SIGKILL), most likely by the system for want of memory; the same command tries it again.",
         ),
     ],
@@ -154,10 +154,10 @@ def test_how_a_fork_ends_is_known(tmp_path, act, reason):
     with Workers() as workers:
         WorkerProcess(job(tmp_path), tmp_path / "warm", workers).wait(seconds=100, memory_mb=None)
         worker = WorkerProcess(job(tmp_path, act), tmp_path / "one", workers)
-        outcome = worker.wait(seconds=3 if "sleep" in act else 100, memory_mb=None)
+        outcome = worker.wait(seconds=3 if "sleep" in act else 100, memory_mb=1e6)
     assert outcome.reason is not None
     assert reason in outcome.reason
-    limits = {"sleep": ("time", 3), "SIGKILL": ("memory", 0.0)}  # megabytes that were seen: it was gone before anybody looked
+    limits = {"sleep": ("time", 3), "SIGKILL": ("memory", 0.0)}  # of which there is always more than that
     assert (outcome.ended_by, outcome.limit) == next((limits[word] for word in limits if word in act), (None, None))
     if "ctypes" in act:
         assert "Segmentation fault" in worker.log_tail(200)

@@ -54,7 +54,7 @@ class Outcome:
     ended_by: Literal["time", "memory"] | None = None
     """The limit that it exceeded, where we ended it for that; ``memory`` too where the system did, for want of it."""
     limit: float | None = None
-    """How much that was, in seconds or megabytes; where the system ended it, as many megabytes as it was seen to use."""
+    """How much that was, in seconds or megabytes; nothing where the system ended it, so that any limit is worth another try."""
 
 
 class WorkerProcess:
@@ -74,7 +74,6 @@ class WorkerProcess:
         write_json(folder / JOB, job)
         self.folder = folder
         self.started = time.monotonic()
-        self._most_mb = 0.0
         # what runtimes unpack and build there is deleted with it, however the worker ends
         temporary = temporary_folder()
         self._tidy = weakref.finalize(self, no_longer, temporary)
@@ -126,9 +125,7 @@ class WorkerProcess:
             if memory_mb is None or elapsed - looked < MEMORY_POLL_S:
                 continue
             looked = elapsed
-            used = _tree_mb(self.pid)
-            self._most_mb = max(self._most_mb, used)
-            if used > memory_mb:
+            if (used := _tree_mb(self.pid)) > memory_mb:
                 ended = self._ended(
                     f"It used {used:.0f} MB, more than its memory limit of {memory_mb:.0f} MB, and was killed; "
                     "give it more with --worker-memory (in Python, worker_memory_mb=...), make the model or batch smaller, or "
@@ -170,7 +167,7 @@ class WorkerProcess:
                 "some space; what is finished is kept, and the same command goes on from it."
             )
         if code == -signal.SIGKILL:  # which was not ours: whoever had the memory may be gone when the study goes on
-            return dataclasses.replace(outcome, ended_by="memory", limit=self._most_mb)
+            return dataclasses.replace(outcome, ended_by="memory", limit=0.0)
         if outcome.reason is not None:
             return outcome
         result = json.loads(path.read_text(encoding="utf-8"))
