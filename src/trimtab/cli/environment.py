@@ -126,7 +126,8 @@ def list_command(
     with waiting(f"looking for {kind}"):
         contracts = late("contracts")
         registry = getattr(contracts, kind.upper())
-        rows = [_row(cls, contracts) for cls in registry.values()]
+        with late("backends._foreign").quiet():  # some packages talk to their developers when they are imported
+            rows = [_row(cls, contracts) for cls in registry.values()]
     for note in registry.broken.values():
         typer.echo(f"note: {note}", err=True)
     if json:
