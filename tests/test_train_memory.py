@@ -6,13 +6,14 @@ import copy
 import gc
 import pathlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.immutable_collections import immutable_dict
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
@@ -288,6 +289,17 @@ def test_a_second_run_sees_objects_that_it_is_given_as_the_first_did() -> None:
         assert all(ours is theirs for ours, theirs in zip(past.layers, kept, strict=True))
         recomputed.undo()
     assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(found[0], grads, strict=True))
+
+
+def test_containers_that_cannot_be_changed_are_given_to_a_second_run() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor, options: Mapping[str, float]) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) * options["scale"]
+
+    model = Scaled(4, 4)
+    Recomputed([model])
+    model(torch.randn(2, 4), immutable_dict(scale=2.0)).sum().backward()
+    assert model.weight.grad is not None
 
 
 def test_inputs_that_are_changed_later_are_left_alone() -> None:

@@ -49,7 +49,8 @@ def _apart(value: Any, known: dict[int, Any]) -> Any:
         made: Any = copy.copy(value)
         known[id(value)] = made
         for key, item in enumerate(value) if isinstance(value, list) else value.items():
-            made[key] = _apart(item, known)
+            if (ours := _apart(item, known)) is not item:  # some that cannot be changed refuse any
+                made[key] = ours
         return made
     if not _plain(value):
         return value
