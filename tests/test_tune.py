@@ -238,6 +238,19 @@ def test_where_dropout_falls_differently_an_exact_recipe_is_held_to_a_training_w
     assert again.parity.still
 
 
+def test_what_is_drawn_on_an_apple_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Drawing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            there[0] = there[0] + 1
+            return super().forward(x)
+
+    there = [torch.tensor([1, 2], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: there[0])
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: there.__setitem__(0, state))
+    assert prepared(workload(lambda: Drawing(8, 3)), 2).written(seed=0).draws
+
+
 class Noisy(nn.Module):
     """Draws in every mode."""
 

@@ -306,7 +306,7 @@ def shaken(model: nn.Module, seed: int) -> None:
 def _generators() -> list[torch.Tensor]:
     """The states of those that models draw from."""
     state = random_state()
-    return [state["torch"], *state["cuda"]]
+    return [state["torch"], *state["cuda"], *([] if state["mps"] is None else [state["mps"]])]
 
 
 def seeded(seed: int) -> None:
