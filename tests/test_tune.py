@@ -238,6 +238,16 @@ def test_where_dropout_falls_differently_an_exact_recipe_is_held_to_a_training_w
     assert again.parity.still
 
 
+def test_a_winner_that_trains_something_else_from_other_parameters_is_not_confirmed_and_says_so() -> None:
+    subject = prepared(workload(lambda: Dropping(nn.BatchNorm1d(8))), 8)
+    rival = Updates(subject, subject.settings, seed=0)
+    step = PASSES["micro_batch"](size=4)
+    found = confirm(recipe(step), subject, rival, plan=Plan(seconds=0.2), seed=1, must_win=False)
+    assert not found.ok
+    assert found.reason is not None
+    assert found.reason.startswith("From other parameters: With dropout and the like off: The loss of update 1 is ")
+
+
 def test_what_is_drawn_on_an_apple_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     class Drawing(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

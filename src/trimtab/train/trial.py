@@ -74,7 +74,7 @@ def confirm(recipe: Recipe, subject: TrainingSubject, rival: Runner, *, plan: Pl
     """
     settings, written = subject.settings_of(recipe), subject.written(seed=seed)
     figures = judged(recipe, subject, written, plan, seed=seed)
-    if written.draws and not figures["parity"].ok:
+    if recipe.exact and written.draws and not figures["parity"].ok:
         written = dataclasses.replace(written, still=subject.written_still(seed=seed))
         figures = judged(recipe, subject, written, plan, seed=seed)
     with PeakMemory() as peak:
@@ -82,7 +82,7 @@ def confirm(recipe: Recipe, subject: TrainingSubject, rival: Runner, *, plan: Pl
         runner.block(2)
     found = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
     figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _most(peak), "baseline_score": written.final}
-    reason = _unfaithful(recipe, figures["parity"], figures["drop"], written)
+    reason = _unfaithful(recipe, figures["parity"], figures.get("drop"), written)
     reason = reason or _over(figures["peak_mb"], plan) or (_unproven(found) if must_win else None)
     undecided = reason is not None and must_win and found.ratio.doubtful
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, loaded=False, undecided=undecided, **figures)
