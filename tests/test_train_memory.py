@@ -302,6 +302,30 @@ def test_containers_that_cannot_be_changed_are_given_to_a_second_run() -> None:
     assert model.weight.grad is not None
 
 
+def test_what_is_known_by_its_identity_or_has_an_end_of_its_own_is_given_to_a_second_run_itself() -> None:
+    class Mark:
+        """Of what was not given."""
+
+    class Handle:
+        def __init__(self) -> None:
+            self.name = "scratch"
+
+        def __del__(self) -> None:
+            closed.append(self.name)
+
+    class Marked(nn.Linear):
+        def forward(self, x: torch.Tensor, past: Mark, handle: Handle) -> torch.Tensor:  # type: ignore[override]
+            found = super().forward(x)
+            return found.exp() if past is nothing else found
+
+    closed: list[str] = []
+    nothing, handle, model = Mark(), Handle(), Marked(4, 4)
+    Recomputed([model])
+    model(torch.randn(2, 4), nothing, handle).sum().backward()
+    assert model.weight.grad is not None
+    assert not closed
+
+
 def test_inputs_that_are_changed_later_are_left_alone() -> None:
     class Shifted(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,8 @@ _SHARED = (
 def apart(value: Any) -> Any:
     """``value``, in containers and objects of its own, to which nothing is added that is added to those of ``value``.
 
-    Tensors, modules, functions and everything whose class sees to its own copies, or has no attributes, are the same.
+    Tensors, modules, functions and everything that has no attributes, or whose class sees to its own copies or its end, are the
+    same.
     """
     return value if isinstance(value, _SHARED) else _apart(value, {})
 
@@ -61,10 +62,14 @@ def _apart(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _plain(value: Any) -> bool:
-    """Whether an object is its attributes, so that a copy of it is one with the same."""
+    """Whether an object is its attributes, so that a copy of it is one with the same.
+
+    One without any is most often known by its identity, as a mark for what was not given; one that lets go of something when it
+    is gone would do so twice.
+    """
     kind = type(value)
-    own = any(hasattr(kind, name) for name in ("__copy__", "__setstate__")) or any(
+    own = any(hasattr(kind, name) for name in ("__copy__", "__setstate__", "__del__")) or any(
         vars(k).get("__slots__") for k in kind.__mro__
     )
     ways = ("__reduce__", "__reduce_ex__", "__getstate__", "__new__")
-    return hasattr(value, "__dict__") and not own and all(getattr(kind, name) is getattr(object, name) for name in ways)
+    return bool(getattr(value, "__dict__", None)) and not own and all(getattr(kind, n) is getattr(object, n) for n in ways)
