@@ -124,9 +124,7 @@ class StreamTransfer(Transfer):
             for tensor in there:
                 _used_by(tensor, self.stream)
         self._opaque |= opaque(batch)
-        if (
-            self._opaque
-        ):  # nothing can be said of their tensors, whose memory is used again only after what was computed with it
+        if self._opaque:  # nothing is known of their tensors, whose memory is used again only after what was computed with it
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             moved = self.move(batch)
