@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import trimtab
 from trimtab.candidate import Settings
 from trimtab.contracts import BACKENDS, PASSES, Pass
-from trimtab.errors import UsageError, WorkloadError
+from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.evaluate import Plan
 from trimtab.measurement import Drop, Interval
 from trimtab.recipe import Recipe
@@ -246,6 +246,20 @@ def test_a_winner_that_trains_something_else_from_other_parameters_is_not_confir
     assert not found.ok
     assert found.reason is not None
     assert found.reason.startswith("From other parameters: With dropout and the like off: The loss of update 1 is ")
+
+
+def test_a_training_without_dropout_that_fails_once_shaken_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = prepared(workload(Dropping), 4)
+    run = TrainingSubject._run
+
+    def failing(self: TrainingSubject, settings: Settings, seed: int, shake: int | None = None, still: bool = False) -> Any:
+        if still and shake is not None:
+            raise NonFiniteError("The loss is not finite.")
+        return run(self, settings, seed, shake, still)
+
+    monkeypatch.setattr(TrainingSubject, "_run", failing)
+    assert subject.written(seed=0).draws
+    assert subject.written_still(seed=0) is None
 
 
 def test_what_is_drawn_on_an_apple_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,11 +158,10 @@ class TrainingSubject:
         """The same for a training that draws nothing at random, if it can be kept from it."""
         try:
             losses, drew = self._run(self.settings, seed, still=True)
+            shaken_too = [] if drew else [self.losses(self.settings, seed=seed, shake=s, still=True) for s in SHAKEN]
         except WorkloadError:  # some models do something else in evaluation mode, and are judged by what they draw
             return None
-        if drew:
-            return None
-        return Written.of(losses, [self.losses(self.settings, seed=seed, shake=s, still=True) for s in SHAKEN])
+        return None if drew else Written.of(losses, shaken_too)
 
 
 def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> TrainingSubject:
