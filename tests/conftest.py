@@ -29,9 +29,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for wor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts what runs in the background so, and every process that a test means to interrupt would inherit it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+if threading.current_thread() is threading.main_thread():
+    # A shell starts what runs in the background without them, and every process that a test means to end would inherit it.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 OWN_SERVERS = {"test_forkserver.py", "test_odd_processes.py", "test_interruptions.py"}
 

@@ -102,7 +102,7 @@ def test_a_backend_whose_package_is_broken_is_listed_so(tmp_path: pathlib.Path) 
     )
     rows = {row["name"]: row["why_not"] for row in json.loads(found.stdout)}
     assert rows["onnxruntime"].startswith("onnxruntime is installed but cannot be imported (RuntimeError: undefined symbol)")
-    assert rows["openvino"] is None
+    assert rows["eager"] is None
     assert not found.stderr, "which is what packages say to their developers"
 
 

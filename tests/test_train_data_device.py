@@ -53,7 +53,7 @@ def test_workers_are_found_where_reading_waits() -> None:
 
 
 def test_what_lies_in_memory_is_read_here() -> None:
-    found = tune_loader(X, step=0.1, seconds=2, most_workers=1, batch=8)
+    found = tune_loader(X, step=0.4, seconds=2, most_workers=1, batch=8)  # beside which a busy neighbour is little
     assert found.best.workers == 0
     assert "not tried, because only" in str(found)
     with pytest.raises(UsageError, match="seconds is 0"):
@@ -101,7 +101,7 @@ def test_what_fails_on_the_way_to_the_device_is_not_told_as_the_loaders(transfer
 
     with pytest.raises(RuntimeError, match="^CUDA error: an illegal memory access was encountered$"):
         next(fed(RuntimeError("CUDA error: an illegal memory access was encountered")).groups())
-    with pytest.raises(WorkloadError, match=r"no room on its device beside the one before \(CUDA out of memory\. Tried"):
+    with pytest.raises(WorkloadError, match=r"no room on its device \(CUDA out of memory\. Tried"):
         next(fed(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")).groups())
 
 

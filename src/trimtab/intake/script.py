@@ -53,10 +53,11 @@ def _run_file(path: pathlib.Path) -> types.ModuleType:
 
 def _alone(path: pathlib.Path) -> str:
     """What to do where the file fails, which may be one of a package and import with a leading dot what lies beside it."""
-    folder, names = path.resolve().parent, [path.stem]
-    while (folder / "__init__.py").is_file():
+    folders, names = path.resolve().parents, [path.stem]
+    for folder in folders:
+        if not (folder / "__init__.py").is_file():
+            break
         names.insert(0, folder.name)
-        folder = folder.parent
     if len(names) == 1:
         return f"Try it alone: python {path}"
     return f"It lies in a package: where it imports with a leading dot, write {'.'.join(names)}:NAME, in the folder {folder}."

@@ -23,7 +23,7 @@ from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
 _MOVING = final(
-    "A batch has no room on its device beside the one before ({words}). Make the loader's batches smaller; "
+    "A batch has no room on its device ({words}). Make the loader's batches smaller; "
     "Settings(accumulate=...) keeps the update as it is."
 )
 _AS_ONE = "exact_batchnorm runs the batches of an update as one"
