@@ -231,6 +231,7 @@ def test_where_dropout_falls_differently_an_exact_recipe_is_held_to_a_training_w
     assert split.state is State.MISMATCH
     assert split.reason is not None
     assert split.reason.startswith("With dropout and the like off: The loss of update 1 is ")
+    assert split.reason.endswith("as where BatchNorm sees other batches.")
     rival = Updates(subject, subject.settings, seed=0)
     again = confirm(recipe(step), subject, rival, plan=Plan(seconds=0.2), seed=1, must_win=False)
     assert again.ok, again.reason

@@ -22,23 +22,11 @@ from trimtab._said import counted
 from trimtab._tree import Structure, classes, cloned, flatten, names, unflatten
 from trimtab._user_code import user_code
 from trimtab.dims import following, tried
+from trimtab.environment import IMPORT_ERRORS
 from trimtab.errors import CompileError, UsageError, WorkloadError
 from trimtab.signature import Dim, Signature, TensorSpec, input_names, parameter_names, require_plain, specs
 
-MODEL_ERRORS: tuple[type[Exception], ...] = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    pickle.PickleError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
+MODEL_ERRORS: tuple[type[Exception], ...] = (*IMPORT_ERRORS, pickle.PickleError)
 """What a model raises that is run in another way than it was written for. Exceptions of its own are not among them."""
 MOST_THREADS = 1024
 """More than this is a mistake, or an artifact that wants to exhaust whoever loads it."""

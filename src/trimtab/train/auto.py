@@ -26,7 +26,7 @@ from trimtab.train.double import Double, candidate, rounded, seconds_of, why_not
 from trimtab.train.kernels import why_not
 from trimtab.train.memory_errors import out_of_memory
 from trimtab.train.objective import Batch, tensors
-from trimtab.train.own_plans import apart
+from trimtab.train.own_plans import thread_for
 from trimtab.train.peek import first_batches, kept_random
 from trimtab.train.prefetch import mover
 
@@ -96,7 +96,7 @@ def decide(trainer: Trainer, train: Iterable[Batch], updates: int | None) -> Ite
     if not trainer.world.any(not batches):
         with kept_random():
             decisions = _Decisions(trainer, batches, updates)
-            where = apart(trainer.device, "cudnn_benchmark" in fields)  # the convolutions of the run are yet to be chosen
+            where = thread_for(trainer.device, "cudnn_benchmark" in fields)  # the convolutions of the run are yet to be chosen
             where(lambda: decisions.make(fields))
             left = {name for name in fields if trainer.world.any(name in decisions.interrupted)}
             del decisions, where  # and with it the last copies of the model and the optimizer, whose memory the run may need

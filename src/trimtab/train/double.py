@@ -21,7 +21,7 @@ from trimtab.train.feed import Feed
 from trimtab.train.kernels import use_kernels
 from trimtab.train.losses import too_coarse
 from trimtab.train.objective import Batch, Objective, tensors
-from trimtab.train.own_plans import apart
+from trimtab.train.own_plans import thread_for
 from trimtab.train.peek import kept_random
 from trimtab.train.prefetch import mover
 from trimtab.train.recompute import Recomputed, longest_chain
@@ -48,7 +48,7 @@ class Double:
 
     def __init__(self, trainer: Trainer, settings: Settings, batches: Sequence[Batch]) -> None:
         self.settings = settings
-        self._where = apart(trainer.device, settings.cudnn_benchmark is True)
+        self._where = thread_for(trainer.device, settings.cudnn_benchmark is True)
         self.model: nn.Module
         self.model, objective, optimizer = copied(trainer.model, trainer.objective, trainer.optimizer)
         self.modes = trainer.modes
@@ -146,7 +146,7 @@ def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
     moved = mover(trainer.device)(batch)
     trainer.modes.train(model)
     seen = tuple(tensor for tensor in tensors(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
-    made = apart(trainer.device)(lambda: Candidate.of(_Loss(model, objective, moved), seen))
+    made = thread_for(trainer.device)(lambda: Candidate.of(_Loss(model, objective, moved), seen))
     return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads", "autocast")})
 
 

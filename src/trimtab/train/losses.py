@@ -68,8 +68,11 @@ def late(losses: Sequence[float]) -> Sequence[float]:
     return losses[-max(2, len(losses) // LATE) :]
 
 
-def parity(written: Written, losses: Sequence[float], *, exact: bool) -> Parity:
-    """How far ``losses`` are from those as written; an ``exact`` run is held to what rounding explains."""
+def parity(written: Written, losses: Sequence[float], *, exact: bool, still: bool = False) -> Parity:
+    """How far ``losses`` are from those as written; an ``exact`` run is held to what rounding explains.
+
+    ``still`` says that both are of trainings that draw nothing at random.
+    """
     pairs = list(zip(losses, written.losses, strict=True))
     apart = [_gap(ours, theirs) for ours, theirs in pairs]
     far = [i for i, (gap, allowed) in enumerate(zip(apart, written.tolerance, strict=True)) if gap > allowed]
@@ -81,9 +84,11 @@ def parity(written: Written, losses: Sequence[float], *, exact: bool) -> Parity:
         i = far[0]
         reason = (
             f"The loss of update {i + 1} is {losses[i]:.6g}, where it is {written.losses[i]:.6g} as written; rounding explains "
-            f"a difference of {written.tolerance[i]:.2g}. It trains something else, as where BatchNorm or dropout see other "
-            "batches."
+            f"a difference of {written.tolerance[i]:.2g}. It trains something else, as where BatchNorm "
+            f"{'sees' if still else 'or dropout see'} other batches."
         )
+    if still and reason is not None:
+        reason = f"With dropout and the like off: {reason}"
     known = [(abs(ours - theirs), abs(ours - theirs) / max(abs(theirs), 1e-12)) for ours, theirs in _finite(pairs)]
     return Parity(
         ok=reason is None,
@@ -92,6 +97,7 @@ def parity(written: Written, losses: Sequence[float], *, exact: bool) -> Parity:
         max_abs=max((gap for gap, _ in known), default=None),
         max_relative=max((ratio for _, ratio in known), default=None),
         relative_to="size",
+        still=still,
     )
 
 

@@ -64,6 +64,6 @@ class OwnPlans(Here):
             return work()
 
 
-def apart(device: torch.device, wanted: bool = True) -> Here:
+def thread_for(device: torch.device, wanted: bool = True) -> Here:
     """Where work for ``device`` leaves no choice of cuDNN's behind, if that is ``wanted``: on a GPU, a thread of its own."""
     return OwnPlans(device) if wanted and device.type == "cuda" else Here()

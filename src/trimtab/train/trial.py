@@ -92,14 +92,13 @@ def judged(recipe: Recipe, subject: TrainingSubject, written: Written, plan: Pla
     """What the losses of a run say of it.
 
     Where they are others than ``written``, that may be because random numbers fall differently. So an exact recipe is then held
-    to the losses of a training in which none are drawn, and otherwise to where the loss ends up.
+    to the losses of a training in which none are drawn; with them, its loss must only not surely end up higher.
     """
     settings = subject.settings_of(recipe)
     losses = subject.losses(settings, seed=seed)
     found = parity(written, losses, exact=recipe.exact)
     if not found.ok and written.draws and written.still is not None and parity(written, losses, exact=False).ok:
-        found = parity(written.still, subject.losses(settings, seed=seed, still=True), exact=True)
-        found = dataclasses.replace(found, still=True, reason=found.reason and f"With dropout and the like off: {found.reason}")
+        found = parity(written.still, subject.losses(settings, seed=seed, still=True), exact=True, still=True)
     limit = plan.limits.drop_limit(written.final)
     return (
         {"parity": found, "score": final(losses), "drop": increase(written, losses, limit)} if found.ok else {"parity": found}
