@@ -8,6 +8,7 @@ import copy
 import functools
 import gc
 import pathlib
+import re
 import signal
 import threading
 import time
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError
-from trimtab.train import auto, double
+from trimtab.train import auto, double, gradients
 from trimtab.train.adjust import Workers, _window
 from trimtab.train.clock import HostClock
 from trimtab.train.distributed.data import share
@@ -366,3 +367,100 @@ def test_a_layout_in_which_dropout_falls_differently_is_judged_by_the_same_stati
     other = double.Double(made, Settings(threads=1, memory_format="channels_last"), decisions.batches)
     assert [float(each.loss) for each in other.round()] != [float(each.loss) for each in decisions.best.round()]  # type: ignore[union-attr]
     assert decisions._difference(other, exact=True) is None
+    assert float(functional.dropout(torch.ones(100), 0.5).min()) == 0  # random numbers are drawn as before
+    assert all(module.training for module in other.model.modules())
+
+
+class Contiguous(torch.autograd.Function):
+    """Passes on what it gets, and takes gradients for contiguous: kernels that people write do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        shape = gradients[0].shape
+        return gradients[0].as_strided(shape, torch.empty(shape).stride()).clone()
+
+
+class Careless(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Contiguous.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Decaying(nn.Module):
+    """Changes a buffer in place before it is used, for which torch compiles a backward pass that sees it as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.9)  # type: ignore[operator]
+        return (self.layer(x) * self.scale).square()  # type: ignore[no-any-return, operator]
+
+
+def decided(model: nn.Module, settings: Settings, inputs: torch.Tensor) -> str | None:
+    """What speaks against ``settings`` for ``model`` beside how long they take."""
+    classes = torch.randint(4, (len(inputs),))
+    made = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
+    decisions = auto._Decisions(made, [(inputs, classes)], None)
+    decisions.make([])
+    return decisions._difference(double.Double(made, settings, decisions.batches), exact=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_layout_with_the_same_loss_and_another_gradient_is_off(dropout: float) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), Careless(), nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(dropout), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(8 * 16, 4))
+    found = decided(model, Settings(threads=1, memory_format="channels_last"), torch.randn(16, 3, 4, 4))
+    assert found is not None
+    assert re.fullmatch(r"its gradient differs by [0-9.]+ of what it was, and 0\.02 is allowed\.", found)
+    model[1] = nn.Identity()
+    assert decided(model, Settings(threads=1, memory_format="channels_last"), torch.randn(16, 3, 4, 4)) is None
+
+
+def test_a_backward_pass_that_torch_compiles_wrongly_is_off() -> None:
+    torch.manual_seed(0)
+    compiled = Settings(threads=1, compile=True)
+    found = decided(Decaying(), compiled, torch.randn(8, 4))
+    assert found is not None
+    assert found.startswith("its gradient differs by ")
+    assert decided(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), compiled, torch.randn(8, 4)) is None
+
+
+def test_gradients_of_a_model_that_amplifies_rounding_are_not_held_to_what_others_keep() -> None:
+    class Steep(nn.Module):
+        """Its loss says nothing of an angle whose gradient is as large as its frequency."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 1 + 1e-5 * torch.sin(1e6 * self.layer(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    made = Trainer(Steep(), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
+    decisions = auto._Decisions(made, [(torch.randn(16, 64), torch.zeros(16, 1))], None)
+    decisions.make([])
+    other = double.Double(made, Settings(threads=1), decisions.batches)
+    with other.shaken(1e-7):  # as another order of its sums would
+        assert gradients.apart(decisions.best.watched().gradient, other.watched().gradient) > auto.GRADIENT  # type: ignore[union-attr]
+        assert decisions._difference(other, exact=True) is None
+    assert gradients.apart(decisions.best.watched().gradient, other.watched().gradient) == 0  # type: ignore[union-attr]
+
+
+def test_how_far_two_gradients_are_apart() -> None:
+    one, other = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])
+    assert gradients.apart([one], [other]) == pytest.approx(0.1)
+    assert gradients.apart([one, None], [one, torch.zeros(2)]) == 0  # compiled code makes zeros of what is not there
+    assert gradients.apart([one, None], [one, one]) == pytest.approx(100)
+    assert gradients.apart([one, one * 1e-9], [one, -one * 1e-9]) < 1e-6  # of rounding alone
+    assert gradients.apart([one.to_sparse()], [other.to_sparse()]) == pytest.approx(0.1)
+    assert gradients.apart([one.to_sparse()], [other]) == pytest.approx(0.1)
+    assert gradients.apart([], [one]) == 0  # an update was left out
+    assert gradients.apart([torch.zeros(2)], [torch.zeros(2)]) == 0

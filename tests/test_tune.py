@@ -288,6 +288,30 @@ class Noisy(nn.Module):
         return self.head(x + 0.1 * torch.randn(x.shape[1], len(x)).T)
 
 
+class Masked(nn.Module):
+    """Has a buffer of floats beside dropout of its own, as attention with a mask of its own has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("mask", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 8) to (B, 3)."""
+        kept = nn.functional.dropout(x * self.mask, 0.1, self.training)
+        return nn.functional.dropout(self.head(kept), 0.1, self.training)
+
+
+def test_a_module_whose_buffers_stay_as_they_are_is_kept_from_drawing() -> None:
+    subject = prepared(workload(Masked), 8)
+    assert subject.gathering == frozenset()
+    found = tried(subject, PASSES["micro_batch"](size=4))
+    assert found.state is State.COMPLETE, found.reason
+    assert found.parity is not None
+    assert found.parity.still
+    assert prepared(workload(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))), 2).gathering == {"0"}
+
+
 def test_what_cannot_be_kept_from_drawing_is_held_to_the_losses_as_written() -> None:
     assert not prepared(workload(network(nn.ReLU)), 4).written(seed=0).draws
     noisy = prepared(workload(Noisy), 8)

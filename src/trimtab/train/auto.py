@@ -6,6 +6,7 @@ the best so far, and is on only if the lower end of its speed-up is above 1 and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -21,9 +22,11 @@ from trimtab.environment import Environment
 from trimtab.errors import TrimtabError
 from trimtab.measure.pairs import Progress, compare
 from trimtab.measurement import Interval
+from trimtab.train import gradients
 from trimtab.train.compiling import WORTH_S, CompiledStep, first_line
-from trimtab.train.double import Double, candidate, rounded, seconds_of, why_not_alone
+from trimtab.train.double import Double, Watched, candidate, rounded, seconds_of, why_not_alone
 from trimtab.train.kernels import why_not
+from trimtab.train.losses import MARGIN, SHAKE
 from trimtab.train.memory_errors import out_of_memory
 from trimtab.train.objective import Batch, tensors
 from trimtab.train.own_plans import thread_for
@@ -54,6 +57,10 @@ MOST_ROUNDS = 64
 EXACT, LOSSY = 1e-3, 0.05
 """How far losses may be from those of the run as it is, relative to them; and, where rounded, targets from themselves, relative
 to what they vary by."""
+GRADIENT = 0.02
+"""How far the gradient of a parameter may be from that of the run as it is, relative to it, whatever rounding explains."""
+TF32 = 2.0**-10
+"""How far this precision rounds."""
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 """What torch raises where a technique does not fit a model, an optimizer or a processor; trimtab's own errors come beside."""
 
@@ -247,24 +254,28 @@ class _Decisions:
         return _Verdict(f"on: it ran at {_times(ratio)}.{self._paid(field, ratio, first_s - later_s)}", other)
 
     def _difference(self, other: Double, *, exact: bool) -> str | None:
-        """How the losses of ``other`` differ from those of the best so far on the same batches, if they do."""
+        """How the losses and gradients of ``other`` differ from those of the best so far on the same batches, if they do."""
         assert self.best is not None
-        with kept_random():
-            want = self.best.round()
-        with kept_random():
-            got = other.round()
-        if not all(each.finite or each.overflowed for each in got):
+        bound = EXACT if exact else LOSSY
+        other.take_buffers(self.best)
+        want, got = self.best.watched(), other.watched()
+        if not all(update.finite or update.overflowed for update in got.updates):
             return "its gradient is not finite."
         if not exact and (coarse := rounded(other.model, other.step.objective, other.settings, self.batches[0], LOSSY)):
             return coarse[0].lower() + coarse[1:]
-        bound = EXACT if exact else LOSSY
-        losses = [[float(each.loss) for each in side] for side in (want, got)]
-        if _apart(*losses) <= bound:
-            return None
-        # Random numbers may fall differently, as in another layout, which evaluation leaves out, but for what they did before.
-        other.take_buffers(self.best)
-        apart = _apart(self.best.evaluated(), other.evaluated())
-        return None if apart <= bound else f"its loss differs by {apart:.2g} of what it was, and {bound:g} is allowed."
+        with contextlib.ExitStack() as still:
+            if _apart(want, got) > bound:  # random numbers may fall differently, as those of dropout do in another layout
+                still.enter_context(self.best.still())
+                still.enter_context(other.still())
+                other.take_buffers(self.best)
+                want, got = self.best.watched(), other.watched()
+                if (apart := _apart(want, got)) > bound:
+                    return f"its loss differs by {apart:.2g} of what it was, and {bound:g} is allowed."
+            if not exact or (apart := gradients.apart(want.gradient, got.gradient)) <= GRADIENT:
+                return None
+            with self.best.shaken(_rounding(other.settings)):
+                bound = max(GRADIENT, MARGIN * gradients.apart(want.gradient, self.best.watched().gradient))
+        return None if apart <= bound else f"its gradient differs by {apart:.2g} of what it was, and {bound:.2g} is allowed."
 
     def _ratio(self, other: Double, seconds: float) -> Interval:
         """How many times faster ``other`` is than the best so far."""
@@ -311,10 +322,17 @@ def _techniques(field: str) -> Iterator[Pass]:
                 yield cls(**dict(zip(choices, values, strict=True)))
 
 
-def _apart(want: Sequence[float], got: Sequence[float]) -> float:
-    """The largest difference of two rows of losses, relative to the first."""
-    pairs = zip(want, got, strict=True)
+def _apart(want: Watched, got: Watched) -> float:
+    """The largest difference of their losses, relative to the first."""
+    pairs = [(float(a.loss), float(b.loss)) for a, b in zip(want.updates, got.updates, strict=True)]
     return max((abs(b - a) / max(abs(a), 1e-6) if math.isfinite(b) else math.inf for a, b in pairs), default=0.0)
+
+
+def _rounding(settings: Settings) -> float:
+    """How far a number moves that is rounded as under ``settings``, relative to it."""
+    if settings.autocast is not None:
+        return float(torch.finfo(getattr(torch, settings.autocast)).eps)
+    return TF32 if torch.device(settings.device).type == "cuda" else SHAKE  # convolutions there round so, unless told otherwise
 
 
 def _times(ratio: Interval) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,20 +20,31 @@ from trimtab.train import prepare
 from trimtab.train.batch_size import plan_for
 from trimtab.train.clock import HostClock
 from trimtab.train.feed import Feed
+from trimtab.train.gradients import seen
 from trimtab.train.kernels import use_kernels
-from trimtab.train.losses import too_coarse
+from trimtab.train.losses import shaken, too_coarse
+from trimtab.train.modes import Still, floats, gathered
 from trimtab.train.objective import Batch, Objective, tensors
 from trimtab.train.own_plans import thread_for
 from trimtab.train.peek import kept_random
 from trimtab.train.prefetch import mover
 from trimtab.train.recompute import Recomputed, longest_chain
-from trimtab.train.rehearsal import modules_of_both, stand_still
+from trimtab.train.rehearsal import Kept, modules_of_both, stand_still
 from trimtab.train.runtime import running
 from trimtab.train.world import World
 
 if TYPE_CHECKING:
     from trimtab.train.step import Update
     from trimtab.train.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """One update from each group of batches."""
+
+    updates: list[Update]
+    gradient: list[torch.Tensor | None]
+    """Of each parameter in the first of the updates that was made; none where all were left out."""
 
 
 class Double:
@@ -107,21 +120,39 @@ class Double:
                 if mine.get_buffer(name).shape == buffer.shape:  # some grow
                     mine.get_buffer(name).copy_(buffer)
 
-    def evaluated(self) -> list[float]:
-        """The losses in evaluation mode, which draws no random numbers; with gradients, which some losses are made of."""
-        return self._where(self._evaluated)
-
-    @torch.enable_grad()
-    def _evaluated(self) -> list[float]:
-        self.model.eval()
+    def watched(self) -> Watched:
+        """A round that leaves buffers and random generators as they are."""
+        kept = Kept((), modules_of_both(self.model, self.step.objective.module))
         try:
-            with running(self.settings):
-                self.feed.begin(0)
-                batches = [batch for group in self.feed.groups() for batch in group]
-                with self.step.precision():
-                    return [float(self.step.objective(self.model, batch)[0].detach()) for batch in batches]
+            with kept_random(), seen(self.step.optimizer) as gradient:
+                return Watched(self.round(), gradient)
         finally:
-            self.modes.train(self.model)
+            kept.put_back()
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """A block in which dropout and the like are off, so that rounds draw no random numbers."""
+        before, modes = floats(self.model), self.modes
+        self.round()
+        self.modes = still = Still(self.model, gathered(self.model, before))
+        try:
+            still.look()
+            still.train()
+            yield
+        finally:
+            still.end()
+            self.modes = modes
+            modes.train(self.model)
+
+    @contextlib.contextmanager
+    def shaken(self, size: float) -> Iterator[None]:
+        """A block in which the parameters are others, by ``size`` relative to them."""
+        kept = Kept(self.model.parameters())
+        shaken(self.model, 0, size)
+        try:
+            yield
+        finally:
+            kept.put_back()
 
 
 class _Loss(nn.Module):

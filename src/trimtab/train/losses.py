@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from trimtab.measure.quantiles import t_quantile
 from trimtab.measurement import Drop, Parity
@@ -18,6 +19,8 @@ ROUNDING = 1e-4
 """Relative difference of two losses that rounding explains whatever the model, such as that of a sum in another order."""
 MARGIN = 10.0
 """How many times as far as the runs that were shaken an exact run may be from the run as written."""
+SHAKE = 1e-6
+"""How far those are shaken, relative to each value: some units in the last place of a float32."""
 LATE = 4
 """The last fourth of the updates is what a lossy run is judged by."""
 
@@ -137,6 +140,16 @@ def increase(written: Written, losses: Sequence[float], limit: float) -> Drop:
     half = t_quantile(0.975, n - 1) * statistics.stdev(apart) / math.sqrt(n)
     decided = True if value + half <= limit else False if value - half > limit else None
     return Drop(value=value, low=value - half, upper=value + half, n=n, limit=limit, decided=decided, of="loss")
+
+
+@torch.no_grad()
+def shaken(model: nn.Module, seed: int, size: float = SHAKE) -> None:
+    """Move every trained value of ``model``, by ``size`` relative to it or thereabouts."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.mul_(1 + size * noise.to(parameter.device, parameter.dtype))
 
 
 def _gap(one: float, other: float) -> float:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from trimtab.train.attributes import same
 
 _FROZEN: WeakSet[nn.Module] = WeakSet()
 """What was in evaluation mode when its model was last seen in training mode: every run leaves all of a model in the former."""
@@ -94,22 +98,43 @@ class Modes:
 class Still(Modes):
     """Keeps ``model`` from drawing random numbers that training asks for: dropout and the like are in evaluation mode.
 
-    What gathers statistics, and so has buffers of floats, trains as it did; recurrent layers do, because a GPU cannot go back
-    through others, and lose their dropout for good.
+    What gathers statistics trains as it did; recurrent layers do, because a GPU cannot go back through others, and have no
+    dropout until the :meth:`end`.
+
+    Args:
+        gathering: the names of modules that gather statistics, beside torch's own normalisation layers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, gathering: Collection[str]) -> None:
         super().__init__(model)
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.dropout = 0.0
+        self._gathering = gathering
+        recurrent = (module for module in model.modules() if isinstance(module, nn.RNNBase))
+        self._dropouts = [(module, module.dropout) for module in recurrent]
+        for module, _ in self._dropouts:
+            module.dropout = 0.0
 
     def train(self, copy: nn.Module | None = None) -> None:
         """Training mode for what would not draw."""
         super().train(copy)
-        for module in (self.model if copy is None else copy).modules():
-            gathers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
-            module.training &= gathers or isinstance(module, (_NormBase, nn.RNNBase))
+        for name, module in (self.model if copy is None else copy).named_modules():
+            module.training &= name in self._gathering or isinstance(module, (_NormBase, nn.RNNBase))
+
+    def end(self) -> None:
+        """Give recurrent layers their dropout back."""
+        for module, dropout in self._dropouts:
+            module.dropout = dropout
+
+
+def floats(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the buffers of floats, by name."""
+    found = model.named_buffers(remove_duplicate=False)
+    return {name: buffer.detach().clone() for name, buffer in found if not is_lazy(buffer) and buffer.is_floating_point()}
+
+
+def gathered(model: nn.Module, before: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of the modules that have another buffer of floats than ``before``: they gather statistics."""
+    now = floats(model).items()
+    return {name.rpartition(".")[0] for name, buffer in now if name not in before or not same(buffer, before[name])}
 
 
 def _matters(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -23,8 +24,8 @@ from trimtab.train.auto import OFF
 from trimtab.train.double import candidate, rounded
 from trimtab.train.events import Event, Progressed
 from trimtab.train.feed import Seekable
-from trimtab.train.losses import Written, late
-from trimtab.train.modes import Still
+from trimtab.train.losses import Written, late, shaken
+from trimtab.train.modes import Still, floats, gathered
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.runtime import random_state
 from trimtab.train.trainer import Trainer
@@ -33,8 +34,6 @@ from trimtab.workload import Training, Workload, user_code
 
 SHAKEN = (11, 12)
 """Seeds of the runs whose parameters are shaken."""
-SHAKE = 1e-6
-"""How much, relative to each value: some units in the last place of a float32."""
 REPEATS = 0.01
 """Relative difference between the first losses of two runs from the same seed that no rounding explains."""
 EPOCHS_APART = 1000
@@ -83,6 +82,15 @@ class TrainingSubject:
             now = step.apply(now)
         return now.settings
 
+    @functools.cached_property
+    def gathering(self) -> frozenset[str]:
+        """The names of modules that gather statistics in training."""
+        trainer = self.trainer(self.settings, self.workload.seed)
+        before = floats(trainer.model)
+        with user_code("The training failed"):
+            trainer.fit(self.batches[: self.settings.accumulate], steps=1)
+        return frozenset(gathered(trainer.model, before))
+
     def losses(self, settings: Settings, *, seed: int, shake: int | None = None, still: bool = False) -> list[float]:
         """The loss of each of the first updates under ``settings``.
 
@@ -109,7 +117,7 @@ class TrainingSubject:
         if shake is not None:
             shaken(trainer.model, shake)
         if still:
-            trainer.modes = Still(trainer.model)
+            trainer.modes = Still(trainer.model, self.gathering)
         seeded(seed)
         before = _generators()
         with user_code("The training failed"):
@@ -290,16 +298,6 @@ def built(workload: Workload) -> nn.Module:
         return copy.deepcopy(model)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         raise WorkloadError(f"The model cannot be copied: {error}. Give a function that builds it instead.") from error
-
-
-@torch.no_grad()
-def shaken(model: nn.Module, seed: int) -> None:
-    """Move every trained value of ``model`` by some units in the last place."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.mul_(1 + SHAKE * noise.to(parameter.device, parameter.dtype))
 
 
 def _generators() -> list[torch.Tensor]:
