@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from trimtab._fixes import told
 from trimtab._said import an, counted, of_type
@@ -74,3 +75,33 @@ def test_of_a_users_torchscript_is_told_what_was_raised_and_where_it_was_called(
         scripted(torch.ones(2, 2))
     told = r"The model failed: RuntimeError: shape '\[3, 5\]' is invalid for input of size 4 \(.*test_told\.py, line \d+\)"
     assert re.fullmatch(told, str(failed.value))
+
+
+class Broken(Dataset[torch.Tensor]):
+    """Raises another kind of exception for each of its examples."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0:
+            return torch.tensor({}["label"])
+        if index == 1:
+            return torch.tensor(len(b"\xff".decode()))  # torch cannot make this one anew, which has four arguments
+        try:
+            raise ValueError("no image")
+        except ValueError as error:
+            raise LookupError("Image 2 is broken.\nIt has no header.") from error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_worker_of_a_loader_raised_is_told_as_if_it_had_been_raised_here(workers: int) -> None:
+    told = [
+        r"KeyError: 'label'",
+        r"UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        r"LookupError: Image 2 is broken.\nIt has no header.",
+    ]
+    for index, words in enumerate(told):
+        with pytest.raises(WorkloadError) as failed, user_code("The loader raised"):
+            next(iter(DataLoader(Broken(), sampler=[index], num_workers=workers)))
+        assert re.fullmatch(rf"The loader raised: {words} \(.*test_told\.py, line \d+\)", str(failed.value))

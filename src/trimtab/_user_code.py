@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import sysconfig
 import traceback
+from collections.abc import Iterable
 
 from trimtab._disk import out_of_space
 from trimtab._fixes import raised, told, with_fix
@@ -18,6 +20,10 @@ BY_HAND = "Call the model with these inputs yourself."
 
 IN_WORKER = "TRIMTAB_WORKER"
 """Environment variable that tells the code in a process of ours, and in those that it starts, that it is in one."""
+_CARRIED = re.compile(r"(?s).*Original Traceback \(most recent call last\):\n(.*\nTraceback \(most recent call last\):\n)?")
+"""What torch puts before the text of an exception that it carries from a process of its own, as a worker of a loader is: all up
+to the last of the tracebacks, each of which was the cause of the next."""
+_FRAME = re.compile(r'File "(.*)", line (\d+)')
 _INSIDE = bool(os.environ.get(IN_WORKER))
 """Whether this is one, whatever becomes of its environment."""
 
@@ -47,9 +53,7 @@ class user_code:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
-            exits = isinstance(error, SystemExit)
-            words = f"it called sys.exit({error})" if exits else f"{type(error).__name__}: {raised(said(error))}"
-            told = f"{self.what}: {words}{_place(error)}"
+            told = f"{self.what}: {_words(error)}"
             raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
 
 
@@ -66,12 +70,29 @@ class writing:
             raise CompileError(f"Writing it failed: {type(error).__name__}: {told(said(error))}{_place(error)}.") from error
 
 
+def _words(error: BaseException) -> str:
+    """What ``error`` says, and where in the user's code it was raised."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error}){_place(error)}"
+    text = said(error)
+    if (found := _CARRIED.search(text)) is None:
+        return f"{type(error).__name__}: {raised(text)}{_place(error)}"
+    lines = text[found.end() :].rstrip().splitlines()
+    first = next((index for index, line in enumerate(lines) if not line.startswith(" ")), 0)
+    frames = [(match[1], int(match[2])) for match in _FRAME.finditer("\n".join(lines[:first]))]
+    return "\n".join(lines[first:]) + _nearest(frames)
+
+
 def _place(error: BaseException) -> str:
     """`` (model.py, line 12)``: the line of the user's own code that is nearest to where ``error`` was raised."""
+    return _nearest([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
+
+
+def _nearest(frames: Iterable[tuple[str, int]]) -> str:
+    """The last of ``frames``, files and lines in them, that is of the user's own code."""
     libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(pathlib.Path(__file__).parent))
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(("<", *(library + os.sep for library in libraries)))]
+    own = [each for each in frames if not each[0].startswith(("<", *(library + os.sep for library in libraries)))]
     if not own:
         return ""
-    path, here = pathlib.Path(own[-1].filename), pathlib.Path.cwd()
-    return f" ({path.relative_to(here) if path.is_relative_to(here) else path}, line {own[-1].lineno})"
+    path, here = pathlib.Path(own[-1][0]), pathlib.Path.cwd()
+    return f" ({path.relative_to(here) if path.is_relative_to(here) else path}, line {own[-1][1]})"
