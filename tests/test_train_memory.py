@@ -370,7 +370,7 @@ def test_a_model_that_differentiates_within_is_refused() -> None:
             return grad.square().sum()
 
     model, x = Penalised(), torch.randn(4, 8)
-    with pytest.raises(WorkloadError, match="differentiates within its own forward pass"):
+    with pytest.raises(WorkloadError, match="the model or the loss differentiates within the forward pass"):
         choose(model, lambda: model(x), 1e3, CPU)
 
 
@@ -381,7 +381,7 @@ def test_what_torch_func_cannot_differentiate_is_no_fault_of_the_model() -> None
         return found
 
     for settings, fix in (
-        (Settings(activation_mb=1e-3), "differentiates within its own forward pass. Leave it out"),
+        (Settings(activation_mb=1e-3), "differentiates within the forward pass, as a gradient penalty does. Leave it out"),
         (Settings(segments=2), r"torch.func differentiates here.* Leave Settings\(segments=...\) out"),
     ):
         trainer = Trainer(
