@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
+import multiprocessing
 import pathlib
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, StackDataset, Subset
 
 from _runs import COUNTED, EPOCH, STAYING, Drawing, Stream, loader, told, trainer
+from trimtab import Settings
 from trimtab.train.batch_size import find_batch
 from trimtab.train.clock import HostClock
 from trimtab.train.draws import generators_of
@@ -77,6 +81,23 @@ def test_workers_of_the_validation_that_stay_leave_the_training_as_it_was(tmp_pa
     resumed = trainer(checkpoint=tmp_path).resume()
     resumed.fit(loader(), loader(**STAYING), epochs=3)
     assert cut.model.seen + resumed.model.seen == whole.model.seen
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(batch="auto", adjust=True, activation_mb=1.0, memory_format="auto")])
+def test_a_trainer_goes_with_whoever_had_it_and_workers_that_stay_go_with_it(settings: Settings) -> None:
+    trainer().fit(loader(), epochs=1)  # torch keeps what ran while it imported parts of itself
+    gc.collect()
+    gc.disable()  # which would find it too, but then torch waits five seconds for each of the workers
+    try:
+        made, batches = trainer(settings=settings), loader(**STAYING)
+        made.fit(batches, epochs=2)
+        (worker,) = multiprocessing.active_children()
+        gone = weakref.ref(made)
+        del made, batches
+        assert gone() is None
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
 
 
 class Noisy(Dataset[Any]):

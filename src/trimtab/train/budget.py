@@ -73,8 +73,8 @@ def choose(
             traced = trace(model, forward, device)
         except DifferentiatedError as error:
             raise WorkloadError(
-                "activation_mb cannot be kept where the model or the loss differentiates within the forward pass, as a gradient "
-                "penalty does. Leave it out, and make micro-batches smaller: Settings(batch=...)."
+                "activation_mb cannot be kept where the model or the loss differentiates within the forward pass, as a "
+                "gradient penalty does. Leave it out, and make micro-batches smaller: Settings(batch=...)."
             ) from error
         except (RuntimeError, MemoryError) as error:
             go_on(error, repeats=world.repeats)

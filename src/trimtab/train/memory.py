@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -51,7 +52,7 @@ class Room:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+        self.trainer = trainer = weakref.proxy(trainer)  # which has it: both are to go when nobody else has the trainer
         self.additive = Additive(trainer)
         self.fitting = Fitting(trainer, self.additive)
         self._recomputed: Recomputed | None = None
