@@ -147,7 +147,7 @@ def test_run_py_fails_on_wrong_weights(folder: pathlib.Path, tmp_path: pathlib.P
 def test_the_manifest_states_the_facts(pristine: Artifact) -> None:
     manifest = pristine.manifest
     assert manifest.workload == "digits"
-    assert manifest.full_recipe == Recipe(backend=Eager())
+    assert Recipe.from_json(manifest.recipe) == Recipe(backend=Eager())
     assert manifest.native_code is False
     assert manifest.limits == Limits(max_drop=0.01)
     assert manifest.evidence == {"speedup": {"value": 2.0, "low": 1.9, "high": 2.1}, "size_mb": 0.012}

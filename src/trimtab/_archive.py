@@ -109,7 +109,7 @@ def save_program(program: ExportedProgram, path: str | os.PathLike[str]) -> None
         temporary.unlink(missing_ok=True)
 
 
-def load_torchscript(path: str | os.PathLike[str], device: str = "cpu") -> torch.jit.ScriptModule:
+def load_torchscript(path: str | os.PathLike[str]) -> torch.jit.ScriptModule:
     """The TorchScript module that :func:`torch.jit.save` wrote to ``path``.
 
     Raises:
@@ -123,7 +123,7 @@ def load_torchscript(path: str | os.PathLike[str], device: str = "cpu") -> torch
             archive.writestr(f"archive/{name}", bytes(data))
     buffer.seek(0)
     try:
-        module: torch.jit.ScriptModule = torch.jit.load(buffer, map_location=device)  # type: ignore[no-untyped-call]
+        module: torch.jit.ScriptModule = torch.jit.load(buffer, map_location="cpu")  # type: ignore[no-untyped-call]
     except PROGRAM_ERRORS as error:
         raise IntegrityError(f"{path} is not a TorchScript module that torch can read: {_first_line(error)}") from error
     return module

@@ -25,7 +25,6 @@ from trimtab.contracts import BACKENDS, Backend, technique_from_json
 from trimtab.environment import Environment
 from trimtab.errors import ArtifactError, IntegrityError, UsageError
 from trimtab.measurement import Interval
-from trimtab.recipe import Recipe
 from trimtab.signature import Signature
 from trimtab.workload import Limits
 
@@ -110,15 +109,6 @@ class Manifest:
         found: Backend = technique_from_json(BACKENDS, self.recipe.get("backend"))
         return found
 
-    @property
-    def full_recipe(self) -> Recipe:
-        """The recipe as an object.
-
-        Raises:
-            UsageError: one of its passes is not installed here.
-        """
-        return Recipe.from_json(self.recipe)
-
 
 @mended_by(COPY)
 def read_manifest(folder: pathlib.Path) -> Manifest:
@@ -151,7 +141,7 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         raise IntegrityError(f"{path} cannot be read: {_short(error)}") from error
     if not same:
         raise IntegrityError(f"{path} was changed after it was written: it does not have the digest that it states.")
-    _check(manifest, data)
+    _check(manifest)
     return manifest
 
 
@@ -241,7 +231,7 @@ def _present(folder: pathlib.Path) -> tuple[dict[str, int], list[str]]:
     return sizes, odd
 
 
-def _check(manifest: Manifest, data: Mapping[str, Any]) -> None:
+def _check(manifest: Manifest) -> None:
     """Refuse a manifest whose parts do not fit each other."""
     _check_names(manifest)
     _check_signature(manifest.signature)

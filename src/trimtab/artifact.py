@@ -237,7 +237,7 @@ def _refuse_other_processors(proven: Environment) -> None:
         )
 
 
-def verify(path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None) -> Verification:
+def verify(path: str | os.PathLike[str], *, trust: bool = False) -> Verification:
     """Replay what the artifact claims of its files and outputs. Speed takes processes: :func:`trimtab.verify` adds it.
 
     Raises:
@@ -252,7 +252,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, threads: int | 
     reason = "The files are not what was written, so nothing was run."
     if not wrong:
         golden = artifact.golden()
-        executable = artifact.load(trust=trust, threads=threads)
+        executable = artifact.load(trust=trust)
         parity = _replay(executable, golden, manifest)
         reason = manifest.baseline_reason or "It was not asked for."
         if not parity.ok:

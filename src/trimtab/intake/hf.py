@@ -182,7 +182,7 @@ def _form(model: Any, folder: pathlib.Path) -> Form:
     if model.main_input_name == "pixel_values" or (both and "pixel_values" in taken):
         shapes["pixel_values"] = (batch, *_image_size(config, folder))
     if model.main_input_name in ("input_values", "input_features"):
-        shapes[model.main_input_name] = (batch, *_audio_size(config, folder, model.main_input_name))
+        shapes[model.main_input_name] = (batch, *_audio_size(config, model.main_input_name))
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in taken:
         shapes["decoder_input_ids"] = (batch, Dim("decoder_length", max=_longest(model, config)))
     if not shapes:
@@ -233,7 +233,7 @@ def _preprocessing(folder: pathlib.Path) -> Any:
     return found.get("crop_size") or found.get("size")
 
 
-def _audio_size(config: Any, folder: pathlib.Path, name: str) -> tuple[int | Dim, ...]:
+def _audio_size(config: Any, name: str) -> tuple[int | Dim, ...]:
     """Samples of one second, or a spectrogram of the size that the model was made for."""
     bands = getattr(config, "num_mel_bins", None)
     if name == "input_features":

@@ -56,10 +56,9 @@ class Host:
     some tens of microseconds. ``proc`` is where the process file system is mounted.
     """
 
-    def __init__(self, pids: Iterable[int], proc: str | os.PathLike[str] = "/proc", refresh_s: float = 1.0) -> None:
+    def __init__(self, pids: Iterable[int], proc: str | os.PathLike[str] = "/proc") -> None:
         self._roots = frozenset(pids)
         self._proc = pathlib.Path(proc)
-        self._refresh_ns = int(refresh_s * 1e9)
         self._family: Collection[int] = self._roots
         self._listed_ns: int | None = None
         self._usable = _usable(self._roots)
@@ -93,7 +92,7 @@ class Host:
         return (cpu, count) if len(cpu) > STEAL and any(cpu) else None  # a sandbox may show a file full of zeros
 
     def _processes(self, now_ns: int) -> Collection[int]:
-        if self._listed_ns is None or now_ns - self._listed_ns > self._refresh_ns:
+        if self._listed_ns is None or now_ns - self._listed_ns > 1e9:
             self._family = descendants(self._roots, self._proc)
             self._listed_ns = now_ns
         return self._family

@@ -171,13 +171,6 @@ def quick(candidate: Runner, rival: Runner, seconds: float = 1.5) -> Comparison:
     return compare(candidate, rival, width=0.06, seconds=seconds, min_quads=4)
 
 
-def self_noise(runner: Runner, *, seconds: float = 3.0, quads: int = 6) -> float:
-    """How far apart two blocks of the same thing lie: half the width of the central 95% of their ratios (0.02 is 2%)."""
-    found = compare(runner, runner, seconds=seconds, min_quads=quads, max_quads=quads)
-    assert found.noise is not None
-    return found.noise
-
-
 class _Session:
     """Quads of one comparison, sorted as they come."""
 

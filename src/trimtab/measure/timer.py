@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
 import os
 import statistics
 import time
@@ -86,35 +85,6 @@ class LocalRunner:
         return times
 
 
-class CudaEventRunner:
-    """Times ``call`` by the clock of a CUDA device: what the device was busy with, without the wait for the host between calls.
-
-    Use it to tell a slow kernel from a slow launch; what a caller waits for is timed by :class:`LocalRunner`.
-    """
-
-    def __init__(self, call: Callable[[], object], device: torch.device | str = "cuda") -> None:
-        self.pid = os.getpid()
-        self._call = call
-        self._device = torch.device(device)
-
-    def block(self, calls: int) -> list[int]:
-        """Nanoseconds of each call on the device's current stream, read once all of them are done."""
-        for _ in range(unrecorded(calls)):
-            self._call()
-        stream = torch.cuda.current_stream(self._device)
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]  # type: ignore[no-untyped-call]
-        marks[0].record(stream)
-        for mark in marks[1:]:
-            self._call()
-            mark.record(stream)
-        torch.cuda.synchronize(self._device)
-        return [round(a.elapsed_time(b) * 1e6) for a, b in itertools.pairwise(marks)]
-
-    def pace(self) -> int:
-        """How fast the core is now that gives the device its orders."""
-        return pace()
-
-
 @dataclasses.dataclass(frozen=True)
 class WarmUp:
     """How a warm-up ended."""
@@ -128,8 +98,8 @@ class WarmUp:
     """Wall-clock time of one call, all overheads included."""
 
 
-def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S, steady: float = STEADY) -> WarmUp:
-    """Run blocks until the last three medians are within ``steady`` of each other, or ``seconds`` are up.
+def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S) -> WarmUp:
+    """Run blocks until the last three medians are within :data:`STEADY` of each other, or ``seconds`` are up.
 
     Block lengths come from the wall clock and not from what the runner reports, which may be scaled. At least
     three calls are made, unless they take more than four times ``seconds``, because runtimes optimize during the first two.
@@ -146,7 +116,7 @@ def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S, s
         wanted = calls_for(block_s, call_s)
         grown = wanted <= 2 * calls  # until then calls were too few to say how long one takes
         medians = [*medians[-2:], statistics.median(times)] if grown else []
-        settled = len(medians) == 3 and max(medians) <= (1 + steady) * min(medians)
+        settled = len(medians) == 3 and max(medians) <= (1 + STEADY) * min(medians)
         calls = wanted
         late = now - begun + block_s > seconds and (made >= 3 or now - begun > 4 * seconds)
         if settled or late:

@@ -137,9 +137,9 @@ def _bars(both: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def _line(*, x: float | None = None, y: float | None = None, colour: str = "@bad", dash: str = "dot") -> dict[str, Any]:
-    """A line across the whole chart."""
-    line = {"type": "line", "line": {"color": colour, "width": 1.4, "dash": dash}, "layer": "below"}
+def _line(*, x: float | None = None, y: float | None = None, colour: str = "@bad") -> dict[str, Any]:
+    """A dotted line across the whole chart."""
+    line = {"type": "line", "line": {"color": colour, "width": 1.4, "dash": "dot"}, "layer": "below"}
     if x is not None:
         return line | {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
     return line | {"y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1}

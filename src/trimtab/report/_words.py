@@ -147,12 +147,12 @@ def clipped(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 1].rstrip() + "…"
 
 
-def some(lines: Iterable[str], most: int = 20, length: int = 600) -> list[str]:
-    """Up to ``most`` different ones of ``lines``, each of up to ``length`` letters, and how many others there are."""
-    found = list(dict.fromkeys(clipped(line, length) for line in lines))
-    if len(found) <= most + 1:
+def some(lines: Iterable[str]) -> list[str]:
+    """Up to 20 different ones of ``lines``, each of up to 600 letters, and how many others there are."""
+    found = list(dict.fromkeys(clipped(line, 600) for line in lines))
+    if len(found) <= 21:
         return found
-    return [*found[:most], f"… and {len(found) - most:,} others, which `trimtab report RUN --json` lists."]
+    return [*found[:20], f"… and {len(found) - 20:,} others, which `trimtab report RUN --json` lists."]
 
 
 def digits(value: float | None, count: int = 3) -> str:

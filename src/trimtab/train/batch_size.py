@@ -139,9 +139,7 @@ def find_batch(
     return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
 
 
-def micro_batch(
-    trainer: Trainer, step: Step, group: Sequence[Batch], *, updates: int | None = None, seconds: float = 5.0
-) -> int:
+def micro_batch(trainer: Trainer, step: Step, group: Sequence[Batch], *, updates: int | None) -> int:
     """Into how large micro-batches the batches of an update are best taken apart; the update itself stays the same.
 
     Where whole batches are as fast as the best, it is those; with BatchNorm, whose statistics are those of a micro-batch, or
@@ -153,7 +151,7 @@ def micro_batch(
     """
     whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
     sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
-    search = _Search(trainer, step, None, seconds, updates)
+    search = _Search(trainer, step, None, 5.0, updates)
     normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trainer.model.modules())
     candidates = ((size, parts(group, size)) for size in sizes)
     tried = tuple(entry.tried(0.0) for entry in search.run(candidates, first_only=normalised))

@@ -83,9 +83,9 @@ class StreamTransfer(Transfer):
     ``Tensor.record_stream``, torch's notes on CUDA semantics, "CUDA streams".
     """
 
-    def __init__(self, move: Move, device: torch.device, depth: int = 1) -> None:
+    def __init__(self, move: Move, device: torch.device) -> None:
         super().__init__(move)
-        self.device, self.depth = device, depth
+        self.device = device
         self._opaque = False
         """Whether any batch was."""
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class StreamTransfer(Transfer):
                 yield from _drained(under_way)  # there is no room beside them
             under_way.append(sent or self._send(batch))
             del sent
-            if len(under_way) > self.depth * ahead:
+            if len(under_way) > ahead:
                 yield under_way.popleft()
         yield from _drained(under_way)
 

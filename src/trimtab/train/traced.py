@@ -116,10 +116,10 @@ def _calls_noted(model: nn.Module, live: Live, found: Trace) -> Iterator[list[Ca
         yield running
 
 
-def _seconds(model: nn.Module, forward: Callable[[], object], device: torch.device, repeats: int = 2) -> dict[nn.Module, float]:
-    """The best of ``repeats`` times of each module's forward pass, which keeps nothing, in seconds."""
+def _seconds(model: nn.Module, forward: Callable[[], object], device: torch.device) -> dict[nn.Module, float]:
+    """The better of two times of each module's forward pass, which keeps nothing, in seconds."""
     best: dict[nn.Module, float] = {}
-    for _ in range(repeats):
+    for _ in range(2):
         spent: dict[nn.Module, float] = defaultdict(float)
         began: list[float] = []
 

@@ -21,13 +21,10 @@ class Exchange:
     It is called for one bucket after the other, in the same order by all processes, while the backward pass goes on. Whatever
     it sends it must begin to send before it returns; a callback of a future may compute, but not send, because its turn is not
     the same everywhere. (That is what makes torch's own PowerSGD hook hang over gloo.)
-
-    Args:
-        group: the processes that have different data.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group, self.size = group, dist.get_world_size(group)
+    def __init__(self) -> None:
+        self.size = dist.get_world_size()
         self.meter = Meter()
         self.clock: Clock | None = None
         self.launched = 0
@@ -78,14 +75,14 @@ class Exchange:
     def summed(self, values: torch.Tensor) -> Future[torch.Tensor]:
         """Begin to add up ``values`` in place."""
         self.meter.sent(2 * (self.size - 1) * values.nbytes / self.size)
-        work = dist.all_reduce(values, group=self.group, async_op=True)
+        work = dist.all_reduce(values, async_op=True)
         return _first(work.get_future(), values)
 
     def collected(self, values: torch.Tensor) -> tuple[torch.Tensor, Future[torch.Tensor]]:
         """Begin to bring the ``values`` of all processes, (n,), to each: (processes, n)."""
         self.meter.sent((self.size - 1) * values.nbytes)
         found = values.new_empty(self.size * values.numel())
-        work = _GATHER(found, values, group=self.group, async_op=True)
+        work = _GATHER(found, values, async_op=True)
         return found.view(self.size, -1), work.get_future()
 
 
@@ -96,8 +93,8 @@ class Narrow(Exchange):
     overflow where none of them does. torch's own bfloat16 hook refuses gloo, which can add up bfloat16 by now.
     """
 
-    def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(group)
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
         self.dtype = dtype
 
     def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
@@ -133,14 +130,9 @@ class Errors:
         known = {name: (parameter, self._parts.get(id(parameter))) for name, parameter in parameters.items()}
         return {name: shaped(part, parameter).cpu().clone() for name, (parameter, part) in known.items() if part is not None}
 
-    def load_state_dict(
-        self,
-        states: Sequence[Mapping[str, torch.Tensor]],
-        parameters: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    def load_state_dict(self, states: Sequence[Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
         """Have what this process left out; where there were more or fewer of them, an equal part of what all left out."""
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank, size = dist.get_rank(), dist.get_world_size()
         self._flat.clear()
         self._parts.clear()
         for name, parameter in parameters.items():

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.futures import Future
 
 from trimtab.train.distributed.exchange import Errors, Exchange
@@ -38,8 +37,8 @@ class PowerSgd(Exchange):
     Source: Vogels et al. 2019, https://arxiv.org/abs/1905.13727
     """
 
-    def __init__(self, rank: int = 4, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(group)
+    def __init__(self, rank: int = 4) -> None:
+        super().__init__()
         self.rank, self.errors = rank, Errors()
         self._bases: dict[int, torch.Tensor] = {}
         self._fresh: dict[int, torch.Tensor] = {}
@@ -57,7 +56,7 @@ class PowerSgd(Exchange):
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]) -> bool:
         """Take up what an earlier run left out; its bases, which all processes have alike, where the rank is still the same."""
-        self.errors.load_state_dict([state.get("errors", {}) for state in states], parameters, self.group)
+        self.errors.load_state_dict([state.get("errors", {}) for state in states], parameters)
         bases = states[0].get("bases", {})
         fitting = {name: base for name, base in bases.items() if name in parameters and base.shape[1] == self.rank}
         self._bases = {id(parameters[name]): base.to(parameters[name].device) for name, base in fitting.items()}

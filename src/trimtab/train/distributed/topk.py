@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.futures import Future
 
 from trimtab.train.distributed.exchange import Errors, Exchange
@@ -23,8 +22,8 @@ class TopK(Exchange):
     Source: Lin et al. 2018, https://arxiv.org/abs/1712.01887
     """
 
-    def __init__(self, share: float = 0.01, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(group)
+    def __init__(self, share: float = 0.01) -> None:
+        super().__init__()
         self.share, self.errors = share, Errors()
 
     def reset(self) -> None:
@@ -38,7 +37,7 @@ class TopK(Exchange):
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]) -> bool:
         """Take up what an earlier run left out."""
-        self.errors.load_state_dict([state.get("errors", {}) for state in states], parameters, self.group)
+        self.errors.load_state_dict([state.get("errors", {}) for state in states], parameters)
         return True
 
     def add_up(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> Future[torch.Tensor]:
