@@ -393,7 +393,7 @@ def test_why_a_model_was_traced_is_told(monkeypatch):
     def refuses(*_):
         raise ValueError("it has no form for this")
 
-    monkeypatch.setitem(_onnx._EXPORTERS, "dynamo", refuses)
+    monkeypatch.setitem(_onnx._EXPORTERS, "dynamo exporter", refuses)
     executable = OnnxRuntime().compile(small())
     assert "Exported by tracing, because the newer exporter cannot: ValueError: it has no form for this." in executable.notes
     executable.close()

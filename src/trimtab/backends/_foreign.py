@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
+import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from trimtab._fixes import told
+from trimtab._json import from_json, write_json
 from trimtab._masks import errors
 from trimtab._ordered import ordered, slower
 from trimtab._said import counted
@@ -40,7 +43,9 @@ CONVERSION_ERRORS: tuple[type[Exception], ...] = (
 )
 """What exporters and converters raise for a model that they cannot take (NotImplementedError is a RuntimeError)."""
 
+FACTS = "conversion.json"
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+OpenRun = Callable[[pathlib.Path, Signature], Run]
 Row = list[torch.Tensor]
 Probe = tuple[str, Row, Sequence[torch.Tensor]]
 """What is asked, in words; inputs; and what the model makes of them."""
@@ -85,6 +90,44 @@ def no_numpy_form(signature: Signature, runtime: str) -> str | None:
 def static_signature(candidate: Candidate) -> Signature:
     """The candidate's signature with its dynamic dimensions frozen to the example's sizes."""
     return frozen_signature(candidate, lambda leaves: candidate.flat(copied=False)(*leaves))
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """How a converted model came to be."""
+
+    way: str
+    dynamic: bool
+    notes: tuple[str, ...] = ()
+    """The first refusal, where there was one: it explains a fallback, and dimensions that were lost."""
+
+
+def convert(
+    candidate: Candidate, folder: pathlib.Path, ways: Iterable[str], attempt: Callable[[str, Signature], None], failed: str
+) -> None:
+    """Make ``attempt`` in each of ``ways``, with dynamic dimensions and then with the example's sizes, until one succeeds, and
+    write into ``folder`` which one it was.
+
+    Raises:
+        CompileError: none does; says ``failed``, and what each attempt said.
+    """
+    reasons: list[str] = []
+    for dynamic in (True, False) if candidate.signature.dims else (False,):
+        signature = candidate.signature if dynamic else static_signature(candidate)
+        for way in ways:
+            try:
+                attempt(way, signature)
+            except CompileError as error:
+                reasons.append(f"{way}{', dynamic sizes' if dynamic else ''}: {error}")
+                continue
+            write_json(folder / FACTS, Conversion(way, dynamic, tuple(reasons[:1])))
+            return
+    raise CompileError(f"{failed} {' '.join(reasons)}")
+
+
+def read_conversion(folder: pathlib.Path) -> Conversion:
+    """What :func:`convert` wrote beside the model."""
+    return from_json(Conversion, json.loads((folder / FACTS).read_text(encoding="utf-8")))
 
 
 class _Returning(nn.Module):

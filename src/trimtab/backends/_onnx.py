@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from trimtab._json import from_json, write_json
 from trimtab._weights import weight_bytes
 from trimtab.backends._causes import first_line
 from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._exportable import exportable
-from trimtab.backends._foreign import CONVERSION_ERRORS, Run, io_names, quiet, static_signature, wrong_graph
+from trimtab.backends._foreign import CONVERSION_ERRORS, OpenRun, convert, io_names, quiet, wrong_graph
 from trimtab.backends._program import dynamic_shapes
 from trimtab.candidate import Candidate
 from trimtab.contracts import require
@@ -24,26 +22,14 @@ from trimtab.signature import Signature
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
-FACTS = "export.json"
 INPUTS = "trimtab.inputs"
 """Key of the model's metadata: its input names in the order of the signature, since a runtime may list them otherwise."""
 
 ONE_FILE_BYTES = 1_900_000_000
 """Weights up to this size stand in the file itself; protobuf cannot hold 2 GB."""
 
+TRACING = "torchscript exporter"
 _PLACE_KEYS = {"location", "offset", "length", "checksum"}
-
-Exporter = Literal["dynamo", "torchscript"]
-OpenRun = Callable[[pathlib.Path, Signature], Run]
-
-
-@dataclasses.dataclass(frozen=True)
-class Export:
-    """How an ONNX file came to be."""
-
-    exporter: Exporter
-    dynamic: bool
-    notes: tuple[str, ...] = ()
 
 
 def export_onnx(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
@@ -55,24 +41,8 @@ def export_onnx(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -
     Raises:
         CompileError: no exporter gives a right graph; carries what each said.
     """
-    reasons: list[str] = []
-    for dynamic in (True, False) if candidate.signature.dims else (False,):
-        signature = candidate.signature if dynamic else static_signature(candidate)
-        for exporter in _EXPORTERS:
-            try:
-                _attempt(candidate, signature, exporter, folder, open_run)
-            except CompileError as error:
-                reasons.append(f"{exporter} exporter{', dynamic sizes' if dynamic else ''}: {error}")
-                continue
-            # A fallback must be explained; the reason why dimensions were lost is the first refusal of the dynamic forms.
-            write_json(folder / FACTS, Export(exporter, dynamic, tuple(reasons[:1])))
-            return
-    raise CompileError(f"torch.onnx cannot export this model. {' '.join(reasons)}")
-
-
-def read_facts(folder: pathlib.Path) -> Export:
-    """What :func:`export_onnx` wrote beside the model."""
-    return from_json(Export, json.loads((folder / FACTS).read_text(encoding="utf-8")))
+    attempt = functools.partial(_attempt, candidate, folder, open_run)
+    convert(candidate, folder, _EXPORTERS, attempt, "torch.onnx cannot export this model.")
 
 
 def model_files(folder: pathlib.Path) -> list[str]:
@@ -150,7 +120,7 @@ def _attribute_tensors(attributes: Any) -> Iterator[Any]:
             yield from _graph_tensors(graph)
 
 
-def _attempt(candidate: Candidate, signature: Signature, exporter: Exporter, folder: pathlib.Path, open_run: OpenRun) -> None:
+def _attempt(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun, exporter: str, signature: Signature) -> None:
     for name in (MODEL, DATA):
         (folder / name).unlink(missing_ok=True)
     try:
@@ -209,7 +179,7 @@ def _export_torchscript(candidate: Candidate, signature: Signature, path: pathli
     )
 
 
-_EXPORTERS: dict[Exporter, Callable[[Candidate, Signature, pathlib.Path], None]] = {
-    "dynamo": _export_dynamo,
-    "torchscript": _export_torchscript,
+_EXPORTERS: dict[str, Callable[[Candidate, Signature, pathlib.Path], None]] = {
+    "dynamo exporter": _export_dynamo,
+    TRACING: _export_torchscript,
 }

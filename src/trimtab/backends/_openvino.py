@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import io
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from trimtab import environment
-from trimtab._json import from_json, write_json
 from trimtab._said import counted
 from trimtab.backends._causes import first_line
 from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._exportable import exportable
-from trimtab.backends._foreign import CONVERSION_ERRORS, Row, Run, io_names, quiet, static_signature, wrong_graph
+from trimtab.backends._foreign import CONVERSION_ERRORS, OpenRun, Row, convert, io_names, quiet, wrong_graph
 from trimtab.backends._program import SHARED, export_program
 from trimtab.backends._signal_stack import signal_stack_kept
 from trimtab.candidate import Candidate
@@ -32,22 +29,9 @@ from trimtab.signature import Signature
 MODEL = "model.xml"
 WEIGHTS = "model.bin"
 FILES = (MODEL, WEIGHTS)
-FACTS = "conversion.json"
 RECURRENT = ("LSTMSequence", "LSTMCell", "GRUSequence", "GRUCell", "RNNSequence", "RNNCell")
 HOT = ["trimtab", "shapes"]
 """Where a model's metadata keeps the sizes that must be fast: those of the example, as ``1,8;1,8``."""
-
-Converter = Literal["trace", "export"]
-OpenRun = Callable[[pathlib.Path, Signature], Run]
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversion:
-    """How an OpenVINO model came to be."""
-
-    converter: Converter
-    dynamic: bool
-    notes: tuple[str, ...] = ()
 
 
 def runtime() -> Any:
@@ -90,7 +74,7 @@ def no_telemetry() -> Iterator[None]:
                 module.tm = before  # type: ignore[attr-defined]
 
 
-def convert(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
+def convert_openvino(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
     """Write the candidate as a float32 OpenVINO model into ``folder``, with the facts about it beside it.
 
     It is traced or exported, with dynamic dimensions or else with the example's sizes; a graph is taken only if its outputs,
@@ -99,23 +83,8 @@ def convert(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> No
     Raises:
         CompileError: no way gives a right graph; carries what each said.
     """
-    reasons: list[str] = []
-    for dynamic in (True, False) if candidate.signature.dims else (False,):
-        signature = candidate.signature if dynamic else static_signature(candidate)
-        for converter in _CONVERTERS:
-            try:
-                _attempt(candidate, signature, converter, folder, open_run)
-            except CompileError as error:
-                reasons.append(f"{converter}{', dynamic sizes' if dynamic else ''}: {error}")
-                continue
-            write_json(folder / FACTS, Conversion(converter, dynamic, tuple(reasons[:1])))
-            return
-    raise CompileError(f"OpenVINO cannot convert this model. {' '.join(reasons)}")
-
-
-def read_facts(folder: pathlib.Path) -> Conversion:
-    """What :func:`convert` wrote beside the model."""
-    return from_json(Conversion, json.loads((folder / FACTS).read_text(encoding="utf-8")))
+    attempt = functools.partial(_attempt, candidate, folder, open_run)
+    convert(candidate, folder, _CONVERTERS, attempt, "OpenVINO cannot convert this model.")
 
 
 def hot_shapes(model: Any) -> list[list[int]] | None:
@@ -215,7 +184,7 @@ def _fact(facts: Any, key: str) -> str:
     return str(facts[key].value) if key in facts else ""
 
 
-def _attempt(candidate: Candidate, signature: Signature, converter: Converter, folder: pathlib.Path, open_run: OpenRun) -> None:
+def _attempt(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun, converter: str, signature: Signature) -> None:
     openvino = runtime()
     try:
         with quiet(), no_telemetry(), torch.no_grad():
@@ -267,4 +236,4 @@ def _shapes(signature: Signature) -> list[Any]:
     return [openvino.PartialShape([dims.get(s, s) for s in spec.shape]) for spec in signature.inputs]
 
 
-_CONVERTERS: dict[Converter, Callable[[Candidate, Signature], Any]] = {"trace": _trace, "export": _export}
+_CONVERTERS: dict[str, Callable[[Candidate, Signature], Any]] = {"trace": _trace, "export": _export}

@@ -19,17 +19,19 @@ from trimtab.backends import _onnx_int8 as int8
 from trimtab.backends._causes import first_line
 from trimtab.backends._foreign import (
     CONVERSION_ERRORS,
+    Conversion,
     Row,
     Run,
     calibration_rows,
     io_names,
     no_numpy_form,
     put_back,
+    read_conversion,
     returned,
     returning,
     static_signature,
 )
-from trimtab.backends._onnx import MODEL, export_onnx, model_files, read_facts, refuse_unsafe, stamp
+from trimtab.backends._onnx import MODEL, TRACING, export_onnx, model_files, refuse_unsafe, stamp
 from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable, require
@@ -202,7 +204,7 @@ class OnnxRuntime(Backend):
         graph = returning(candidate)
         name = f"onnx-{fingerprint(graph, onnxruntime.__version__)}"
         with shared_folder(candidate, name, lambda base: export_onnx(graph, base, self._open_run)) as base:
-            facts = read_facts(base)
+            facts = read_conversion(base)
             signature = candidate.signature if facts.dynamic else static_signature(candidate)
             if self.precision == "f32":
                 copy_files(base, model_files(base), folder, link=True)
@@ -214,7 +216,7 @@ class OnnxRuntime(Backend):
                 ) as quantized:
                     copy_files(quantized, model_files(quantized), folder, link=True)
         executable = OnnxExecutable(self._session(folder, candidate.settings), signature, candidate.settings, folder, owned)
-        executable.notes += _notes(candidate, signature, facts.exporter, facts.notes)
+        executable.notes += _notes(candidate, signature, facts)
         if self.precision != "f32":
             executable.notes += int8.coverage(folder / MODEL)
         return executable
@@ -297,13 +299,13 @@ def _runtime_errors() -> tuple[type[Exception], ...]:
     return (*raised, require("onnx.shape_inference").InferenceError, require("onnx.checker").ValidationError)
 
 
-def _notes(candidate: Candidate, signature: Signature, exporter: str, reasons: Sequence[str]) -> list[str]:
+def _notes(candidate: Candidate, signature: Signature, facts: Conversion) -> list[str]:
     notes = []
     model = candidate.model
     if any(tensor.dtype is torch.float16 for tensor in (*candidate.leaves, *model.parameters(), *model.buffers())):
         notes.append("Computes in float32, with casts around it, where it has no kernel for float16.")
-    if exporter != "dynamo":
-        notes.append(f"Exported by tracing, because the newer exporter cannot: {reasons[0].partition(': ')[2]}")
+    if facts.way == TRACING:
+        notes.append(f"Exported by tracing, because the newer exporter cannot: {facts.notes[0].partition(': ')[2]}")
     if lost := [dim.name for dim in candidate.signature.dims if dim not in signature.dims]:
-        notes.append(f"Built for the example's {', '.join(lost)} only: {' '.join(reasons)}")
+        notes.append(f"Built for the example's {', '.join(lost)} only: {' '.join(facts.notes)}")
     return notes

@@ -21,6 +21,7 @@ from trimtab.backends._foreign import (
     calibration_rows,
     no_numpy_form,
     put_back,
+    read_conversion,
     returned,
     returning,
     static_signature,
@@ -221,8 +222,8 @@ class OpenVino(Backend):
         folder = pathlib.Path(owned.name)
         graph = returning(candidate)
         name = f"openvino-{fingerprint(graph, openvino.__version__)}"
-        with shared_folder(candidate, name, lambda base: ir.convert(graph, base, self._open_run)) as base:
-            facts = ir.read_facts(base)
+        with shared_folder(candidate, name, lambda base: ir.convert_openvino(graph, base, self._open_run)) as base:
+            facts = read_conversion(base)
             signature = candidate.signature if facts.dynamic else static_signature(candidate)
             if self.precision.startswith("int8"):
                 rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
