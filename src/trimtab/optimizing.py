@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 try:
     import fcntl
@@ -48,6 +48,7 @@ from trimtab.study.training import SETTINGS_FOLDER
 from trimtab.study.workers import Workers
 from trimtab.workload import Limits, Workload
 
+Answer = TypeVar("Answer", bound=Result)
 OVER, LATE = 1.2, 1.5
 """From so many times its budget on, a run says that it took longer, and leaves out what only explains the answer."""
 RESERVED = 0.4
@@ -199,9 +200,14 @@ def _answer(study: Study, began: float, until: float | None, end: float | None) 
             f"This took {took:.0f} s, where the budget is {budget:.0f} s: to check the workload, to measure the model as "
             "written and to confirm what ships takes its time, whatever the budget."
         )
-    result = Result(
-        study=study, status=status, sentence=sentence, best=best, seconds=took, peaks=peaks, explanations=explanations
+    return reported(
+        Result(study=study, status=status, sentence=sentence, best=best, seconds=took, peaks=peaks, explanations=explanations)
     )
+
+
+def reported(result: Answer) -> Answer:
+    """``result`` with its report; both are in the run folder now, and the record beside them."""
+    study = result.study
     result.record().write(study.folder)
     write_json(study.folder / RESULT_FILE, result)
     try:

@@ -14,9 +14,8 @@ from typing import Any
 from trimtab._json import to_json, write_json
 from trimtab._units import positive, seconds
 from trimtab.candidate import Settings
-from trimtab.errors import TrimtabError, UsageError
-from trimtab.optimizing import RESULT_FILE, Interrupt, alone, confirm_s, disk_errors, forgetting, run_folder, taken
-from trimtab.report import write as write_report
+from trimtab.errors import UsageError
+from trimtab.optimizing import Interrupt, alone, confirm_s, disk_errors, forgetting, reported, run_folder, taken
 from trimtab.study.options import Options
 from trimtab.study.progress import Printed, Progress
 from trimtab.study.record import Record
@@ -162,18 +161,9 @@ def _answer(study: TrainingStudy, began: float) -> Tuned:
     """Confirm and report what the search found."""
     status, sentence, best = finish(study)
     settings = study.settings(study.original if best is None else best.trial.recipe)
-    result = Tuned(
-        study=study, status=status, sentence=sentence, best=best, seconds=time.monotonic() - began, settings=settings
-    )
-    result.record().write(study.folder)
     write_json(study.folder / SETTINGS_FILE, settings)
-    write_json(study.folder / RESULT_FILE, result)
-    try:
-        result = dataclasses.replace(result, report=write_report(study.folder))
-    except (TrimtabError, OSError) as error:  # the answer stands without it
-        study.progress.remark(f"There is no report. {error}")
-    write_json(study.folder / RESULT_FILE, result)
-    return result
+    took = time.monotonic() - began
+    return reported(Tuned(study=study, status=status, sentence=sentence, best=best, seconds=took, settings=settings))
 
 
 def _limits(limits: Limits | None) -> Limits:
