@@ -37,7 +37,7 @@ MOST_THREADS = 1024
 class Settings:
     """How to run, apart from what the model is. ``None`` leaves the runtime's, or the user's, own choice.
 
-    The first six fields matter to inference and training alike, the others to training only. Where a field takes ``"auto"``,
+    The first five fields matter to inference and training alike, the others to training only. Where a field takes ``"auto"``,
     the Trainer measures the alternatives on the first batches and keeps what pays on this machine.
     """
 
@@ -49,9 +49,10 @@ class Settings:
     """Layout of 4-D activations and weights."""
     batch: int | Literal["auto"] | None = None
     """Examples per call where the objective is throughput; in training, per micro-batch: larger batches are taken apart."""
-    device: str = "cpu"
     keep_memory: bool = False
     """Whether the C library keeps freed memory for the next call, from then on and for the whole process."""
+    device: str = "cpu"
+    """Where the model is trained: ``"cuda"`` for a GPU; what is on a GPU already is not taken off it."""
     cuda_allocator: str | None = None
     """Options of torch's allocator for GPUs, as ``PYTORCH_CUDA_ALLOC_CONF`` takes them, such as ``"expandable_segments:True"``,
     with which memory is not left in pieces where the lengths of batches differ; from then on and for the whole process."""

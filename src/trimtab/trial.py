@@ -41,15 +41,26 @@ class Trial:
     speedup: Interval | None = None
     """Against the model as written, in the study's objective; above 1 is better."""
     comparison: Comparison | None = None
+    """The timing in turns that ``speedup`` comes from."""
     latency_ms: Measurement | None = None
+    """Of one call on the example; in training, of one update."""
     throughput: Measurement | None = None
+    """Examples per second, where that is the objective, and in training."""
     score: float | None = None
+    """On the data that the search sees; in training, the loss that it ends with."""
     drop: Drop | None = None
+    """Of the score, against the original's on the same data; in training, how much higher the loss ends up."""
     parity: Parity | None = None
+    """How far the outputs are from the original's; in training, the losses from those as written."""
     size_mb: float | None = None
+    """Of the runtime's files, in MB (10**6 bytes); ``None`` where it has no form that stands alone, and in training."""
     peak_mb: float | None = None
+    """Peak memory, in MB (10**6 bytes), of a fresh process that loads the files and calls them, above what it has with torch
+    imported; in training, what the updates need above that."""
     cold_s: float | None = None
+    """Seconds until the first answer of a fresh process that loads the files, imports aside; in training, the first update."""
     seconds: float = 0.0
+    """What the trial took in all."""
     dims: tuple[str, ...] = ()
     """The dynamic dimensions that it kept."""
     notes: tuple[str, ...] = ()

@@ -54,6 +54,7 @@ class Evaluation:
     test: Any = None
     """Data kept for what is confirmed alone; without it a part of ``data`` is set aside."""
     higher_is_better: bool = True
+    """False for an error, of which less is better."""
     batch_size: int = 64
     """Examples per batch where ``data`` is a Dataset or a tuple of tensors."""
     max_examples: int = 4096
@@ -108,18 +109,20 @@ class Training:
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a recipe must keep. ``None`` leaves a quantity free.
-
-    ``max_drop`` is in the score's own units (0.005 is half a point of accuracy), or a key of :data:`PRESETS`, and is compared
-    with the *upper* bound of the drop. Without labels, ``max_error`` is what lossy recipes are judged by.
-    """
+    """What a recipe must keep. ``None`` leaves a quantity free, but for the score, of which ``mlperf-99`` then is the limit."""
 
     max_drop: float | str | None = None
+    """Largest drop of the score, in its own units (0.005 is half a point of accuracy), or ``"mlperf-99"`` or ``"mlperf-99.9"``;
+    held against the *upper* bound of the drop. In training, how much higher the loss may end up."""
     max_error: float = 0.05
     """Largest root mean square error of the outputs, relative to what they vary by; used where there are no labels."""
     latency_ms: float | None = None
+    """Largest median time of one call on the example, in milliseconds."""
     memory_mb: float | None = None
+    """Largest peak memory, in MB (10**6 bytes), of a fresh process that loads the files and calls them, or that trains, above
+    what it has with torch imported."""
     size_mb: float | None = None
+    """Largest size of the runtime's files, in MB (10**6 bytes)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.max_drop, str) and self.max_drop not in PRESETS:
@@ -190,7 +193,9 @@ class Workload:
     """Example inputs of the shape that must be fast: a tensor, a tuple of positional or a dict of keyword arguments, or a
     :class:`~trimtab.capture.Call` with both."""
     name: str = "workload"
+    """Of letters, digits, ``.``, ``_`` and ``-``: it names the run folder, ``runs/NAME``."""
     evaluation: Evaluation | None = None
+    """What counts as right; without it recipes are held to the model's own outputs."""
     calibration: Any = None
     """Unlabelled batches of real inputs that quantizers may look at; without it some of the evaluation's data is set aside."""
     dynamic: Mapping[str, Mapping[int, str | Dim]] | None = None
@@ -199,6 +204,7 @@ class Workload:
     examples: Sequence[Any] = ()
     """More example inputs, of other sizes: the axes that differ are dynamic, those that differ alike are one dimension."""
     mode: Literal["infer", "train"] = "infer"
+    """What is to be made fast: the model's calls (:func:`trimtab.optimize`), or its training (:func:`trimtab.tune`)."""
     training: Training | None = None
     """How the model is trained, for :func:`trimtab.tune`; ``mode="train"`` needs this and no inputs."""
     seed: int = 0

@@ -53,7 +53,7 @@ def optimize_command(
         str | None, typer.Option(metavar="SHARE", help="Largest error of lossy recipes where there are no labels: 5%.")
     ] = None,
     latency: Annotated[str | None, typer.Option(metavar="TIME", help="Largest median latency: 4ms.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest peak memory: 500MB.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest memory above an idle process: 500MB.")] = None,
     size: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size on disk: 5MB.")] = None,
     objective: Annotated[
         Literal["latency", "throughput", "memory", "size"],

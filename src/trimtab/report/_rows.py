@@ -63,7 +63,7 @@ SPEED = Column("speed-up", "Against the model as written, in turns, with its 95%
 EXAMPLES = Column("examples a call", "How many examples the call takes at once that the latency is of.")
 SIZE = Column("size", "Of the files that ship.", minor=True)
 REST = (
-    Column("peak memory", "Of a fresh process that loads it and calls it.", minor=True),
+    Column("peak memory", "Of a fresh process that loads it and calls it, above what it has with torch imported.", minor=True),
     Column("cold start", "Load and first call.", minor=True),
     Column("took", "What the whole trial took, compilation and scoring included.", minor=True),
 )
