@@ -207,6 +207,9 @@ def test_batches_that_cannot_be_taken_apart_are_named() -> None:
         trainer.fit([odd], epochs=1)
     with pytest.raises(WorkloadError, match="cannot be taken apart"):
         find_batch(trainer, [odd])
+    unequal = [{"x": torch.randn(8, size)} for size in (8, 9)]
+    with pytest.raises(WorkloadError, match=r"^Tensors can be joined .* these are \(8, 8\) of torch.float32, \(8, 9\) of"):
+        find_batch(trainer, unequal)
 
 
 class Costly(nn.Module):

@@ -273,7 +273,10 @@ def united(batches: Sequence[Batch]) -> Batch:
                 f"{_AS_ONE}, but {differing[0]} goes for a whole batch, and is not the same in the next. Give it for each "
                 "example, as a tensor with as many rows."
             )
-    return join(batches)
+    try:
+        return join(batches)
+    except WorkloadError as error:
+        raise WorkloadError(f"{_AS_ONE}. {error}") from error
 
 
 def _constants(item: Any, count: int | None, rows: set[int], place: str = "batch") -> Iterator[tuple[str, Any]]:
@@ -305,8 +308,11 @@ def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[in
         raise WorkloadError(_OTHER_FORM)
     if isinstance(first, torch.Tensor):
         if len({(batch.dtype, batch.shape[1:]) for batch in batches}) > 1:
-            shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
-            raise WorkloadError(f"exact_batchnorm needs batches of one shape, but these are {shapes}. Pad them alike.")
+            shapes = ", ".join(f"{tuple(batch.shape)} of {batch.dtype}" for batch in batches)
+            raise WorkloadError(
+                f"Tensors can be joined that have one type and differ in the first axis alone, but these are {shapes}. Pad "
+                "them alike."
+            )
         return torch.cat(list(batches)) if first.dim() else first
     if isinstance(first, PackedSequence):
         return packed.joined(batches)

@@ -23,6 +23,6 @@ def joined(batches: Sequence[PackedSequence]) -> PackedSequence:
     """
     if len({(batch.data.dtype, batch.data.shape[1:]) for batch in batches}) > 1:
         shapes = ", ".join(f"{tuple(batch.data.shape[1:])} of {batch.data.dtype}" for batch in batches)
-        raise WorkloadError(f"exact_batchnorm needs packed sequences of one kind, but their elements are {shapes}.")
+        raise WorkloadError(f"Packed sequences can be joined that are of one kind, but the elements of these are {shapes}.")
     rows = [row for batch in batches for row in unpack_sequence(batch)]
     return pack_sequence(rows, enforce_sorted=False)
