@@ -46,7 +46,8 @@ class Trainer:
 
     Args:
         model: trained in place.
-        loss: see :class:`~trimtab.train.objective.Objective`; ``None`` for models that compute their own.
+        loss: ``loss(outputs, targets)`` for batches of ``(inputs, targets)``; or one whose first parameter is called ``model``,
+            ``loss(model, batch)``, which gives the mean or ``(mean, weight)``; ``None`` for models that compute their own.
         optimizer: one over the parameters of the model, and of the loss if it has some; or a function of them that makes it.
         settings: precision, accumulation, memory and the like; what is ``"auto"`` is decided by measurement when
             :meth:`fit` begins.
@@ -61,6 +62,8 @@ class Trainer:
         log_every: updates between two :class:`~trimtab.train.events.Progressed`.
         progress: whether the run is shown on standard error: as a live line in a terminal, else as lines of text. By default it
             is where that is a terminal.
+        world: the processes of the run, as :func:`~trimtab.train.distributed.processes.join` gives them for a model whose
+            layers are split between some; otherwise found out.
 
     Raises:
         UsageError: the model has nothing to train, the optimizer is over other parameters, or a number makes no sense.
