@@ -74,7 +74,7 @@ class Technique(abc.ABC):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The data this asks for: ``"calibration"`` or ``"training"``."""
+        """The data this asks for beside the example inputs: ``"calibration"``, or nothing."""
         return frozenset()
 
     def why_not_here(self) -> str | None:
@@ -288,7 +288,7 @@ class Check(Technique):
 
     @abc.abstractmethod
     def run(self, subject: Any, environment: Environment) -> list[Finding]:
-        """The findings on ``subject``, a :class:`~trimtab.subject.Subject` or a script's record; empty if it is fine.
+        """The findings on ``subject``, a :class:`~trimtab.subject.Subject`; empty if it is fine.
 
         It never raises, and looks without measuring: what a remedy gains is for whoever asked to find out, in fresh processes.
         """

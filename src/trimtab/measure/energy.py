@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from trimtab.contracts import install_hint
 from trimtab.measure.timer import BLOCK_S, MAX_CALLS, Runner
 
 POWERCAP = pathlib.Path("/sys/class/powercap")
@@ -154,7 +155,7 @@ def _nvml() -> list[Counter] | str:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return 'pynvml is not installed (pip install "trimtab[gpu]")'
+        return f"pynvml is not installed ({install_hint('pynvml')})"
     try:
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]

@@ -18,14 +18,13 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from trimtab._json import ESCAPED, from_json, to_json
+from trimtab.contracts import install_hint
 from trimtab.errors import StorageError, TrimtabError, UsageError
 from trimtab.study.space import parameters
 from trimtab.trial import State, Trial
 
 STATES = {State.COMPLETE: TrialState.COMPLETE, State.STOPPED: TrialState.PRUNED}
 TRIAL = "trial"
-DRIVERS = {"psycopg": "pip install 'trimtab[postgres]'"}
-"""Drivers that an extra of ours brings."""
 COMPLAINTS = (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, KeyError)
 """What is raised where a database cannot be used; a KeyError is all that optuna says of what somebody deleted meanwhile."""
 ODD = (RuntimeError, AssertionError, LookupError, ValueError, TypeError, AttributeError)
@@ -166,9 +165,9 @@ class Storage:
             yield
         except ImportError as error:
             missing = (error.__cause__ if isinstance(error.__cause__, ImportError) else error).name or str(error)
-            hint = DRIVERS.get(missing, f"pip install {missing}")
             raise StorageError(
-                f"The study's storage {self.url} needs the database driver {missing}, which is not installed: {hint}."
+                f"The study's storage {self.url} needs the database driver {missing}, which is not installed: "
+                f"{install_hint(missing)}."
             ) from error
         except TrimtabError:
             raise
