@@ -290,3 +290,68 @@ def test_processes_find_the_same(tmp_path: pathlib.Path) -> None:
         assert (batch, fails) == (None, True), name
         told = [note.startswith((CHANGES, PARTS)) for note in notes]
         assert sum(told) == (not name.endswith("adjust")), notes
+
+
+class Followed(nn.Module):
+    """A student, and a teacher that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
+
+
+def follow(model: Any, batch: Any) -> torch.Tensor:
+    with torch.no_grad():
+        for own, other in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            own.data = own.data * 0.9 + other.data * 0.1
+        wanted = model.teacher(batch[0])
+    return functional.mse_loss(model.student(batch[0]), wanted)
+
+
+class Follow(nn.Module):
+    """The same where the teacher is the loss's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 4).requires_grad_(False)
+
+    def forward(self, model: Any, batch: Any) -> torch.Tensor:
+        model.__dict__["teacher"] = self.teacher
+        return follow(model, batch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(batch="auto"),
+        Settings(activation_mb=100),
+        Settings(accumulate=2),
+        Settings(optimizer="auto", memory_format="auto", compile="auto"),
+    ],
+    ids=["batch", "activation_mb", "accumulate", "auto"],
+)
+@pytest.mark.parametrize("own", [False, True], ids=["of_the_model", "of_the_loss"])
+def test_a_teacher_that_follows_in_the_forward_pass_is_where_a_loop_by_hand_has_it(settings: Settings, own: bool) -> None:
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = Followed()
+        if not own:
+            return model, follow
+        del model.teacher
+        return model, Follow()
+
+    batches = [vectors(8), vectors(8), vectors(8), vectors(8)]
+    model, loss = made()
+    plain, plain_loss = made()
+    trainer = Trainer(model, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), settings=settings)
+    trainer.fit(batches, epochs=1)
+    optimizer = torch.optim.SGD(plain.student.parameters(), lr=0.1)
+    for first in range(0, 4, settings.accumulate):
+        for batch in batches[first : first + settings.accumulate]:
+            (plain_loss(plain, batch) / settings.accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for one, other in zip(model.student.parameters(), plain.student.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    for one, other in zip(model.teacher.parameters(), plain.teacher.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

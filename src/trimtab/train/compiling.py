@@ -15,7 +15,7 @@ from trimtab.contracts import require
 from trimtab.train.clock import Clock
 from trimtab.train.events import Ended, Event, Progressed, Remarked
 from trimtab.train.objective import Batch, Objective, tensors
-from trimtab.train.rehearsal import Kept, modules_of_both
+from trimtab.train.rehearsal import moving
 from trimtab.train.runtime import random_state, set_random_state
 from trimtab.train.step import Step, Update
 from trimtab.train.world import World
@@ -71,7 +71,7 @@ class CompiledStep(Step):
             return super().__call__(batches)
         shapes = tuple(tensor.shape for batch in batches for tensor in tensors(batch))
         new = shapes not in self._met
-        before = (Kept((), modules_of_both(self.plain, self.objective.module)), random_state()) if new else None
+        before = (moving(self.plain, self.objective.module), random_state()) if new else None
         try:
             update = super().__call__(batches)
         except RuntimeError as error:

@@ -29,7 +29,7 @@ from trimtab.train.own_plans import thread_for
 from trimtab.train.peek import kept_random
 from trimtab.train.prefetch import mover
 from trimtab.train.recompute import Recomputed, longest_chain
-from trimtab.train.rehearsal import Kept, modules_of_both, stand_still
+from trimtab.train.rehearsal import Kept, averages, modules_of_both, moving, stand_still
 from trimtab.train.runtime import running
 from trimtab.train.world import World
 
@@ -112,17 +112,18 @@ class Double:
 
     @torch.no_grad()
     def take_buffers(self, other: Double) -> None:
-        """Have the buffers of ``other``, such as running statistics, which may have seen other rounds."""
-        for mine, theirs in zip(
-            *(modules_of_both(each.model, each.step.objective.module) for each in (self, other)), strict=True
-        ):
+        """Have the buffers of ``other``, such as running statistics, and its averages, which may have seen other rounds."""
+        parts = [(each.model, each.step.objective.module) for each in (self, other)]
+        for average, seen_by_other in zip(*(averages(*part) for part in parts), strict=True):
+            average.copy_(seen_by_other)
+        for mine, theirs in zip(*(modules_of_both(*part) for part in parts), strict=True):
             for name, buffer in theirs.named_buffers(recurse=False):
                 if mine.get_buffer(name).shape == buffer.shape:  # some grow
                     mine.get_buffer(name).copy_(buffer)
 
     def watched(self) -> Watched:
         """A round that leaves buffers and random generators as they are."""
-        kept = Kept((), modules_of_both(self.model, self.step.objective.module))
+        kept = moving(self.model, self.step.objective.module)
         try:
             with kept_random(), seen(self.step.optimizer) as gradient:
                 return Watched(self.round(), gradient)

@@ -19,7 +19,7 @@ from trimtab.train.draws import set_states, states_of
 from trimtab.train.memory_errors import out_of_memory, said
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.recompute import Recomputed, longest_chain
-from trimtab.train.rehearsal import Kept, generators_of_both, modules_of_both
+from trimtab.train.rehearsal import generators_of_both, moving
 from trimtab.train.rows import inseparable, length
 from trimtab.train.step import Step, Update
 
@@ -191,8 +191,8 @@ class Fitting:
     ever more rarely where that fails.
 
     Where batches are larger than any that fitted so far, torch's random generators are kept, with those that model and loss
-    have, and the buffers of both, and put back before a second try. Elsewhere, where hardly ever anything fails, that would
-    only take time.
+    have, and what a forward pass may change, and put back before a second try. Elsewhere, where hardly ever anything fails,
+    that would only take time.
     """
 
     def __init__(self, trainer: Trainer, additive: Additive) -> None:
@@ -290,12 +290,12 @@ class Fitting:
 
 
 class _Before:
-    """What a try may change that is not made anew: random generators of torch, the model and the loss, and buffers of both."""
+    """What a try may change that is not made anew: random generators of torch, the model and the loss, and what these move."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._device = trainer.device
         model, loss = trainer.model, trainer.objective.module
-        self._buffers = Kept((), modules_of_both(model, loss))
+        self._moving = moving(model, loss)
         self._generators = generators_of_both(model, loss)
         self._drawn = states_of(self._generators)
         self._host = torch.get_rng_state()
@@ -303,7 +303,7 @@ class _Before:
 
     def put_back(self) -> None:
         """As it was; memory of the GPU that is held but not used is given back."""
-        self._buffers.put_back()
+        self._moving.put_back()
         set_states(self._generators, self._drawn)
         torch.set_rng_state(self._host)
         if self._gpu is not None:

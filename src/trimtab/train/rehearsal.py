@@ -61,6 +61,22 @@ def modules_of_both(model: nn.Module, loss: nn.Module | None) -> list[nn.Module]
     return [*model.modules(), *(() if loss is None else loss.modules())]
 
 
+def averages(model: nn.Module, loss: nn.Module | None) -> list[nn.Parameter]:
+    """Parameters that nothing trains but a forward pass may change, as those of a teacher that follows what is trained.
+
+    Such are no more than those that are trained. Where more is frozen it is a backbone, whose copy might not fit into memory.
+    """
+    held = (parameter for module in modules_of_both(model, loss) for parameter in module._parameters.values())
+    own = [parameter for parameter in dict.fromkeys(held) if parameter is not None and not is_lazy(parameter)]
+    frozen = [parameter for parameter in own if not parameter.requires_grad]
+    return frozen if 2 * sum(p.nbytes for p in frozen) <= sum(p.nbytes for p in own) else []
+
+
+def moving(model: nn.Module, loss: nn.Module | None) -> Kept:
+    """Copies of everything that a forward pass may change."""
+    return Kept(averages(model, loss), modules_of_both(model, loss))
+
+
 def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, Any]:
     """The generators of random numbers in their modules."""
     return {**generators_within("model", model), **generators_within("loss", loss)}
@@ -68,15 +84,15 @@ def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, An
 
 @contextlib.contextmanager
 def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.Module | None = None) -> Iterator[Kept]:
-    """A block after which buffers and attributes of ``model`` and all random generators are as before, and gradients are gone.
+    """A block after which what a forward pass of ``model`` may change is as before, and gradients are gone.
 
-    So are those of a ``loss`` that is a module. With an ``optimizer``, its state, its options and the parameters of both are
-    put back too, from copies that exist meanwhile. The block gets what keeps the tensors.
+    So are random generators, and what changes of a ``loss`` that is a module. With an ``optimizer``, its state, its options and
+    the parameters of both are put back too, from copies that exist meanwhile. The block gets what keeps the tensors.
     """
-    parameters: dict[torch.Tensor, None] = {}
+    parameters: dict[torch.Tensor, None] = dict.fromkeys(averages(model, loss))
     if optimizer is not None:  # which may have parameters of the loss, too
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        parameters = dict.fromkeys([*model.parameters(), *trained])
+        parameters = dict.fromkeys([*parameters, *model.parameters(), *trained])
     kept = Kept(parameters, modules_of_both(model, loss))
     random, generators = random_state(), generators_of_both(model, loss)
     drawn = states_of(generators)
