@@ -353,7 +353,8 @@ def test_batches_that_torch_takes_no_rows_of_stay_whole(layout: torch.layout) ->
     summary = made.fit([batch] * 3, epochs=1)
     assert summary.settings.batch is None
     (note,) = summary.notes
-    assert note == "batch=None: batches are not taken apart, because torch takes no rows of what they hold. Make them smaller."
+    assert note.startswith("batch=None: batches stay whole. A batch cannot be taken apart into micro-batches of 2: it holds a ")
+    assert "of which torch takes no rows. Make the loader's batches smaller" in note
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
@@ -365,3 +366,25 @@ def test_sparse_batches_are_taken_apart_and_joined() -> None:
     assert torch.equal(join(parts)[0].to_dense(), rows)
     with pytest.raises(WorkloadError, match=r"it holds a tensor of the layout torch\.sparse_csr, of which"):
         split((rows.to_sparse_csr(), torch.arange(6)), 2)
+
+
+def test_auto_leaves_batches_whole_whose_tensors_differ_in_their_first_axis() -> None:
+    def batch(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return torch.randn(count, 4), torch.randint(0, 3, (count,)), torch.randn(3, 2)
+
+    def loss(model: Any, graphs: Any) -> torch.Tensor:
+        nodes, places, wanted = graphs
+        return (torch.zeros(3, 2).index_add(0, places, model(nodes)) - wanted).square().mean()
+
+    torch.manual_seed(0)
+    batches, models = [batch(7), batch(9)], [nn.Linear(4, 2), nn.Linear(4, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, size in zip(models, (None, "auto"), strict=True):
+        made = Trainer(model, loss=loss, optimizer=torch.optim.SGD, settings=Settings(batch=size))  # type: ignore[arg-type]
+        summary = made.fit(batches, epochs=2)
+    assert summary.updates == 4
+    assert made.settings.batch is None
+    assert made.notes[0].startswith(
+        "batch=None: batches stay whole. A batch cannot be taken apart into micro-batches of 4: its "
+    )
+    assert torch.equal(models[0].weight, models[1].weight)

@@ -16,11 +16,12 @@ from trimtab.train.additive import ADVICE, Additive
 from trimtab.train.batch_size import micro_batch, parts, plan_for
 from trimtab.train.distributed.group import AgainError, PeerMemoryError
 from trimtab.train.draws import set_states, states_of
+from trimtab.train.feed import split
 from trimtab.train.memory_errors import out_of_memory, said
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.recompute import Recomputed, longest_chain
 from trimtab.train.rehearsal import generators_of_both, moving
-from trimtab.train.rows import inseparable, length
+from trimtab.train.rows import length
 from trimtab.train.step import Step, Update
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _LARGER = (
     "more. Begin with the largest, or have batches of one size."
 )
 _UNTOLD = "batch={}: batches are not taken apart of which nothing tells how many examples they have. Make the loader's smaller."
-_INSEPARABLE = "batch={}: batches are not taken apart, because torch takes no rows of what they hold. Make them smaller."
+_INSEPARABLE = "batch=None: batches stay whole. {}"
 _APART = "An update from parts is not that of the whole."
 
 
@@ -112,10 +113,10 @@ class Room:
         if settings.batch != "auto":
             self.trainer.note_once(_UNTOLD.format(settings.batch) if untold else None)
             return group
-        whole = any(inseparable(batch) for batch in group)
-        if self.trainer.world.any(untold or whole):
+        whole = None if untold else next(filter(None, map(_inseparable, group)), None)
+        if self.trainer.world.any(untold or whole is not None):
             self._leave_whole()
-            self.trainer.note_once((_INSEPARABLE if whole else _UNTOLD).format(None))
+            self.trainer.note_once(_INSEPARABLE.format(whole) if whole else _UNTOLD.format(None))
             return group
         if self.additive.ask(ready.step, group):
             self._looked = self.trainer.objective.doubted = True
@@ -314,6 +315,15 @@ class _Before:
 def _largest(group: Sequence[Batch]) -> int:
     """Examples in the largest batch."""
     return max(map(examples, group))
+
+
+def _inseparable(batch: Batch) -> str | None:
+    """Why ``batch`` cannot be taken apart, if it cannot."""
+    try:
+        split(batch, -(-examples(batch) // 2))
+    except WorkloadError as error:
+        return str(error)
+    return None
 
 
 def _elements(batch: Batch) -> int:
