@@ -14,10 +14,12 @@ from torch import nn
 from _labelled import X, Y, top1
 from trimtab.capture import Call
 from trimtab.errors import WorkloadError
+from trimtab.reference import refer
 from trimtab.study.jobs import prepare_job, trial_job
-from trimtab.study.sameness import _alike, calibrates_otherwise, check_data, keep, look
+from trimtab.study.sameness import _alike, calibrates_otherwise, check_data, fingerprint, keep, look
 from trimtab.study.sampler import as_written
 from trimtab.subject import Subject, prepare
+from trimtab.train import MappedTensors
 from trimtab.workload import Evaluation, Workload
 
 EXAMPLE = torch.ones(2, 8)
@@ -61,6 +63,22 @@ def test_a_look_sees_what_is_no_tensor_and_what_lies_deep() -> None:
     assert not _alike(look(made("a", 0.5)), look(made("c", 0.5)))
     assert not _alike(look(made("a", 0.5)), look(made("a", 0.6)))
     assert look([object()]).shape == (0, 2)
+
+
+class Column(nn.Module):
+    """Two columns of a table: of one row, each is a single value a whole row away from the next that it does not have."""
+
+    def forward(self, x: torch.Tensor, age: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x * 2)[:, 3], (x + age[:, None])[:, 1]
+
+
+def test_a_single_value_that_was_cut_from_a_column_has_bytes_too(tmp_path: pathlib.Path) -> None:
+    table = torch.rand(1, 8)
+    workload = Workload(model=Column(), inputs=(table, table[:, 2]), calibration=[(X[:1], X[:1, 2])])
+    found = prepare(workload)
+    assert found.candidate.leaves[1].stride() == (8,)
+    assert fingerprint(found, refer(found.model, found.splits.selection, None))
+    assert torch.equal(MappedTensors.write(tmp_path / "data", {"x": X[:1, 2]})["x"], X[:1, 2])
 
 
 @pytest.mark.parametrize("other", ["inputs", "order", "labels"])

@@ -38,7 +38,13 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a plain dense tensor, row by row; of its values as they are read, which may be conjugates of those kept."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8)
+    return in_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
+
+
+def in_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes. One value counts as contiguous whatever its stride is, as where it was cut
+    from a column, and torch then has no bytes of it."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def tolerance(model: nn.Module, least: float) -> float:

@@ -21,6 +21,7 @@ from trimtab._ordered import ordered, stretched
 from trimtab._said import counted
 from trimtab._tree import Structure, classes, cloned, flatten, names, unflatten
 from trimtab._user_code import user_code
+from trimtab._weights import raw
 from trimtab.dims import following, tried
 from trimtab.environment import IMPORT_ERRORS
 from trimtab.errors import CompileError, UsageError, WorkloadError
@@ -267,7 +268,7 @@ def _written(before: torch.Tensor, after: torch.Tensor) -> bool:
     if before.shape != after.shape:
         return False
     counted = not after.is_inference() and after._version > 0
-    return counted or not torch.equal(*(tensor.clone().flatten().view(torch.uint8) for tensor in (before, after)))
+    return counted or not torch.equal(raw(before), raw(after))
 
 
 def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[int, Dim]]) -> tuple[TensorSpec, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trimtab._json import dumps, from_json, to_json, write_json
+from trimtab._weights import raw
 from trimtab.contracts import PASSES
 from trimtab.evaluate import Plan, stage
 from trimtab.measure.memory import PeakMemory
@@ -124,7 +125,7 @@ def _fingerprint(subject: TrainingSubject, written: Written | None = None) -> st
         if tensor.layout in SPARSE:
             digest.update(f"{tuple(tensor.shape)} {tensor.layout}".encode())
         for part in stored(tensor):
-            digest.update(part.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(raw(part).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trimtab._json import dumps
 from trimtab._paths import path_of
+from trimtab._weights import in_bytes
 from trimtab.errors import StorageError, UsageError
 from trimtab.train.held import hold
 
@@ -268,7 +269,7 @@ class Encoder:
         self._storages.add(storage)
         if tensor.dtype not in PLAIN:
             self.bytes[key] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-            self.tensors[key] = self.tensors[key].reshape(-1).view(torch.uint8)
+            self.tensors[key] = in_bytes(self.tensors[key])
         return key
 
 

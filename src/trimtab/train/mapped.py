@@ -17,6 +17,7 @@ import torch
 from trimtab._json import dumps, from_json
 from trimtab._paths import path_of
 from trimtab._said import of_type
+from trimtab._weights import in_bytes
 from trimtab.errors import StorageError, UsageError
 
 HEADER, SCHEMA = "tensors.json", 1
@@ -131,7 +132,7 @@ def _write(path: pathlib.Path, name: str, array: Any) -> _Entry:
                     f"{part.dtype}. Bring them to one shape and type, or pad them."
                 )
             dtype, shape, rows = part.dtype, part.shape[1:], rows + len(part)
-            part.contiguous().flatten().view(torch.uint8).numpy().tofile(file)
+            in_bytes(part.contiguous()).numpy().tofile(file)
         file.flush()
         os.fsync(file.fileno())
     if dtype is None or shape is None:

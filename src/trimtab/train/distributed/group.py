@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trimtab._said import counted
+from trimtab._weights import in_bytes
 from trimtab.candidate import Settings
 from trimtab.errors import PeerError, UsageError, WorkloadError
 from trimtab.train.distributed.data import share
@@ -342,7 +343,7 @@ def hand_out(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> Non
         if not stride and value.shape[dim] > 1:  # expanded: one number seen in many places
             value = value.narrow(dim, 0, 1)
     whole = value.contiguous()
-    dist.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
+    dist.broadcast(in_bytes(whole), group=group, group_src=0)
     if not value.is_contiguous():
         value.copy_(whole)
 
@@ -377,7 +378,7 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     """Sixteen bytes that stand for those of ``tensor``."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    flat = in_bytes(tensor.detach().cpu().contiguous())
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).digest()
 
 
