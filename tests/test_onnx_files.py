@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -15,6 +16,7 @@ from torch import nn
 
 import trimtab
 from trimtab.candidate import Candidate
+from trimtab.contracts import BACKENDS
 from trimtab.errors import IntegrityError, UsageError
 from trimtab.intake._onnx_graph import import_graph
 from trimtab.intake._onnx_ops import OPS
@@ -131,7 +133,7 @@ def graph(nodes: list[Any], inputs: dict[str, list[Any]] | None = None, **more: 
 def test_what_cannot_come_back_is_said(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "odd.onnx"
     for nodes, words in (
-        ([helper.make_node("NonZero", ["x"], ["y"])], "it holds the operator NonZero, not known here."),
+        ([helper.make_node("Unique", ["x"], ["y"])], "it holds the operator Unique, not known here."),
         ([helper.make_node("Magic", ["x"], ["y"], domain="my")], "it holds the operator my.Magic, not known here."),
         ([helper.make_node("Relu", ["none"], ["y"])], "the value 'none' is used but never made."),
     ):
@@ -242,6 +244,49 @@ def test_older_and_rarer_forms_of_operators(tmp_path: pathlib.Path) -> None:
         ir_version=6,
     )
     assert torch.equal(answers(old, [rows])[0], rows)
+
+
+def opset(version: int, nodes: list[onnx.NodeProto], sizes: list[Any], **arrays: Any) -> onnx.ModelProto:
+    """A graph of ``version`` from ``x`` of these ``sizes`` to ``y``, with ``arrays`` as weights."""
+    weights = [numpy_helper.from_array(np.asarray(array), name) for name, array in arrays.items()]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, sizes)
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    made = helper.make_graph(nodes, "g", [x], [y], weights)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", version)], ir_version=4)
+
+
+def test_what_was_an_attribute_once_and_a_softmax_over_the_rest() -> None:
+    nodes = [
+        helper.make_node("Slice", ["x"], ["s"], starts=[0, 1], ends=[2, 100], axes=[1, 3]),
+        helper.make_node("Softmax", ["s"], ["all"], axis=1),
+        helper.make_node("LogSoftmax", ["all"], ["log"], axis=2),
+        helper.make_node("Upsample", ["log", "by"], ["up"], mode="nearest"),
+        helper.make_node("LRN", ["up"], ["n"], size=3, alpha=0.5, beta=0.6, bias=1.5),
+        helper.make_node("AveragePool", ["n"], ["a"], kernel_shape=[3, 2], strides=[2, 2], auto_pad="SAME_UPPER"),
+        helper.make_node("ConvTranspose", ["a", "w"], ["t"], strides=[2, 2], pads=[0, 1, 1, 0]),
+        helper.make_node("TopK", ["t"], ["top", "at"], axis=3, k=2),
+        helper.make_node("Pad", ["top"], ["y"], pads=[0, 0, 1, 0, 0, 0, 0, 2], value=0.25),
+    ]
+    weights = {"by": np.array([1, 1, 2, 2], np.float32), "w": np.random.default_rng(0).normal(size=(2, 3, 3, 3))}
+    model = opset(9, nodes, ["N", 3, 5, 4], by=weights["by"], w=weights["w"].astype(np.float32))
+    x = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
+    (theirs,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(answers(model, [x])[0], torch.from_numpy(theirs))
+
+
+@pytest.mark.parametrize("version", [10, 17])
+def test_sizes_stay_open_behind_a_resize_by_scales(version: int, tmp_path: pathlib.Path) -> None:
+    resize = helper.make_node("Resize", ["x", "by"] if version == 10 else ["x", "", "by"], ["r"], mode="nearest")
+    pad = helper.make_node("Pad", ["r"], ["y"], pads=[0, 0, 1, 1, 0, 0, 0, 2], value=0.25)
+    filled = helper.make_node("Pad", ["r", "p", "v"], ["y"])
+    weights = {"by": np.array([1, 1, 2, 3], np.float32), "p": np.array([0, 0, 1, 1, 0, 0, 0, 2]), "v": np.float32(0.25)}
+    model = opset(version, [resize, pad if version == 10 else filled], ["N", 2, "H", "W"], **weights)
+    onnx.save(model, tmp_path / "r.onnx")
+    candidate = prepare(load_workload(tmp_path / "r.onnx", shapes={"x": (1, 2, 8, 8)})).candidate
+    x = torch.randn(2, 2, 5, 6, generator=torch.Generator().manual_seed(0))
+    (theirs,) = onnxruntime.InferenceSession(tmp_path / "r.onnx").run(None, {"x": x.numpy()})
+    for name in ("onnxruntime", "torchscript"):
+        torch.testing.assert_close(BACKENDS[name]().compile(candidate)(x), torch.from_numpy(theirs))
 
 
 def test_names_of_inputs_that_clash_or_are_taken(tmp_path: pathlib.Path) -> None:

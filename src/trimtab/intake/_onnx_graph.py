@@ -15,11 +15,23 @@ from torch import fx, nn
 from trimtab._said import an
 from trimtab.contracts import require
 from trimtab.intake import _onnx_layers as layers
-from trimtab.intake import _onnx_shapes  # noqa: F401  registers its operators
+from trimtab.intake import _onnx_rare  # noqa: F401  registers its operators, as what it imports does
 from trimtab.intake._onnx_ops import DTYPES, OPS, SEVERAL, TENSORS_ONLY
 from trimtab.intake._onnx_values import MOST_HOST, Host, host, tensor, unsupported
 
 STANDARD = ("", "ai.onnx")
+ONCE_ATTRIBUTES = {
+    "Pad": ("pads", "value"),
+    "Slice": ("starts", "ends", "axes"),
+    "Split": ("split",),
+    "Squeeze": ("axes",),
+    "TopK": ("k",),
+    "Unsqueeze": ("axes",),
+    "Upsample": ("scales",),
+}
+"""What was an attribute in older opsets and is an input now, in order."""
+NUMBERS_FOR = {"Pad", "Resize", "Upsample"}
+"""Operators that take scales or a fill as Python numbers, which no exporter could read out of a weight."""
 
 
 def import_graph(model: Any) -> fx.GraphModule:
@@ -108,13 +120,14 @@ class _Importer:
             return
         if self._layer(node, attributes):
             return
-        function = OPS.get(node.op_type)
+        kind = "Upsample" if node.op_type == "Resize" and self._opset < 11 else node.op_type
+        function = OPS.get(kind)
         if function is None:
             raise unsupported(f"the weights of a {node.op_type} in it are computed")
         names = list(node.input)
         while names and not names[-1]:
             names.pop()
-        attributes = self._adapted(node.op_type, attributes, names, len(node.output))
+        attributes = self._adapted(kind, attributes, names, len(node.output))
         _check_attributes(node.op_type, function, attributes)
         if all(name in self._constants or not name for name in names) and names:
             given = [self._constants.get(name) for name in names]
@@ -125,7 +138,8 @@ class _Importer:
             values = function(*given, **attributes)
             self._store(node, values)
             return
-        arguments = [self._argument(name) for name in names]
+        arguments = [self._argument(names[0])] if names else []
+        arguments += [self._plainly(name) if kind in NUMBERS_FOR else self._argument(name) for name in names[1:]]
         if node.op_type in TENSORS_ONLY and arguments:
             arguments[0] = self._as_tensor(names[0], arguments[0])
             if node.op_type in ("And", "Or", "Xor"):
@@ -160,6 +174,11 @@ class _Importer:
             self._nodes[name] = self._weight(value) if isinstance(value, torch.Tensor) else self._numbers(value)
         return self._nodes[name]
 
+    def _plainly(self, name: str) -> Any:
+        """The same with the numbers themselves where they are constants."""
+        value = self._constants.get(name)
+        return value.flatten().tolist() if isinstance(value, torch.Tensor) else self._argument(name)
+
     def _as_tensor(self, name: str, made: Any) -> Any:
         """``made``, turned into a tensor where it may be numbers."""
         sure = made is None or made.op != "call_function" or name in self._floats
@@ -191,15 +210,16 @@ class _Importer:
         if kind in ("Softmax", "LogSoftmax") and self._opset < 13:
             axis = attributes.get("axis", 1)
             rank = self._ranks.get(names[0])
-            if rank is None or axis % rank != rank - 1:
-                raise unsupported(f"{an(kind)} in it is of an opset before 13 and runs over several axes")
-            attributes = {**attributes, "axis": -1}
-        for name in ("axes", "split"):
-            if name in attributes and (kind in ("Squeeze", "Unsqueeze", "Split") or kind.startswith("Reduce")):
-                made = f"{name}/{len(self._constants)}"
-                self._constants[made] = Host(list(attributes[name]), False)
+            last = rank is not None and axis % rank == rank - 1
+            attributes = {**attributes, "axis": -1} if last else {**attributes, "axis": axis, "rest": 1}
+        once = ("axes",) if kind.startswith("Reduce") else ONCE_ATTRIBUTES.get(kind, ())
+        if any(name in attributes for name in once):
+            for name in once:
+                made = f"{name}/{len(self._constants)}" if name in attributes else ""
+                if made:
+                    self._constants[made] = _plain(attributes[name])
                 names.append(made)
-                attributes = {key: value for key, value in attributes.items() if key != name}
+            attributes = {key: value for key, value in attributes.items() if key not in once}
         if kind == "Dropout":  # up to opset 11 it was an attribute; what does nothing needs neither
             attributes = {key: value for key, value in attributes.items() if key != "ratio"}
         if kind == "Split" and len(names) == 1 and "num_outputs" not in attributes:

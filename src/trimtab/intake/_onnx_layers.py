@@ -123,11 +123,14 @@ def conv_transpose(
 ) -> torch.Tensor:
     rank = weight.dim() - 2
     around = pads or [0] * 2 * rank
-    if auto_pad not in ("NOTSET", "VALID") or around[:rank] != around[rank:]:
-        raise unsupported("a ConvTranspose in it pads one side more than the other")
+    if auto_pad not in ("NOTSET", "VALID"):
+        raise unsupported(f"a ConvTranspose in it pads by itself ({auto_pad})")
     compute = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}[rank]
     more, by, apart = output_padding or [0] * rank, strides or [1] * rank, dilations or [1] * rank
-    return compute(x, weight, bias, by, around[:rank], more, group, apart)
+    both = [min(pair) for pair in zip(around[:rank], around[rank:], strict=True)]
+    found = compute(x, weight, bias, by, both, more, group, apart)
+    beyond = [both[i % rank] - amount for i, amount in enumerate(around)]  # what one side loses more than the other
+    return functional.pad(found, [n for i in reversed(range(rank)) for n in (beyond[i], beyond[i + rank])])
 
 
 @op("MaxPool")
@@ -167,11 +170,17 @@ def average_pool(
     rank = len(kernel_shape)
     by = strides or [1] * rank
     amounts = padding(x, pads, auto_pad, kernel_shape, by)
-    if amounts[::2] != amounts[1::2] or set(dilations or [1]) != {1}:
-        raise unsupported("an AveragePool in it pads one side more than the other, or is dilated")
+    if set(dilations or [1]) != {1}:
+        raise unsupported("an AveragePool in it is dilated")
     compute: Any = {1: functional.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}[rank]
-    found: torch.Tensor = compute(x, kernel_shape, by, amounts[::2][::-1], bool(ceil_mode), bool(count_include_pad))
-    return found
+    found: torch.Tensor
+    if amounts[::2] == amounts[1::2]:
+        found = compute(x, kernel_shape, by, amounts[::2][::-1], bool(ceil_mode), bool(count_include_pad))
+        return found
+    if ceil_mode:
+        raise unsupported("an AveragePool in it pads one side more than the other, and rounds its size up")
+    found = compute(functional.pad(x, amounts), kernel_shape, by)
+    return found if count_include_pad else found / compute(functional.pad(torch.ones_like(x), amounts), kernel_shape, by)
 
 
 @op("GlobalAveragePool")
@@ -254,15 +263,21 @@ def resize(
     keep_aspect_ratio_policy: str = "stretch",
 ) -> torch.Tensor:
     rank = x.dim() - 2
-    given = None if scales is None or tensor(scales).numel() == 0 else [float(s) for s in tensor(scales).tolist()][-rank:]
-    wanted = ints(sizes)[-rank:] if given is None else [int(n * s) for n, s in zip(x.shape[2:], given, strict=True)]
-    even = given is None or all(n * s == w for n, s, w in zip(x.shape[2:], given, wanted, strict=True))
+    factors = scales if scales is None or isinstance(scales, list) else tensor(scales).tolist()
+    given = [int(factor) if factor == int(factor) else factor for factor in factors][-rank:] if factors else None
+    whole = given is not None and all(isinstance(factor, int) for factor in given)
+    wanted = (  # a product of sizes stays open in what is traced; what is cut off to be whole does not
+        [n * s if isinstance(s, int) else int(n * s) for n, s in zip(x.shape[2:], given, strict=True)]
+        if given is not None
+        else ints(sizes)[-rank:]
+    )
+    even = given is None or whole or all(n * s == w for n, s, w in zip(x.shape[2:], given, wanted, strict=True))
     aligned = coordinate_transformation_mode == "align_corners" and mode != "nearest" and even
     half = coordinate_transformation_mode == "half_pixel" or (
         coordinate_transformation_mode == "pytorch_half_pixel" and 1 not in wanted
     )
     floor = coordinate_transformation_mode == "asymmetric" and nearest_mode == "floor"
-    whole = coordinate_transformation_mode != "align_corners" and given is not None and all(s == int(s) for s in given)
+    whole = whole and coordinate_transformation_mode != "align_corners"
     known = (floor or whole) if mode == "nearest" else (aligned or half)  # by whole factors every rule takes the same pixel
     plain = not antialias and not exclude_outside and axes is None and keep_aspect_ratio_policy == "stretch"
     if not known or not plain or (mode == "cubic" and (cubic_coeff_a != -0.75 or rank != 2)):

@@ -322,13 +322,15 @@ def top_k(x: torch.Tensor, k: Any, *, axis: int = -1, largest: int = 1, sorted: 
 
 
 @op("Softmax")
-def softmax(x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-    return torch.softmax(x, axis)
+def softmax(x: torch.Tensor, *, axis: int = -1, rest: int = 0) -> torch.Tensor:
+    """With ``rest``, as before opset 13: over ``axis`` and all that come after it, at once."""
+    return torch.reshape(torch.softmax(torch.flatten(x, axis), -1), x.shape) if rest else torch.softmax(x, axis)
 
 
 @op("LogSoftmax")
-def log_softmax(x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-    return torch.log_softmax(x, axis)
+def log_softmax(x: torch.Tensor, *, axis: int = -1, rest: int = 0) -> torch.Tensor:
+    """As :func:`softmax`."""
+    return torch.reshape(torch.log_softmax(torch.flatten(x, axis), -1), x.shape) if rest else torch.log_softmax(x, axis)
 
 
 @op("MatMul")

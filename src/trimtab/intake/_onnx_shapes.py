@@ -185,7 +185,8 @@ def pad(x: torch.Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode
     by_axis = {axis: (amounts[i], amounts[i + half]) for i, axis in enumerate(where)}
     if mode == "constant":
         flat = [n for axis in reversed(range(x.dim())) for n in by_axis.get(axis, (0, 0))]
-        return functional.pad(x, flat, "constant", 0.0 if value is None else float(tensor(value)))
+        fill = value[0] if isinstance(value, list) else 0.0 if value is None else float(tensor(value))
+        return functional.pad(x, flat, "constant", fill)
     modes = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     for axis, amount in by_axis.items():  # torch takes these modes on the last axes only, and each is on its own
         if any(amount):
