@@ -313,6 +313,49 @@ def test_auto_leaves_batchnorm_its_batches() -> None:
     assert trainer.decided["batch"] == len(inputs)
 
 
+class Banked(Costly):
+    """Costly, and remembers in training what it was given last."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("bank", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.bank = x[0].detach().clone()
+        found: torch.Tensor = super().forward(x + 0.1 * self.bank)
+        return found
+
+
+class Carrying(nn.Module):
+    """Begins where the batch before has ended."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Linear(width, 4)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        begin = 0.0 if self.state is None else self.state
+        self.state = x.mean(0).detach()
+        found: torch.Tensor = self.body(x + begin)
+        return found
+
+
+BANK = "because of what the forward pass changes, such as buffers."
+
+
+@pytest.mark.parametrize(("kind", "batch", "told"), [(Banked, 64, BANK), (Carrying, None, "would change what is learnt.")])
+def test_auto_leaves_batches_whole_whose_parts_would_move_a_state(kind: type[nn.Module], batch: int | None, told: str) -> None:
+    torch.manual_seed(0)
+    end = [lambda trainer, event: trainer.stop("Enough.") if isinstance(event, Progressed) else None]  # of what seems long
+    settings = Settings(batch="auto", threads=1)
+    trainer = Trainer(kind(8), loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings, callbacks=end, log_every=3)
+    trainer.fit([(torch.randn(64, 8), torch.randint(0, 4, (64,))) for _ in range(3)], steps=100_000)
+    assert trainer.settings.batch == batch
+    assert any(told in note for note in trainer.notes)
+
+
 def test_auto_keeps_a_budget_of_activations_at_each_size() -> None:
     model, inputs, labels = made(transformer)
     settings = Settings(batch="auto", activation_mb=1.0)

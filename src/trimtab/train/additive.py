@@ -23,7 +23,7 @@ from trimtab.train.feed import join, split
 from trimtab.train.losses import ROUNDING
 from trimtab.train.memory_errors import go_on, out_of_memory
 from trimtab.train.objective import Batch, examples, tensors
-from trimtab.train.rehearsal import rehearsal
+from trimtab.train.rehearsal import Kept, rehearsal
 from trimtab.train.rows import inside, length
 from trimtab.train.world import weighted
 
@@ -108,8 +108,8 @@ def _asked(trainer: Trainer, step: Step, group: Sequence[Batch]) -> Compared | N
     if world.any(not trials or any(map(is_lazy, trainer.model.parameters()))):  # which the first update is to make
         return None
     try:
-        with rehearsal(trainer.model, loss=trainer.objective.module), _evaluating(trainer), torch.no_grad():
-            found = [one for trial in trials if (one := _compared(trainer, step, *trial)) is not None]
+        with rehearsal(trainer.model, loss=trainer.objective.module) as kept, _evaluating(trainer), torch.no_grad():
+            found = [one for trial in trials if (one := _compared(trainer, step, kept, *trial)) is not None]
     finally:
         world.rest()
     everybody = [one for ours in world.gathered(found) for one in ours]
@@ -150,11 +150,12 @@ def _is_rows(batch: Batch, count: int | None) -> bool:
     return bool(items) and all(_is_rows(item, count) for item in items)
 
 
-def _compared(trainer: Trainer, step: Step, whole: Batch, parts: Sequence[Batch]) -> Compared | None:
+def _compared(trainer: Trainer, step: Step, kept: Kept, whole: Batch, parts: Sequence[Batch]) -> Compared | None:
     """One look; ``None`` where it cannot be told."""
     world = step.world
 
     def loss(batches: Sequence[Batch]) -> float:
+        kept.put_back()  # a state that is carried from batch to batch would be taken for random numbers
         with step.precision():
             pairs = world.looked(lambda: [trainer.objective(trainer.model, batch) for batch in batches])
         values, weights = [value for value, _ in pairs], [weight for _, weight in pairs]

@@ -32,7 +32,7 @@ from trimtab.train.live import peak_activations
 from trimtab.train.memory_errors import go_on
 from trimtab.train.objective import Batch, examples
 from trimtab.train.peek import untouched
-from trimtab.train.rehearsal import rehearsal, stand_still
+from trimtab.train.rehearsal import moved, rehearsal, stand_still
 from trimtab.train.runtime import running
 from trimtab.train.step import Step
 
@@ -142,8 +142,8 @@ def find_batch(
 def micro_batch(trainer: Trainer, step: Step, group: Sequence[Batch], *, updates: int | None) -> int:
     """Into how large micro-batches the batches of an update are best taken apart; the update itself stays the same.
 
-    Where whole batches are as fast as the best, it is those; with BatchNorm, whose statistics are those of a micro-batch, or
-    where so few ``updates`` are to come that no search would be paid back, it is the largest that fits. Several processes
+    Where whole batches are as fast as the best, it is those; with BatchNorm, or another state that each micro-batch would move,
+    or where so few ``updates`` are to come that no search would be paid back, it is the largest that fits. Several processes
     agree on it. The decision is the trainer's from now on, and noted.
 
     Raises:
@@ -152,14 +152,13 @@ def micro_batch(trainer: Trainer, step: Step, group: Sequence[Batch], *, updates
     whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
     sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
     search = _Search(trainer, step, None, 5.0, updates)
-    normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trainer.model.modules())
     candidates = ((size, parts(group, size)) for size in sizes)
-    tried = tuple(entry.tried(0.0) for entry in search.run(candidates, first_only=normalised))
+    tried = tuple(entry.tried(0.0) for entry in search.run(candidates, same=True))
     size = _fastest(tried, smallest=False)
     trainer.settings = dataclasses.replace(trainer.settings, batch=size)
     trainer.decided["batch"] = size
     kept = " Smaller ones are not tried, because the run is short." if search.short else ""
-    kept = " They are not made smaller for speed, because of BatchNorm." if normalised else kept
+    kept = f" They are not made smaller for speed, because of {search.moved}." if search.moved else kept
     trainer.note(
         f"batch={size}: examples per micro-batch, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept
     )
@@ -207,7 +206,7 @@ class _Search:
     """Tries sizes: once each until it gets no faster, then the fastest of them in turns."""
 
     def __init__(self, trainer: Trainer, step: Step, limit_mb: float | None, seconds: float, updates: int | None) -> None:
-        self.updates, self.short = updates, False
+        self.updates, self.short, self.moved = updates, False, ""
         self.trainer, self.world = trainer, step.world
         model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
         waits = trainer.device.type == "cpu" or trainer.settings.nonfinite in ("skip", "stop")  # for what is not finite
@@ -217,20 +216,21 @@ class _Search:
         self.limit = None if limit_mb is None else limit_mb * 1e6
         self.seconds = seconds
 
-    def run(self, candidates: Iterable[tuple[int, Sequence[Batch]]], *, first_only: bool = False) -> list[_Entry]:
+    def run(self, candidates: Iterable[tuple[int, Sequence[Batch]]], *, same: bool = False) -> list[_Entry]:
         """The sizes that were tried, in order of size.
 
         Args:
             candidates: from which no more is taken once it gets no faster.
-            first_only: whether the first that fits is enough.
+            same: whether the update must be the same for all: the first that fits will do where others would move more.
 
         Raises:
             UsageError: none fits.
         """
         begun = time.perf_counter()
-        with rehearsal(self.trainer.model, self.trainer.optimizer, loss=self.trainer.objective.module), self.world.rehearsed():
-            stand_still(self.trainer.optimizer)
-            entries = self._sweep(candidates, first_only)
+        model, optimizer, loss = self.trainer.model, self.trainer.optimizer, self.trainer.objective.module
+        with rehearsal(model, optimizer, loss=loss) as kept, self.world.rehearsed():
+            stand_still(optimizer)
+            entries = self._sweep(candidates, lambda: moved(kept, model) if same else "")
             able = [entry for entry in entries if not entry.reason]
             if not able:
                 raise UsageError(f"No batch size can be used. {'; '.join(f'{e.size}: {e.reason}' for e in entries)}.")
@@ -245,7 +245,7 @@ class _Search:
                     entry.seconds.append(self._time(entry))
         return sorted(entries, key=lambda entry: entry.size)
 
-    def _sweep(self, candidates: Iterable[tuple[int, Sequence[Batch]]], first_only: bool) -> list[_Entry]:
+    def _sweep(self, candidates: Iterable[tuple[int, Sequence[Batch]]], moved: Callable[[], str]) -> list[_Entry]:
         entries: list[_Entry] = []
         best, behind, growing = 0.0, 0, False
         for size, group in candidates:
@@ -257,7 +257,8 @@ class _Search:
                 if growing:  # what is larger will not fit either
                     break
                 continue
-            if first_only or self.short:
+            self.moved = self._agreed(moved(), "what another process has")
+            if self.moved or self.short:
                 break
             behind = 0 if entry.rate > best * (1 + TIE) else behind + 1
             best = max(best, entry.rate)
@@ -302,9 +303,9 @@ class _Search:
         entry.seconds += [first] if self.short else [self._time(entry) for _ in range(2)]
         return ""
 
-    def _agreed(self, reason: str) -> str:
-        """``reason`` if there is one, else whether another process has one: what follows is the same for all."""
-        return reason or "it does not fit into the memory of another process" if self.world.any(bool(reason)) else ""
+    def _agreed(self, reason: str, others: str = "it does not fit into the memory of another process") -> str:
+        """``reason`` if there is one, else that of ``others`` if another process has one: what follows is the same for all."""
+        return reason or others if self.world.any(bool(reason)) else ""
 
     def _fit(self, entry: _Entry) -> str:
         """Measure the activations of ``entry``, and see to their budget; returns why that cannot be kept, or nothing."""

@@ -77,6 +77,14 @@ def moving(model: nn.Module, loss: nn.Module | None) -> Kept:
     return Kept(averages(model, loss), modules_of_both(model, loss))
 
 
+def moved(kept: Kept, model: nn.Module) -> str:
+    """What makes an update from parts of a batch another one, once ``kept`` was moved by a forward pass; else nothing."""
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()):
+        return "BatchNorm"
+    changed = [tensor for tensor in kept.changed() if not tensor.requires_grad]
+    return "what the forward pass changes, such as buffers" if changed else ""
+
+
 def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, Any]:
     """The generators of random numbers in their modules."""
     return {**generators_within("model", model), **generators_within("loss", loss)}
