@@ -6,6 +6,7 @@ import copy
 import gc
 import pathlib
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -208,6 +209,33 @@ def test_a_second_run_sees_buffers_and_randomness_of_the_first() -> None:
         assert found[0][1:] == found[1][1:]
     recomputed.undo()
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+
+
+class Following(nn.Module):
+    """Has a teacher that moves towards it in each forward pass, and whose answer it adds to its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.teacher, self.last = nn.Linear(32, 256), nn.Linear(32, 256).requires_grad_(False), nn.Linear(256, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for followed, follower in zip(self.own.parameters(), self.teacher.parameters(), strict=True):
+                follower.lerp_(followed, 0.1)
+            taught = functional.gelu(self.teacher(x))
+        found: torch.Tensor = x + self.last(functional.gelu(self.own(x)) + taught)
+        return found
+
+
+def test_a_teacher_moves_once_per_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Following() for _ in range(4)), nn.Linear(32, 10))
+    plain, data = copy.deepcopy(model), [(torch.randn(256, 32), torch.randint(0, 10, (256,))) for _ in range(3)]
+    for each, budget in ((model, 2.5), (plain, None)):
+        trainer = Trainer(each, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(activation_mb=budget))
+        trainer.fit(data, epochs=1)
+        assert budget is None or re.search("allowed: 0.* recomputed", trainer.notes[0])
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
 
 
 def test_autocast_and_keywords_reach_the_second_run() -> None:

@@ -27,7 +27,7 @@ _WITHIN_FUNC = (
     "Settings(segments=...) out, and make micro-batches smaller: Settings(batch=...)."
 )
 Place = tuple[nn.Module, str]
-"""A buffer, as the module that has it and its name there."""
+"""A buffer, or a parameter that a forward pass changes, as the module that has it and its name there."""
 
 
 class Recomputed:
@@ -40,7 +40,7 @@ class Recomputed:
 
     Args:
         modules: none may contain another.
-        changing: buffers that a forward pass may change, other than those of normalisation layers.
+        changing: what a forward pass may change, buffers or parameters, other than the buffers of normalisation layers.
         segments: in how many parts each module is recomputed, one after the other. More than one is for chains, that is
             ``nn.Sequential``: each part then keeps what it gets, and no more than one of them is there in full at a time.
     """
@@ -175,12 +175,13 @@ def longest_chain(model: nn.Module) -> nn.Sequential:
 
 
 def buffers_of(module: nn.Module, changing: set[int]) -> list[Place]:
-    """The buffers within ``module`` that its forward pass may change: those whose ``id`` is known to, and BatchNorm's."""
+    """What the forward pass of ``module`` may change in it: that whose ``id`` is known to, and BatchNorm's buffers."""
     return [
         (inner, name)
         for inner in module.modules()
-        for name, buffer in inner._buffers.items()
-        if buffer is not None and (id(buffer) in changing or isinstance(inner, nn.modules.batchnorm._NormBase))
+        for held, known in ((inner._buffers, isinstance(inner, nn.modules.batchnorm._NormBase)), (inner._parameters, False))
+        for name, value in held.items()
+        if value is not None and (known or id(value) in changing)
     ]
 
 
@@ -209,13 +210,13 @@ class _SecondRun(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._present = [_value(module, name) for module, name, _ in self._buffers]
         for module, name, then in self._buffers:
-            module._buffers[name] = then.clone()  # a graph that is kept may be run backward twice
+            _place(module, name)[name] = then.clone()  # a graph that is kept may be run backward twice
         self._present_random = (random.getstate(), np.random.get_state())
         self._set_random(self._random)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for (module, name, _), present in zip(self._buffers, self._present, strict=True):
-            module._buffers[name] = present
+            _place(module, name)[name] = present
         self._set_random(self._present_random)
         self._present, self._present_random = [], None
 
@@ -227,10 +228,15 @@ class _SecondRun(AbstractContextManager[None]):
 
 def _copied(buffer: torch.Tensor) -> torch.Tensor:
     """What a buffer is; one that the first run is yet to make has nothing that it was, and stands for itself."""
-    return buffer if is_lazy(buffer) else buffer.clone()
+    return buffer if is_lazy(buffer) else buffer.detach().clone()
+
+
+def _place(module: nn.Module, name: str) -> dict[str, Any]:
+    """Where ``module`` has what is called so."""
+    held: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
+    return held
 
 
 def _value(module: nn.Module, name: str) -> torch.Tensor:
-    buffer = module._buffers[name]
-    assert buffer is not None
-    return buffer
+    value: torch.Tensor = _place(module, name)[name]
+    return value
