@@ -376,6 +376,8 @@ def test_signature_binds_like_python_does_and_checks() -> None:
         signature.bind((x, y), {"scale": 2.0, "c": y})
     with pytest.raises(InputError, match="The input 'b' is missing"):
         signature.bind((x,), {"scale": 2.0})
+    with pytest.raises(InputError, match=r"'scale' is missing. This was built for a: float.*\] with scale=2.0\.$"):
+        signature.bind((x, y), {})
     with pytest.raises(InputError, match="The input 'scale' is 3.0, but this was built for 2.0."):
         signature.bind((x, y), {"scale": 3.0})
     with pytest.raises(InputError, match="3 inputs were given by position; this was built for 2: a: float32"):

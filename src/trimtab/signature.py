@@ -231,18 +231,24 @@ class Signature:
         """Move positional arguments that came by keyword, and the keyword ones into the order of the example."""
         positional, keyword = self.input_structure.items
         args, rest = list(args), dict(kwargs)
-        for name in self.parameters[len(args) : len(positional.items)]:
+        for name, item in list(zip(self.parameters, positional.items, strict=False))[len(args) :]:
             if name not in rest:
-                raise InputError(f"The input {name!r} is missing. This was built for {self.describe()}.")
+                raise self._missing(name, item)
             args.append(rest.pop(name))
         for name in self.parameters[len(positional.items) : len(args)]:
             if name in keyword.keys and name not in rest:
                 rest[name] = args.pop(len(positional.items))
         if unknown := sorted(set(rest) - set(keyword.keys)):
             raise InputError(f"There is no input {unknown[0]!r}. This was built for {self.describe()}.")
-        if missing := [name for name in keyword.keys if name not in rest]:
-            raise InputError(f"The input {missing[0]!r} is missing. This was built for {self.describe()}.")
+        for name, item in zip(keyword.keys, keyword.items, strict=True):
+            if name not in rest:
+                raise self._missing(name, item)
         return args, {name: rest[name] for name in keyword.keys}
+
+    def _missing(self, name: str, structure: Structure) -> InputError:
+        """A constant is not filled in: what the model takes by itself may be another."""
+        constant = f" with {name}={structure.value!r}" if structure.kind == "constant" else ""
+        return InputError(f"The input {name!r} is missing. This was built for {self.describe()}{constant}.")
 
     def _unlike(self, structure: Structure) -> str:
         """Where ``structure`` is another than that of the inputs that this was built for."""
