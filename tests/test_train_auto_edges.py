@@ -464,34 +464,3 @@ def test_how_far_two_gradients_are_apart() -> None:
     assert gradients.apart([one.to_sparse()], [other]) == pytest.approx(0.1)
     assert gradients.apart([], [one]) == 0  # an update was left out
     assert gradients.apart([torch.zeros(2)], [torch.zeros(2)]) == 0
-
-
-class Auxiliary(nn.Module):
-    """Keeps a loss of its own beside what it answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        shares = self.gate(rows).softmax(-1)
-        self.extra = shares.square().sum(1).mean()
-        found: torch.Tensor = self.last(rows * shares)
-        return found
-
-
-def test_a_model_that_keeps_a_loss_in_an_attribute_is_measured_too() -> None:
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        return functional.cross_entropy(model(batch[0]), batch[1]) + 0.1 * model.extra
-
-    def trained(settings: Settings) -> Trainer:
-        torch.manual_seed(0)
-        made = Trainer(Auxiliary(), loss=loss, optimizer=torch.optim.AdamW, settings=settings)
-        made.fit(DataLoader(DATA, batch_size=4), epochs=1)
-        return made
-
-    plain, made = trained(Settings()), trained(Settings(optimizer="auto", memory_format="auto", compile="auto"))
-    assert not [note for note in made.notes if "cannot be" in note]
-    assert len(made.notes) >= 3
-    for one, other in zip(plain.model.parameters(), made.model.parameters(), strict=True):
-        assert torch.equal(one, other)

@@ -5,36 +5,9 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import nn
-
-T = TypeVar("T")
-_NO_COPY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-"""What :func:`copy.deepcopy` hands on as it is."""
-
-
-def deep(value: T, known: dict[int, Any] | None = None) -> T:
-    """:func:`copy.deepcopy`, also of what holds tensors that were computed: torch copies only those that nothing computes.
-
-    A module keeps such in an attribute, as a loss beside its output or the weight of ``torch.nn.utils.weight_norm``. Their
-    copies do not know what they were computed from.
-    """
-    known = {} if known is None else known
-    found, held = dict[int, Any](), list[Any]([value])
-    while held:
-        item = held.pop()
-        if id(item) in found or isinstance(item, _NO_COPY):
-            continue
-        found[id(item)] = item
-        if isinstance(item, torch.Tensor):
-            if not item.is_leaf:
-                known[id(item)] = item.detach().clone()
-        else:
-            held += item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
-            held += getattr(item, "__dict__", {}).values()
-    return copy.deepcopy(value, known)
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -44,7 +17,7 @@ def copied(model: nn.Module) -> nn.Module:
     it would fill the original, and the copy would give for ever what the original had seen when it was copied.
     """
     known: dict[int, Any] = {}
-    found = deep(model, known)
+    found = copy.deepcopy(model, known)
     functions = _Functions(known)
     for part in found.modules():
         for held in (vars(part), *vars(part).values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trimtab._copies import deep
 from trimtab.candidate import Candidate, Settings
 from trimtab.errors import CompileError
 from trimtab.measure.timer import LocalRunner, synchronizer
@@ -212,7 +212,7 @@ def copied(*parts: Any) -> Any:
         CompileError: something in them cannot be copied.
     """
     try:
-        return deep(parts)
+        return copy.deepcopy(parts)
     except (RuntimeError, TypeError, AttributeError, AssertionError, NotImplementedError) as error:
         names = ", ".join(type(part).__name__ for part in parts)
         raise CompileError(f"One of {names} cannot be copied: {error}") from error

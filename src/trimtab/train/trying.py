@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -15,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trimtab._copies import deep
 from trimtab._said import counted, of_type
 from trimtab.candidate import Candidate, Settings
 from trimtab.errors import CompileError, NonFiniteError, UsageError, WorkloadError
@@ -275,7 +275,7 @@ def _trainer(workload: Workload, training: Training, settings: Settings, seed: i
     seeded(seed)
     return Trainer(
         built(workload),
-        loss=deep(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # it may learn, too
+        loss=copy.deepcopy(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # it may learn, too
         optimizer=training.optimizer,
         schedule=training.schedule,
         settings=settings,
@@ -295,7 +295,7 @@ def built(workload: Workload) -> nn.Module:
     if model is not workload.model:
         return model
     try:
-        return deep(model)
+        return copy.deepcopy(model)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         raise WorkloadError(f"The model cannot be copied: {error}. Give a function that builds it instead.") from error
 
