@@ -103,6 +103,20 @@ def test_a_copy_answers_for_its_own_inputs_and_leaves_the_original_alone(make: C
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=NAMES)
+def test_a_model_that_keeps_what_it_computed_is_copied_and_trained(make: Callable[[], nn.Module]) -> None:
+    model, rows = make(), torch.randn(3, 6)
+    model(rows)  # what it keeps now has gradients flowing through it
+    other, optimizer = copied((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    found, want = other(-rows), model(-rows)
+    assert torch.equal(found, want)
+    found.sum().backward()
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.equal(other(-rows), want)
+    assert torch.equal(model(-rows), want)
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=NAMES)
 @pytest.mark.parametrize("backend", [Eager(), TorchScript(), pytest.param(Aoti(mode="default"), marks=needs_compiler)], ids=str)
 def test_what_ships_of_such_a_model_answers_for_its_own_inputs(
     backend: Backend, make: Callable[[], nn.Module], tmp_path: pathlib.Path

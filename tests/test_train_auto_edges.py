@@ -62,6 +62,39 @@ def trainer(settings: Settings, *layers: nn.Module, **more: Any) -> Trainer:
     return Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW, settings=settings, **more)
 
 
+class Keeping(nn.Module):
+    """Keeps an activation, as for an auxiliary loss; by a hook that refers to the model, or in its forward pass."""
+
+    def __init__(self, *, hooked: bool) -> None:
+        super().__init__()
+        self.features, self.head, self.side = nn.Conv2d(1, 4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.kept, self.hooked = torch.zeros(()), hooked
+        if hooked:
+            self.features.register_forward_hook(lambda module, given, output: setattr(self, "kept", output))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found = self.features(images)
+        if not self.hooked:
+            self.kept = found
+        logits: torch.Tensor = self.head(found.relu().mean((2, 3))) + self.side(self.kept.tanh().mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_models_that_keep_activations_are_measured(hooked: bool) -> None:
+    images = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(TensorDataset(images, (images.sum((1, 2, 3)) > 0).long()), 8)
+    ended = []
+    for settings in (Settings(), Settings(memory_format="auto", optimizer="auto")):
+        torch.manual_seed(0)
+        made = Trainer(Keeping(hooked=hooked), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW, settings=settings)
+        made.fit(data, epochs=2)
+        ended.append(made.model.state_dict())
+    assert any(note.startswith("memory_format='channels_last' is ") for note in made.notes), made.notes
+    assert not any("cannot be" in note for note in made.notes), made.notes
+    assert all(torch.allclose(value, ended[1][name], atol=1e-5) for name, value in ended[0].items())
+
+
 def test_a_loader_of_a_class_of_its_own_is_not_shared_out() -> None:
     with pytest.raises(UsageError, match=r"train is an Own, and with 2 processes each would train on all of it\."):
         share(Own(DATA, 4), "train", 0, 2, 0)

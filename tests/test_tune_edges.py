@@ -61,6 +61,25 @@ def tried(subject: TrainingSubject, written: Written, rival: Updates, step: Pass
     return try_recipe(recipe, subject, written, rival, plan=Plan(seconds=0.2, quick_s=0.1))
 
 
+class Keeping(nn.Module):
+    """Adds what a hook of its first layer kept, which refers to the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.head, self.side = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 3)
+        self.first.register_forward_hook(lambda module, given, output: setattr(self, "kept", output))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.first(inputs).relu()) + self.side(self.kept.tanh())
+        return found
+
+
+def test_a_model_at_hand_whose_hooks_refer_to_it_learns_as_one_that_is_built() -> None:
+    given, made = (prepared(workload(model), 8).losses(Settings(), seed=0) for model in (Keeping(), Keeping))
+    assert given == made
+
+
 class Crowded:
     """A loss that runs out of memory with more than eight examples, from when it is told to."""
 

@@ -5,25 +5,41 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy of ``model``. Hooks and other functions that its modules hold refer to the copy where they referred to it.
+def copied(model: T) -> T:
+    """A deep copy of ``model``, or of what has models in it. Hooks and other functions that its modules hold refer to the copy
+    where they referred to it.
 
     :func:`copy.deepcopy` hands functions on as they are. A hook that keeps what it sees in the ``self`` of the method that made
     it would fill the original, and the copy would give for ever what the original had seen when it was copied.
     """
     known: dict[int, Any] = {}
-    found = copy.deepcopy(model, known)
+    with _Values():
+        found = copy.deepcopy(model, known)
     functions = _Functions(known)
-    for part in found.modules():
+    for part in [each for each in known.values() if isinstance(each, nn.Module)]:
         for held in (vars(part), *vars(part).values()):
             if isinstance(held, (dict, list)):
                 functions.exchange(held)
     return found
+
+
+class _Values(TorchFunctionMode):
+    """A block in which tensors that were computed, such as an activation that a model keeps, are copied as values: torch
+    refuses to copy what gradients flow through."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 class _Functions:

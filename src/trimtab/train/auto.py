@@ -139,12 +139,12 @@ class _Decisions:
             self.candidate = candidate(trainer, trainer.settings, self.batches[0])
             self.best = Double(trainer, trainer.settings, self.batches)
             self._settle(self.best)
+            options = self._options(fields)
         except (TrimtabError, *_FAILURES) as error:
             failure = first_line(error)
         if trainer.world.any(failure is not None):
             self.trainer.note(f"{', '.join(fields)} cannot be measured and stay off. {failure or 'Another process failed.'}")
             return
-        options = self._options(fields)
         tried = sum(reason is None for name, found in options.items() for _, reason in found if name != "compile")
         seconds = min(self._seconds() / max(tried, 1), max(SECONDS, MOST_ROUNDS * self.round_s))
         for index, name in enumerate(fields):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trimtab._copies import copied
 from trimtab.candidate import Candidate, Settings
 from trimtab.errors import CompileError
 from trimtab.measure.timer import LocalRunner, synchronizer
@@ -63,7 +63,7 @@ class Double:
         self.settings = settings
         self._where = thread_for(trainer.device, settings.cudnn_benchmark is True)
         self.model: nn.Module
-        self.model, objective, optimizer = copied(trainer.model, trainer.objective, trainer.optimizer)
+        self.model, objective, optimizer = copies(trainer.model, trainer.objective, trainer.optimizer)
         self.modes = trainer.modes
         self.modes.train(self.model)
         if any(group.get("lr") is None for group in optimizer.param_groups):
@@ -174,7 +174,7 @@ def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
 
     Those that a runtime could not take, such as sparse ones, are left out: a training may have them.
     """
-    model, objective = copied(trainer.model, trainer.objective)
+    model, objective = copies(trainer.model, trainer.objective)
     moved = mover(trainer.device)(batch)
     trainer.modes.train(model)
     seen = tuple(tensor for tensor in tensors(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
@@ -205,14 +205,14 @@ def why_not_alone(trainer: Trainer) -> str | None:
     return None
 
 
-def copied(*parts: Any) -> Any:
+def copies(*parts: Any) -> Any:
     """Copies that belong together: a copied optimizer updates the parameters of the copied model.
 
     Raises:
         CompileError: something in them cannot be copied.
     """
     try:
-        return copy.deepcopy(parts)
+        return copied(parts)
     except (RuntimeError, TypeError, AttributeError, AssertionError, NotImplementedError) as error:
         names = ", ".join(type(part).__name__ for part in parts)
         raise CompileError(f"One of {names} cannot be copied: {error}") from error

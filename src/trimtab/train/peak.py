@@ -12,7 +12,7 @@ from trimtab.environment import Environment, Peaks, known_peaks
 from trimtab.errors import TrimtabError, UsageError, WorkloadError
 from trimtab.measure.flops import count_flops
 from trimtab.train import recompute
-from trimtab.train.double import copied, why_not_alone
+from trimtab.train.double import copies, why_not_alone
 from trimtab.train.feed import split
 from trimtab.train.memory_errors import said
 from trimtab.train.objective import Batch, examples
@@ -77,7 +77,7 @@ def _counted(trainer: Trainer, group: Sequence[Batch]) -> tuple[float, set[str]]
     kept = settings.activation_mb is not None or settings.segments is not None
     if kept and any(SMALL * examples(few) > examples(batch) for batch, few in batches):
         raise UsageError("To count operations nothing is recomputed, for which the settings leave no memory.")
-    model, objective = copied(trainer.model, trainer.objective)
+    model, objective = copies(trainer.model, trainer.objective)
     trainer.modes.train(model)
     for module in model.modules():  # what is recomputed now is a function of the original's
         if getattr(vars(module).get("forward"), "__module__", None) == recompute.__name__:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -16,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trimtab._copies import copied
 from trimtab._said import counted, of_type
-from trimtab.candidate import Candidate, Settings
+from trimtab.candidate import MODEL_ERRORS, Candidate, Settings
 from trimtab.errors import CompileError, NonFiniteError, UsageError, WorkloadError
 from trimtab.recipe import Recipe
 from trimtab.train.auto import OFF
@@ -275,7 +275,7 @@ def _trainer(workload: Workload, training: Training, settings: Settings, seed: i
     seeded(seed)
     return Trainer(
         built(workload),
-        loss=copy.deepcopy(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # it may learn, too
+        loss=copied(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # it may learn, too
         optimizer=training.optimizer,
         schedule=training.schedule,
         settings=settings,
@@ -295,8 +295,8 @@ def built(workload: Workload) -> nn.Module:
     if model is not workload.model:
         return model
     try:
-        return copy.deepcopy(model)
-    except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+        return copied(model)
+    except MODEL_ERRORS as error:
         raise WorkloadError(f"The model cannot be copied: {error}. Give a function that builds it instead.") from error
 
 
