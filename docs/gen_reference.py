@@ -7,15 +7,19 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import typer.main
 from gen_markdown import default_of, field_docs, indented, markdown, table
 
 import trimtab
-from trimtab import errors, train
+from trimtab import artifact, errors, measurement, train, tuning
 from trimtab.cli.main import app
 from trimtab.contracts import BACKENDS, CHECKS, PASSES
+from trimtab.study import result
+from trimtab.train import events, schedule, summary
+from trimtab.train.distributed import processes, tensor_parallel
 
 
 def cli_page() -> str:
@@ -69,15 +73,17 @@ def kind(hint: Any) -> str:
 
 
 def api_page() -> str:
-    """Every public name, in the order of ``trimtab.__all__``, and those of ``trimtab.train``."""
+    """Every public name, in the order of ``trimtab.__all__``, those of ``trimtab.train``, and what else people meet."""
     out = [
         "# Python API",
-        "Imported as `from trimtab import NAME`, and `import trimtab` alone loads none of it. What only trainings need is at "
-        "the end, and imported as `from trimtab.train import NAME`.",
+        "Imported as `from trimtab import NAME`, and `import trimtab` alone loads none of it. What only trainings need comes "
+        "next, and is imported as `from trimtab.train import NAME`. At the end stands what these return, and what is imported "
+        "from further modules, which are named there.",
     ]
-    for module, name in [(trimtab, name) for name in trimtab.__all__] + [(train, name) for name in train.__all__]:
+    public = [(trimtab, name) for name in trimtab.__all__] + [(train, name) for name in train.__all__]
+    for module, name in public + [(module, name) for module, names in FURTHER.items() for name in names]:
         value = getattr(module, name)
-        out.append(f"## {name}")
+        out += [f"## {name}", f"*In `{module.__name__}`.*" if module in FURTHER else ""]
         if name in ("PASSES", "BACKENDS", "CHECKS"):
             out.append(registry(name))
         elif inspect.isclass(value):
@@ -85,6 +91,19 @@ def api_page() -> str:
         else:
             out += [f"```text\n{name}{signature(value)}\n```", markdown(inspect.getdoc(value) or "")]
     return "\n\n".join(out) + "\n"
+
+
+FURTHER: dict[ModuleType, tuple[str, ...]] = {
+    result: ("Result", "Best", "Ladder"),
+    tuning: ("Tuned", "TrainingLadder"),
+    artifact: ("Verification",),
+    measurement: ("Comparison",),
+    summary: ("Summary",),
+    schedule: ("cosine", "linear", "one_cycle"),
+    events: ("Progressed", "Validated", "Saved", "Adjusted", "Remarked", "Ended", "JsonLines", "TensorBoard"),
+    processes: ("join",),
+    tensor_parallel: ("mesh", "split_layers"),
+}
 
 
 def registry(name: str) -> str:

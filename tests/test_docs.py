@@ -157,6 +157,7 @@ def test_every_technique_has_a_page_that_says_when_it_pays(html: dict[str, Html]
 def test_reference_is_whole(html: dict[str, Html], site: pathlib.Path) -> None:
     text = {page: (site / f"reference/{page}.html").read_text(encoding="utf-8") for page in ("cli", "api", "errors")}
     assert {public.lower() for public in trimtab.__all__} <= html["reference/api.html"].anchors
+    assert {"result", "tuned", "summary", "cosine", "jsonlines", "join"} <= html["reference/api.html"].anchors
     assert [row.code for row in errors.table() if f"<code>{row.code}</code>" not in text["errors"]] == []
     for command, options in command_line().items():
         assert f"trimtab-{command}" in html["reference/cli.html"].anchors

@@ -29,8 +29,11 @@ class Best:
     """What ships: the winner as it was measured again, or the original where nothing beat it."""
 
     trial: Trial
+    """As the search measured it."""
     confirmation: Confirmation
+    """As it was measured again, on the test data."""
     artifact: Artifact | None
+    """``None`` where it has no form that stands alone, as a training has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +68,17 @@ class Result:
 
     study: Study
     status: verdict.Status
+    """``improved``, ``kept_original`` or ``limits_not_met``."""
     sentence: str
+    """The verdict in words."""
     best: Best | None
+    """The winner, or the original; ``None`` where nothing keeps the limits."""
     seconds: float
+    """What this run took; earlier ones of the study are not in it."""
     peaks: Peaks | None = None
+    """The measured peaks of this machine; ``None`` where it was not looked where the time goes."""
     explanations: Mapping[str, Explanation] = dataclasses.field(default_factory=dict)
+    """Where the time of a call goes, of ``as_written`` and of ``best``."""
     report: pathlib.Path | None = None
     """The HTML file; ``None`` where it could not be written."""
 
