@@ -52,6 +52,7 @@ class Technique(abc.ABC):
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]] = frozenset({"infer"})
+    """What it is for. In training only the settings that a pass changes count, and not what it makes of the model."""
     verbose: ClassVar[bool] = False
     """Whether ``str()`` shows the fields that have their default value too."""
     requires: ClassVar[tuple[str, ...]] = ()
