@@ -132,7 +132,7 @@ def test_optimize_and_tune_send_each_other_their_workloads(tmp_path: pathlib.Pat
 
 @pytest.mark.parametrize(("limits", "name"), [(Limits(latency_ms=3), "latency_ms"), (Limits(size_mb=3), "size_mb")])
 def test_limits_that_mean_nothing_in_training_are_refused(limits: Limits, name: str, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UsageError, match=f"Limits {name} is for inference"):
+    with pytest.raises(UsageError, match=f"Limits {name}=3 is for inference"):
         trimtab.tune(workload(), limits=limits, out=tmp_path / "run")
     with pytest.raises(UsageError, match="updates is 3"):
         trimtab.tune(workload(), updates=3, out=tmp_path / "run")

@@ -174,8 +174,10 @@ def _limits(limits: Limits | None) -> Limits:
     """
     found = limits or Limits()
     for name in ("latency_ms", "size_mb"):
-        if getattr(found, name, None) is not None:
-            raise UsageError(f"Limits {name} is for inference; a training takes max_drop, of the loss, and memory_mb.")
+        if (given := getattr(found, name)) is not None:
+            raise UsageError(
+                f"Limits {name}={given:g} is for inference; a training takes max_drop, of its loss, and memory_mb."
+            )
     return found
 
 

@@ -19,7 +19,6 @@ from trimtab.signature import STORED
 from trimtab.train import prepare
 from trimtab.train.batch_size import plan_for
 from trimtab.train.clock import HostClock
-from trimtab.train.feed import Feed
 from trimtab.train.gradients import seen
 from trimtab.train.kernels import use_kernels
 from trimtab.train.losses import shaken, too_coarse
@@ -74,9 +73,7 @@ class Double:
             self.step = prepare.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())
             if settings.optimizer is not None and settings.optimizer != "auto":
                 use_kernels(optimizer, settings.optimizer)
-        micro = settings.batch if isinstance(settings.batch, int) else None
-        exact, joined = settings.exact_batchnorm, settings.exact_batchnorm or settings.joined
-        self.feed = Feed(batches, settings.accumulate, HostClock(), move, micro=micro, joined=joined, exact=exact)
+        self.feed = prepare.feed_for(batches, settings, HostClock(), move)
         self._where(lambda: self._keep_budget(trainer.device))
 
     def _keep_budget(self, device: torch.device) -> None:

@@ -28,7 +28,7 @@ from trimtab.train.compiling import CompiledStep, CompileWatch
 from trimtab.train.distributed.devices import local_device
 from trimtab.train.feed import Feed
 from trimtab.train.kernels import bring_state, use_kernels
-from trimtab.train.prefetch import mover, transfer_for
+from trimtab.train.prefetch import Transfer, mover, transfer_for
 from trimtab.train.step import Step
 from trimtab.train.validation import Move
 from trimtab.train.world import World
@@ -59,10 +59,7 @@ def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     """
     settings, model = trainer.settings, trainer.model
     clock, move = clock_for(trainer.device), laid_out(model, settings, trainer.device)
-    micro = settings.batch if isinstance(settings.batch, int) else None
-    transfer = transfer_for(trainer.device, move)
-    exact, joined = settings.exact_batchnorm, settings.exact_batchnorm or settings.joined
-    feed = Feed(train, settings.accumulate, clock, move, micro=micro, joined=joined, exact=exact, transfer=transfer)
+    feed = feed_for(train, settings, clock, move, transfer_for(trainer.device, move))
     trainer.world.timed(clock)
     called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None and not trainer.position.update)
     step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock, trainer.log_every)
@@ -97,6 +94,13 @@ def refuse_unkept(trainer: Trainer) -> None:
         optimizer_state.refuse_left_out(trainer.optimizer)
         given = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
         refuse_strange(given | {"scheduler": schedule_state.state_of(trainer.scheduler), "loss": own_loss.state_of(trainer)})
+
+
+def feed_for(batches: Iterable[Any], settings: Settings, clock: Clock, move: Move, transfer: Transfer | None = None) -> Feed:
+    """The ``batches`` in the groups and parts that ``settings`` ask for."""
+    micro = settings.batch if isinstance(settings.batch, int) else None
+    exact, joined = settings.exact_batchnorm, settings.exact_batchnorm or settings.joined
+    return Feed(batches, settings.accumulate, clock, move, micro=micro, joined=joined, exact=exact, transfer=transfer)
 
 
 def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move:
