@@ -32,6 +32,8 @@ class Faulty(Dataset[Any]):
             raise KeyError("no such file")
         if place == 7 and self.fault == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if place == 7 and self.fault == "interrupt":  # which ends a worker with a batch on its way
+            raise KeyboardInterrupt
         return {"image": torch.zeros(3, 4, 5 if place == 7 and self.fault == "shape" else 4), "label": place}
 
 
@@ -93,8 +95,9 @@ def test_the_example_and_the_place_are_named(fault: str, message: str, workers: 
         assert "Traceback" in caught.value.__notes__[0]
 
 
-def test_a_worker_that_is_killed_is_told_of_and_replaced() -> None:
-    data = Faulty("die")
+@pytest.mark.parametrize("fault", ["die", "interrupt"])
+def test_a_worker_that_has_ended_is_told_of_and_replaced(fault: str) -> None:
+    data = Faulty(fault)
     loader = Loader(data, 4, shuffle=False, workers=1)
     with pytest.raises(WorkloadError, match="A process that reads data died: .*give fewer workers \\(now 1\\)"):
         list(loader)

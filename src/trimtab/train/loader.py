@@ -168,7 +168,7 @@ class Loader:
                 batch = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:  # the latter two where it died as its batch was on its way
                 raise self._died(error) from error
             if isinstance(batch, _Failure):
                 self.close()
@@ -190,7 +190,7 @@ class Loader:
             generator=torch.Generator(),  # it would draw a seed from the caller's
         )
 
-    def _died(self, error: RuntimeError) -> WorkloadError:
+    def _died(self, error: Exception) -> WorkloadError:
         self.close()
         return WorkloadError(
             f"A process that reads data died: {error}. The system kills processes for want of memory; give fewer workers (now "
