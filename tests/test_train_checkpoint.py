@@ -280,6 +280,18 @@ def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path: pathlib.Path) 
     assert (tmp_path / "update-00000001").exists()
 
 
+def test_a_damaged_checkpoint_that_is_passed_over_is_told_of(tmp_path: pathlib.Path) -> None:
+    trainer(tmp_path).fit(batches(), steps=14)
+    assert not any("damaged" in note for note in trainer(tmp_path).resume().notes)
+    damage(tmp_path / "update-00000014")
+    resumed = trainer(tmp_path).resume()
+    damaged = f"what is newer is damaged (update-00000014: {TENSORS} has changed"
+    said = f"The run goes on from update-00000007 in {tmp_path}, because {damaged}"
+    assert resumed.position.update == 7
+    assert [note for note in resumed.notes if note.startswith(said)]
+    assert any(note.startswith(said) for note in resumed.fit(batches(), steps=8).notes)
+
+
 def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path: pathlib.Path) -> None:
     script, folder = tmp_path / "run.py", tmp_path / "run"
     script.write_text(RUN, encoding="utf-8")

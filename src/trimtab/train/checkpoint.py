@@ -116,6 +116,15 @@ class Checkpoints:
         """The newest checkpoint that is whole."""
         return next((place for place in self._places() if not _damage(place)), None)
 
+    def passed_over(self) -> str | None:
+        """A sentence where checkpoints that are newer than the newest whole one are damaged."""
+        places = self._places()
+        whole = next((number for number, place in enumerate(places) if not _damage(place)), 0)
+        if not whole:
+            return None
+        said = "; ".join(f"{place.name}: {_damage(place)}" for place in places[:whole])
+        return f"The run goes on from {places[whole].name} in {self.folder}, because what is newer is damaged ({said})."
+
     def update(self) -> int | None:
         """After how many updates the newest checkpoint was written, whole or not; ``None`` if there is none."""
         return max(map(_number, self._places()), default=None)

@@ -225,6 +225,7 @@ class Trainer:
         state = self.checkpoints.load()
         self.shown.modes.train()  # what it would make of parameters now is written over
         prepare.restore(self, state)
+        self.note_once(self.checkpoints.passed_over())
         self.resuming = state
         self.shown.forget()
         return self
