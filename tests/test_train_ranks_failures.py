@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -343,6 +344,36 @@ def test_a_process_that_is_not_told_its_number_does_not_train_alone(missing: str
         UsageError, match=rf"WORLD_SIZE is 2, and {missing} is not set\. Start the script with torchrun, or set RANK"
     ):
         trainer()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("WORLD_SIZE", "", "WORLD_SIZE is '' in the environment, where a launcher gives a whole number of at least 1\\."),
+        ("WORLD_SIZE", "two", "WORLD_SIZE is 'two' in the environment"),
+        ("RANK", "-1", "RANK is '-1' in the environment"),
+        ("RANK", "2", "RANK is 2, but with WORLD_SIZE=2 ranks go from 0 to 1"),
+        ("MASTER_PORT", "http", "MASTER_PORT is 'http' in the environment"),
+    ],
+)
+def test_numbers_of_a_launcher_that_make_no_sense_are_refused(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for known, number in {**variables(0, 2, 1), name: value}.items():
+        monkeypatch.setenv(known, number)
+    with pytest.raises(UsageError, match=said):
+        trainer()
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in variables(0, 2, port).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UsageError, match=f"cannot meet at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: .*in use"):
+            trainer()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs to have none")

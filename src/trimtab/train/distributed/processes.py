@@ -51,7 +51,7 @@ def join(settings: Settings, mesh: DeviceMesh | None = None) -> World:
     if not dist.is_available():
         return World()
     if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        if _told("WORLD_SIZE", least=1, unset="1") == 1:
             return World()
         start(settings.device)
     if dist.get_world_size() == 1:
@@ -64,7 +64,8 @@ def start(device: str = "cpu") -> None:
     """Meet the other processes; they part when the interpreter ends.
 
     Raises:
-        UsageError: the launcher did not say which process this is, or where they meet, or the device is not there.
+        UsageError: the launcher did not say which process this is, or where they meet, or nobody can meet there; or the device
+            is not there.
     """
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -74,11 +75,20 @@ def start(device: str = "cpu") -> None:
             "the process (under srun that is SLURM_PROCID), and MASTER_ADDR and MASTER_PORT to the address of that of rank 0. "
             "To train in one process alone, unset WORLD_SIZE."
         )
+    if (rank := _told("RANK")) >= (size := _told("WORLD_SIZE", least=1)):  # for which the others would wait
+        raise UsageError(f"RANK is {rank}, but with WORLD_SIZE={size} ranks go from 0 to {size - 1}. Set both anew.")
+    _told("MASTER_PORT", least=1)
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         check_device(device)
         torch.cuda.set_device(local_device(device).index or 0)
-    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    except dist.DistNetworkError as error:
+        raise UsageError(
+            f"The processes cannot meet at MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}: "
+            f"{error}. Give the address of the host of rank 0 and a port that nobody has there, or use torchrun."
+        ) from error
     # torchrun keeps one store for all its attempts, and with it the addresses of processes that are gone; who connects to one
     # waits in vain, and uses up a restart. So each attempt has names of its own.
     store = PrefixStore(f"attempt-{_attempt(store, rank, size)}", store)
@@ -87,6 +97,21 @@ def start(device: str = "cpu") -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     sys.excepthook = _say
     atexit.register(_leave)
+
+
+def _told(name: str, *, least: int = 0, unset: str = "not set") -> int:
+    """The number that the launcher gave in the environment as ``name``.
+
+    Raises:
+        UsageError: it is none, or too small.
+    """
+    text = os.environ.get(name, unset)
+    if not text.strip().isdecimal() or int(text) < least:
+        raise UsageError(
+            f"{name} is {text!r} in the environment, where a launcher gives a whole number of at least {least}. "
+            "Set it to one; or, to train in one process alone, unset WORLD_SIZE."
+        )
+    return int(text)
 
 
 def _attempt(store: Store, rank: int, size: int) -> str:
