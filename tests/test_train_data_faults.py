@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,7 +82,7 @@ def test_a_call_that_makes_no_sense_is_refused_at_once(arguments: Any, options: 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raise", "The dataset raised on example 7: KeyError: 'no such file' (tests/test_train_data_faults.py, line 32)"),
+        ("raise", "The dataset raised on example 7: KeyError: 'no such file' (tests/test_train_data_faults.py, line 34)"),
         ("shape", "Examples at 'image' cannot be joined to a batch: their shapes are (3, 4, 4), (3, 4, 5)"),
     ],
 )
@@ -104,6 +106,28 @@ def test_a_worker_that_has_ended_is_told_of_and_replaced(fault: str) -> None:
     data.fault = ""
     loader.seek(0, 0)
     assert [batch["label"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+SMALL = """
+import resource, torch
+from torch.utils.data import Dataset, get_worker_info
+from trimtab.train.loader import Loader
+class Small(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, place):
+        assert get_worker_info() is not None
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))  # which holds for shared memory too
+        return {"rows": [torch.zeros(1000)]}
+list(Loader(Small(), 4, workers=1))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs shared memory that a limit holds for")
+def test_too_little_shared_memory_is_said_and_not_waited_for() -> None:
+    done = subprocess.run([sys.executable, "-c", SMALL], capture_output=True, text=True, timeout=120, check=False)
+    assert "WorkloadError: A batch cannot be handed over: unable to" in done.stderr
+    assert "(/dev/shm) is full" in done.stderr
 
 
 @pytest.mark.parametrize(

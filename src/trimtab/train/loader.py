@@ -18,7 +18,7 @@ from trimtab.train.draws import datasets_of
 from trimtab.train.fetch import Job, Reader, seeded, source_of
 from trimtab.train.objective import Batch
 from trimtab.train.order import Epoch, Order, check_lengths, fixed, length_classes, within_budget
-from trimtab.train.rows import rebuilt
+from trimtab.train.rows import inside, rebuilt
 from trimtab.workload import user_code
 
 BATCH = 32
@@ -287,14 +287,20 @@ class _Failure(NamedTuple):
 
 
 class _Guarded(Reader):
-    """A reader whose errors are answers."""
+    """A reader in a worker, whose errors are answers.
+
+    What is read is put into shared memory here: where that is left to the batch's way out and there is too little of it,
+    nobody is told, and the batch is waited for without end.
+    """
 
     def __init__(self, reader: Reader) -> None:
         super().__init__(reader.source)
 
     def __getitem__(self, job: Job) -> Batch:
         try:
-            return super().__getitem__(job)
+            batch = super().__getitem__(job)
+            _share(batch)
+            return batch
         except (WorkloadError, UsageError) as error:
             return _Failure(str(error), "".join(traceback.format_exception(error)))
 
@@ -307,6 +313,25 @@ def _check_numbers(least: int = 1, **numbers: int | None) -> None:
 
 def _same(batch: Batch) -> Batch:
     return batch
+
+
+def _share(batch: Batch) -> None:
+    """Put the tensors of ``batch`` into shared memory.
+
+    Raises:
+        WorkloadError: there is too little.
+    """
+    if type(batch) is not torch.Tensor:
+        for item in inside(batch):
+            _share(item)
+    elif batch.is_cpu and batch.layout == torch.strided and not batch.is_nested and batch.untyped_storage().nbytes():
+        try:
+            batch.share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise WorkloadError(
+                f"A batch cannot be handed over: {error}. The shared memory of this machine (/dev/shm) is full, or a process "
+                "may open no more files. Give more of it, as docker run --shm-size=2g does, fewer workers, or less prefetch."
+            ) from error
 
 
 def _pinned(batch: Batch) -> Batch:
