@@ -53,6 +53,22 @@ def test_what_a_loader_raises_as_it_is_gone_through_again_is_said(tmp_path: path
         trainer(checkpoint=tmp_path).resume().fit(DataLoader(Faulty(1), 4), epochs=1)
 
 
+class Exhausted(Faulty):
+    """Takes an iterator for endless that is not."""
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        next(iter(()) if place == self.fault else iter([place]))
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_ends_before_its_data_is_told_of(workers: int) -> None:
+    said = "The loader gave 2 batches in an epoch, but its len() says 8."
+    notes = trainer().fit(DataLoader(Exhausted(9), 4, num_workers=workers), epochs=2).notes
+    assert len([note for note in notes if note.startswith(said)]) == 1
+    assert not any("len()" in note for note in trainer().fit(DataLoader(Faulty(None), 4), epochs=2).notes)
+
+
 @pytest.mark.parametrize("settings", [Settings(autocast="auto"), Settings(optimizer="auto", batch="auto")])
 def test_what_a_loader_raises_where_it_is_looked_at_is_said(settings: Settings) -> None:
     with pytest.raises(WorkloadError, match="The loader raised: KeyError: 'corrupt'"):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from trimtab._said import of_type
+from trimtab._said import counted, of_type
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import packed
 from trimtab.train.clock import Clock
@@ -83,6 +83,8 @@ class Feed:
         gone through again without the model, the loader then gives something else."""
         self.renewed: bool | None = None
         """Whether workers that stay are started anew for each epoch, once that is known."""
+        self._told = False
+        """Whether it was told that the loader ends early."""
         self._transfer = transfer or Transfer(move)
         self._running: Iterator[Any] = iter(())
 
@@ -112,6 +114,16 @@ class Feed:
             return -(-(len(self.batches) - self.taken) // self.accumulate)  # type: ignore[arg-type]
         except TypeError:
             return None
+
+    def missing(self) -> str | None:
+        """At the end of an epoch: a sentence where the loader had said that it has more; once."""
+        if self._told or (self.length() or 0) <= 0:
+            return None
+        self._told = True
+        return (
+            f"The loader gave {counted(self.taken, 'batch')} in an epoch, but its len() says {len(self.batches)}. "  # type: ignore[arg-type]
+            "Schedules go by that. A StopIteration that its dataset raises ends an epoch too, and leaves out the rest."
+        )
 
     def groups(self) -> Iterator[list[Batch]]:
         """What is left of the epoch.

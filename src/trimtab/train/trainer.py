@@ -312,7 +312,9 @@ class Trainer:
             if position.update == steps:
                 left = feed.length()
                 return not self.world.any(left is None or left > 0)
-        return not self.world.any(feed.cut)
+        whole = not self.world.any(feed.cut)
+        self.note_once(feed.missing() if whole and self.world.used else None)
+        return whole
 
     def _close_epoch(self, ready: prepare.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
         """What comes at the end of an epoch: it is told of, validated and saved; what fails there does not cost the epoch."""
