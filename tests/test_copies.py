@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -194,3 +196,55 @@ def test_a_pass_rewrites_what_a_function_of_the_model_uses() -> None:
         rewritten.model.layer.weight.zero_()
         assert torch.equal(rewritten.model(*rewritten.args), rewritten.model.layer.bias.view(1, 4, 1, 1).expand(1, 4, 6, 6))
         assert candidate.model(*candidate.args).std() > 0
+
+
+class Keeping(nn.Module):
+    """Keeps what it computes on the way: in an attribute, in a list, and in an object of the owner's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.seen: list[torch.Tensor] = []
+        self.notes = types.SimpleNamespace(hidden=None)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.first(rows).relu()
+        self.seen[:], self.notes.hidden = [self.hidden], self.hidden
+        found: torch.Tensor = self.last(self.hidden)
+        return found
+
+
+def old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(nn.Linear(4, 8), nn.utils.weight_norm(nn.Linear(8, 2)))
+
+
+def old_spectral_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(nn.Linear(4, 8), nn.utils.spectral_norm(nn.Linear(8, 2)))
+
+
+@pytest.mark.parametrize("made", [Keeping, old_weight_norm, old_spectral_norm])
+def test_what_keeps_tensors_that_it_has_computed_is_copied_after_a_call_too(made: Callable[[], nn.Module]) -> None:
+    model, rows = made(), torch.randn(3, 4)
+    model(rows)
+    model.eval()
+    for other in (copied(model), Candidate.of(model, (rows,)).own_model()):
+        torch.testing.assert_close(other(rows), model(rows), rtol=0, atol=0)
+        other(rows).sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        with torch.no_grad():
+            next(other.parameters()).zero_()
+        assert next(model.parameters()).abs().sum() > 0
+
+
+def test_what_belongs_together_is_one_in_the_copy_too() -> None:
+    model = Keeping()
+    model(torch.randn(3, 4))
+    other, optimizer = copied((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+    assert other.hidden is other.seen[0] is other.notes.hidden
+    assert other.hidden is not model.hidden
+    assert torch.equal(other.hidden, model.hidden)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in other.parameters()]
