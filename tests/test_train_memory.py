@@ -402,6 +402,41 @@ def test_a_model_that_differentiates_within_is_refused() -> None:
         choose(model, lambda: model(x), 1e3, CPU)
 
 
+class Recalling(nn.Module):
+    """Scales what it gives by a mean of what it gave before."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        if registered:
+            self.register_buffer("before", torch.zeros(64))
+        else:
+            self.before = torch.zeros(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 64) to (B, 64)."""
+        found: torch.Tensor = self.down(self.up(x).tanh()) * (1 + self.before)
+        self.before = (0.5 * self.before + 0.5 * found.mean(0)).detach()
+        return found
+
+
+def test_a_state_that_would_be_moved_twice_is_refused_where_nothing_exchanges_it() -> None:
+    def trained(registered: bool, settings: Settings) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Recalling(registered), Recalling(registered), Recalling(registered), nn.Linear(64, 1))
+        batches = [(torch.randn(128, 64), torch.randn(128, 1)) for _ in range(4)]
+        Trainer(model, loss=nn.MSELoss(), optimizer=adam, settings=settings).fit(batches, epochs=1)
+        return list(model.parameters())
+
+    budget = Settings(threads=1, activation_mb=0.5)
+    expected = trained(True, Settings(threads=1))
+    assert all(torch.equal(a, b) for a, b in zip(trained(True, budget), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(trained(False, Settings(threads=1)), expected, strict=True))
+    told = r"computing 0, 1 again for the backward pass gives another gradient, by 0\.\d+ of what it is.*with register_buffer"
+    with pytest.raises(WorkloadError, match=told):
+        trained(False, budget)
+
+
 def test_what_torch_func_cannot_differentiate_is_no_fault_of_the_model() -> None:
     def loss(model: nn.Module, points: torch.Tensor) -> torch.Tensor:
         slopes = torch.func.vmap(torch.func.jacrev(lambda point: model(point).squeeze()))(points)

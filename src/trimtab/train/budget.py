@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.train import gradients
 from trimtab.train.live import peak_activations
+from trimtab.train.losses import MARGIN, ROUNDING
 from trimtab.train.memory_errors import go_on
 from trimtab.train.plans import Plan, front
 from trimtab.train.recompute import Recomputed
@@ -22,6 +24,11 @@ from trimtab.train.rehearsal import rehearsal
 from trimtab.train.traced import DifferentiatedError, trace
 from trimtab.train.world import World
 
+_OTHER = (
+    "activation_mb cannot be kept: computing {} again for the backward pass gives another gradient, by {:.2g} of what it is. A "
+    "state that the first time has moved may be read again, as one in a plain attribute: keep it in a buffer, with "
+    "register_buffer. Or leave activation_mb out, and make micro-batches smaller: Settings(batch=...)."
+)
 _LAST = 3
 """Plans at the frugal end that are measured before a budget is called impossible."""
 
@@ -64,7 +71,8 @@ def choose(
 
     Raises:
         UsageError: no plan keeps the budget; the message names the smallest that one does keep.
-        WorkloadError: the forward pass has a backward pass in it, or memory ran out where other processes cannot be told of it.
+        WorkloadError: the forward pass has a backward pass in it, or is another one the second time; or memory ran out where
+            other processes cannot be told of it.
     """
     world = world or World()
     failed: BaseException | None = None
@@ -82,15 +90,18 @@ def choose(
         if world.any(failed is not None):  # all of them, because what follows asks all
             raise UsageError(_impossible(budget, {})) from failed
         changing = tuple(kept.changed())
+        kept.put_back()  # a forward pass may have put other tensors in the place of these
         plans = front(model, traced)
         if world.processes > 1:
             plans = _those_of_the_first(model, plans, world)
-        search = _Search(model, forward, device, plans, changing, budget, world)
+        search = _Search(model, forward, device, plans, changing, budget, world, beside)
         index = search.run()
         if index is None:
             raise UsageError(_impossible(budget, search.peaks))
-    plan = plans[index]
-    return Verified(plan, _names(model, plan), int(search.peaks[index]), changing, len(search.peaks))
+        plan, names = plans[index], _names(model, plans[index])
+        if world.processes == 1 and (strayed := search.strayed(plan)):
+            raise WorkloadError(_OTHER.format(", ".join(names[:3]) + (" and others" if len(names) > 3 else ""), strayed))
+    return Verified(plan, names, int(search.peaks[index]), changing, len(search.peaks))
 
 
 def _names(model: nn.Module, plan: Plan) -> tuple[str, ...]:
@@ -116,8 +127,9 @@ class _Search:
         changing: Sequence[torch.Tensor],
         budget: float,
         world: World,
+        beside: nn.Module | None,
     ) -> None:
-        self.model, self.forward, self.device = model, forward, device
+        self.model, self.forward, self.device, self.beside = model, forward, device, beside
         self.plans, self.changing, self.budget, self.world = plans, changing, budget, world
         self.peaks: dict[int, float] = {}
 
@@ -149,14 +161,36 @@ class _Search:
         """Bytes, measured; infinite where memory does not suffice to find out."""
         recomputed = Recomputed(plan.modules, self.changing)
         try:
-            return peak_activations(self._step, self.model.parameters(), self.device)
+            with rehearsal(self.model, loss=self.beside):
+                return peak_activations(self._step, self.model.parameters(), self.device)
         except (RuntimeError, MemoryError) as error:
             go_on(error, repeats=self.world.repeats)
             return math.inf
         finally:
             recomputed.undo()
-            for parameter in self.model.parameters():
-                parameter.grad = None
+
+    def strayed(self, plan: Plan) -> float:
+        """How far the gradient under ``plan`` is from that without it, relative to it; 0 where that is no more than from run to
+        run, or where there is no memory to find out."""
+        if not plan.modules:
+            return 0.0
+        try:
+            plain, again, found = self._gradient(()), self._gradient(()), self._gradient(plan.modules)
+        except (RuntimeError, MemoryError) as error:
+            go_on(error, repeats=self.world.repeats)
+            return 0.0
+        apart = gradients.apart(plain, found)
+        return apart if apart > max(ROUNDING, MARGIN * gradients.apart(plain, again)) else 0.0
+
+    def _gradient(self, modules: Sequence[nn.Module]) -> list[torch.Tensor | None]:
+        """By parameter, with ``modules`` recomputed; leaves no trace."""
+        recomputed = Recomputed(modules, self.changing)
+        try:
+            with rehearsal(self.model, loss=self.beside):
+                self._step()
+                return [parameter.grad for parameter in self.model.parameters()]
+        finally:
+            recomputed.undo()
 
 
 def _impossible(budget: float, peaks: dict[int, float]) -> str:
