@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trimtab._ties import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
 from trimtab._tree import Structure, flatten, names
+from trimtab.measure.figures import Figures, figures_of
 from trimtab.measure.slices import LOST, REACHED, along, axes_of, inexact, lost
 from trimtab.measure.structures import unlike
-from trimtab.measure.values import all_finite, finite, real, scale_of, signed_infinities, unrelated, without_masks
+from trimtab.measure.values import all_finite, real, signed_infinities, without_masks
 from trimtab.measurement import Parity, Relative
 from trimtab.signature import TensorSpec, dtype_name
 
@@ -30,8 +30,6 @@ SLICES = 10.0
 """Times the tolerance of the whole that the centred error of a slice may have, relative to what the slice itself varies by."""
 SLICE_ROUNDINGS = 64.0
 """Roundings of the output's size that a slice may be off by, however little it varies."""
-RELATIVE_FLOOR = 1e-3
-"""Relative errors are taken where the reference is at least this share of its own root mean square."""
 PART = 1 << 24
 """Elements of one batch that are looked at together, at most."""
 SCORE = "Give an evaluation, whose score then judges it."
@@ -47,31 +45,8 @@ WORDS: dict[Relative, str] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Figures:
-    """One output, over all batches. Errors are relative to ``scale``."""
-
-    name: str
-    dtype: torch.dtype
-    differing: float
-    max_abs: float
-    max_relative: float
-    cosine: float
-    sqnr_db: float
-    centred: float
-    tail: float
-    relative_to: Relative
-    noise: float
-    """One rounding of the output's size, on the same scale."""
-    peak_noise: float
-    """One rounding of its largest value, on the same scale."""
-    unrelated: int
-    """Examples whose error reaches the scale."""
-
-    @property
-    def continuous(self) -> bool:
-        """Whether its values are floating-point numbers, real or complex."""
-        return not is_discrete(self.dtype)
+_Rows = dict[tuple[str, torch.dtype], tuple[list[Tensor], list[Tensor]]]
+"""By the name and type of an output: the reference's values in all batches, in parts, and the other side's."""
 
 
 def compare_outputs(
@@ -116,15 +91,36 @@ def compare_outputs(
     left, right = [flatten(v, "reference") for v in reference], [flatten(v, "output") for v in outputs]
     n = _examples([leaves for leaves, _ in left])
     lenient = scored and not exact
+    rows, left_out, reason = _gathered(left, right, lenient, specs)
+    if reason is not None:
+        return _refused(reason, n)
+    masks = {}
+    for key, (mine, other) in rows.items():
+        if not is_discrete(key[1]):
+            mine[:], masks[key] = without_masks(mine, other)
+    figures = [figures_of(name, *pair) for (name, _), pair in rows.items()]
+    aside = [each for each in figures if lenient and each.continuous and each.name in unlooked]
+    reasons = _judged(rows, masks, figures, aside, exact, max_error, scored)
+    reason = next((each for each in reasons if each is not None), None)
+    return dataclasses.replace(_worst(figures, reason, n), left_out=left_out, aside=_aside(aside))
+
+
+def _gathered(
+    left: Sequence[tuple[Sequence[Tensor], Structure]],
+    right: Sequence[tuple[Sequence[Tensor], Structure]],
+    lenient: bool,
+    specs: Sequence[TensorSpec] | None,
+) -> tuple[_Rows, int, str | None]:
+    """The values of each output in all batches, how many batches were left out, and why the two sides cannot be compared."""
     free = _following_data(left, specs) if lenient else {}
-    rows: dict[tuple[str, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    rows: _Rows = {}
     left_out = 0
     for number, ((ours, expected), (theirs, found)) in enumerate(zip(left, right, strict=True)):
         reason = unlike(expected, found, lenient and specs is None)
         pairs = [] if reason else _pairs(ours, expected, theirs, found)
         reason = reason or _gates(pairs, free) or _nan_in_more(ours, theirs)
         if reason is not None:
-            return _refused(f"{reason[:-1]} (batch {number})." if len(reference) > 1 else reason, n)
+            return rows, left_out, f"{reason[:-1]} (batch {number})." if len(left) > 1 else reason
         if len(ours) != len(theirs) or any(a.shape != b.shape for _, a, b in pairs):
             left_out += 1
             continue
@@ -132,20 +128,30 @@ def compare_outputs(
             mine, other = rows.setdefault((name, a.dtype), ([], []))
             mine += _parts(a)
             other += _parts(b)
-    reason = None
-    for (name, dtype), (mine, other) in rows.items():
-        if not is_discrete(dtype):
-            mine[:], off = without_masks(mine, other)
-            reason = reason or _judge_masks(name, dtype, off, exact, max_error)
-    figures = [_figures(name, *pair) for (name, _), pair in rows.items()]
+    return rows, left_out, None
+
+
+def _judged(
+    rows: _Rows,
+    masks: Mapping[tuple[str, torch.dtype], float],
+    figures: Sequence[Figures],
+    aside: Sequence[Figures],
+    exact: bool,
+    max_error: float | None,
+    scored: bool,
+) -> Iterator[str | None]:
+    """What each of the looks that are taken at the outputs says against them, the cheap ones first."""
+    for (name, dtype), off in masks.items():
+        yield _judge_masks(name, dtype, off, exact, max_error)
     beside = scored or any(each.continuous for each in figures)
-    reason = reason or next((r for each in figures if (r := _judge(each, exact, max_error, beside)) is not None), None)
+    for each in figures:
+        yield _judge(each, exact, max_error, beside)
     # whoever allows as large an error as a constant's has allowed it of every slice
-    if reason is None and (exact or (max_error is not None and max_error < REACHED)):
-        reason = next((r for (name, _), pair in rows.items() if (r := _judge_slices(name, *pair, exact)) is not None), None)
-    aside = [each for each in figures if lenient and each.continuous and each.name in unlooked]
-    reason = reason or next((r for each in aside if (r := _lost(each, *rows[each.name, each.dtype])) is not None), None)
-    return dataclasses.replace(_worst(figures, reason, n), left_out=left_out, aside=_aside(aside))
+    if exact or (max_error is not None and max_error < REACHED):
+        for (name, _), pair in rows.items():
+            yield _judge_slices(name, *pair, exact)
+    for each in aside:
+        yield _lost(each, *rows[each.name, each.dtype])
 
 
 def _refused(reason: str, n: int) -> Parity:
@@ -159,7 +165,7 @@ def _parts(values: Tensor) -> Sequence[Tensor]:
     return torch.split(values, max(1, PART * len(values) // values.numel()))
 
 
-def _worst(found: Sequence[_Figures], reason: str | None, n: int) -> Parity:
+def _worst(found: Sequence[Figures], reason: str | None, n: int) -> Parity:
     if not found:
         return Parity(ok=reason is None, reason=reason, n=n)
     found = [f for f in found if f.continuous] or found  # the distance between two class numbers means nothing
@@ -254,52 +260,7 @@ def _strange_anywhere(a: Tensor, b: Tensor) -> dict[str, int]:
     }
 
 
-def _figures(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Figures:
-    """Two passes over the batches, so that only one at a time is held in double precision."""
-    spread, relative_to, size, peak = scale_of(reference)
-    scale = {"examples": spread, "output": spread, "size": size, "one": 1.0}[relative_to]
-    floor = max(RELATIVE_FLOOR * size, 1e-30) if size else 1.0
-    count = differing = 0
-    max_abs = max_relative = 0.0
-    error = dot = own = other = 0.0
-    for a, b in zip(reference, outputs, strict=True):
-        x, y = finite(a, b)
-        difference = (y - x).abs()
-        count += len(x)
-        differing += int((difference > 0).sum())
-        error += float(difference.dot(difference))
-        dot, own, other = dot + float(x.dot(y)), own + float(x.dot(x)), other + float(y.dot(y))
-        if difference.numel():
-            max_abs = max(max_abs, float(difference.max()))
-            relative = difference / x.abs().clamp(min=floor)
-            max_relative = max(max_relative, float(relative.max()))
-    dtype = reference[0].dtype
-    rounding = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
-    far = relative_to == "examples" and max_abs >= scale and not is_discrete(dtype)  # else no example can be
-    return _Figures(
-        name=name,
-        dtype=dtype,
-        differing=differing / max(1, count),
-        max_abs=max_abs,
-        max_relative=max_relative,
-        cosine=_cosine(dot, own, other),
-        sqnr_db=math.inf if error == 0 else 10 * math.log10(own / error) if own else -math.inf,
-        centred=math.sqrt(error / max(1, count)) / scale,
-        tail=max_abs / scale,
-        relative_to=relative_to,
-        noise=rounding * size / scale,
-        peak_noise=rounding * peak / scale,
-        unrelated=sum(unrelated(a, b, scale) for a, b in zip(reference, outputs, strict=True)) if far else 0,
-    )
-
-
-def _cosine(dot: float, own: float, other: float) -> float:
-    if own == 0 or other == 0:
-        return float(own == other)
-    return max(-1.0, min(1.0, dot / math.sqrt(own) / math.sqrt(other)))
-
-
-def _judge(found: _Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
+def _judge(found: Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
     """Why this output is not good enough; ``beside`` says whether continuous outputs or a score are judged too."""
     if not found.continuous:
         return _judge_discrete(found, exact, max_error, beside)
@@ -332,7 +293,7 @@ def _judge_masks(name: str, dtype: torch.dtype, off: float, exact: bool, max_err
     )
 
 
-def _judge_discrete(found: _Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
+def _judge_discrete(found: Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
     """Why these integers or booleans are not good enough."""
     if exact:
         allowed = NEAR_TIES if beside else NEAR_TIES_ALONE
@@ -374,7 +335,7 @@ def _judge_slices(
     return None
 
 
-def _lost(found: _Figures, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
+def _lost(found: Figures, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
     """Why an output that the score does not look at is not good enough: nothing is left of it, or of a part of it."""
     if found.centred >= REACHED:
         return (
@@ -384,7 +345,7 @@ def _lost(found: _Figures, reference: Sequence[Tensor], outputs: Sequence[Tensor
     return _judge_slices(found.name, reference, outputs, exact=False, advice=LOOK)
 
 
-def _aside(found: Sequence[_Figures]) -> str | None:
+def _aside(found: Sequence[Figures]) -> str | None:
     """A clause on the outputs that the score does not look at, where they are off by more than rounding."""
     found = [each for each in found if each.centred > TOLERANCE.get(each.dtype, TOLERANCE[torch.float32])[0]]
     if not found:
