@@ -27,7 +27,7 @@ from trimtab.measure.pooled import pooled
 from trimtab.measure.timer import LocalRunner
 from trimtab.measurement import LEAST_GAIN, Comparison, Interval, Measurement
 from trimtab.recipe import Recipe
-from trimtab.study import finish, rounds
+from trimtab.study import confirming, rounds
 from trimtab.study.options import Options
 from trimtab.study.process import Outcome
 from trimtab.study.rivals import Rivals
@@ -140,7 +140,7 @@ def test_what_it_costs_to_start_is_measured_again_in_the_way_of_the_search(tmp_p
         other = dataclasses.replace(eager, recipe=Recipe(backend=BACKENDS["eager"]()), cold_s=1e6, peak_mb=1e6)
         shutil.copytree(study.files(eager), study.files(other))
         with Rivals(study.job(), study.folder / "rivals") as rivals:
-            found = finish.confirm(study, other, eager, rivals, must_win=True).confirmation
+            found = confirming.confirm(study, other, eager, rivals, must_win=True).confirmation
     assert found.cold_s is not None
     assert found.cold_s < 1e6
     assert found.peak_mb is not None
@@ -189,12 +189,12 @@ def test_what_the_test_data_refuse_is_not_timed(searched) -> None:
     lossy = dataclasses.replace(eager, recipe=Recipe(passes=[PASSES["autocast"]()], backend=BACKENDS["eager"]()))
     assert rounds.expected(study, lossy, 6.0) > 1
     with Rivals(study.job(), study.folder / "rivals") as rivals:
-        found = finish.confirm(study, lossy, eager, rivals, must_win=True).confirmation
+        found = confirming.confirm(study, lossy, eager, rivals, must_win=True).confirmation
     assert not found.ok
     assert str(found.reason).startswith("On the test data it is undecidable ")
     assert found.parity is not None
     assert (found.latency_ms, found.speedup, found.undecided) == (None, None, False)
-    assert not (study.folder / finish.CONFIRM_FOLDER).exists(), "one process judged it, and no other was started"
+    assert not (study.folder / confirming.CONFIRM_FOLDER).exists(), "one process judged it, and no other was started"
     assert (study.folder / str(found.log)).is_file()
     assert study.storage.noted("tried") == [str(lossy.recipe)]
 
@@ -225,7 +225,7 @@ def test_what_is_handed_over_rests_on_several_pairs_of_processes(tmp_path) -> No
     assert found.comparison.processes in (2, 5), "five where the first differ"
 
 
-def confirming(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], **work: object) -> tuple[Any, Trial, Any]:
+def to_confirm(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], **work: object) -> tuple[Any, Trial, Any]:
     """A study that confirms ``recipe`` by ``work`` that is no process, the trial of it, and rivals that stand by."""
     study = types.SimpleNamespace(
         options=Options(),
@@ -249,10 +249,10 @@ def confirming(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], *
 def test_a_confirmation_that_crashed_names_its_log_and_keeps_its_traceback(tmp_path) -> None:
     recipe = Recipe(backend=BACKENDS["eager"]())
     crashed = Outcome(reason="It raised KeyError: 3.", seconds=1.0, traceback="Traceback ...")
-    study, trial, rivals = confirming(
+    study, trial, rivals = to_confirm(
         tmp_path, recipe, {}, worker=lambda *job, **how: contextlib.nullcontext(), wait_for=lambda worker, **how: crashed
     )
-    found = finish.confirm(study, trial, trial, rivals, must_win=True).confirmation
+    found = confirming.confirm(study, trial, trial, rivals, must_win=True).confirmation
     assert (found.ok, found.reason) == (False, "The confirmation failed: It raised KeyError: 3.")
     assert (found.traceback, found.log) == ("Traceback ...", f"confirm/{recipe.hash}/log.txt")
 
@@ -283,18 +283,18 @@ def test_what_proved_nothing_is_confirmed_once_more(tmp_path, intervals, shown, 
         found = Confirmation(recipe=recipe, ok=ok, speedup=ratio, undecided=ratio.vague, reason=None if ok else "because")
         return Outcome(reason=None, seconds=1.0, result=to_json(found))
 
-    study, trial, rivals = confirming(tmp_path, recipe, noted, worker=worker, wait_for=outcome)
-    best = finish.confirm(study, trial, trial, rivals, must_win=True)
+    study, trial, rivals = to_confirm(tmp_path, recipe, noted, worker=worker, wait_for=outcome)
+    best = confirming.confirm(study, trial, trial, rivals, must_win=True)
     assert str(best.confirmation.speedup) == shown
     assert len(asked) == jobs
     assert best.confirmation.log == f"confirm/{recipe.hash}/log.txt"
     assert noted.pop("tried") == [str(recipe)]  # it saw the test data, however often and whatever came of it
     assert len(noted) == (not best.confirmation.undecided)
     if noted and not best.confirmation.ok:  # what was refused for want of a gain may ship where none is asked for
-        assert finish.confirm(study, trial, trial, rivals, must_win=False).confirmation is not None
+        assert confirming.confirm(study, trial, trial, rivals, must_win=False).confirmation is not None
         assert len(asked) == (jobs := jobs + 1)
     if noted:  # another day keeps the figures, and says of which day they are
-        assert finish.confirm(study, trial, trial, rivals, must_win=True).confirmation == best.confirmation
+        assert confirming.confirm(study, trial, trial, rivals, must_win=True).confirmation == best.confirmation
         assert best.confirmation.measured_at is not None
         assert len(asked) == jobs
 
@@ -313,6 +313,6 @@ def test_an_artifact_that_is_not_as_it_was_written_is_made_again(tmp_path: pathl
         environment=Environment.capture(),
     )
     study, trial = types.SimpleNamespace(folder=tmp_path), Trial(recipe=recipe, state=State.COMPLETE)
-    assert finish._shipped(study, trial) == artifact
+    assert confirming.shipped(study, trial) == artifact
     (artifact.path / "README.md").write_text("our note")
-    assert finish._shipped(study, trial) is None
+    assert confirming.shipped(study, trial) is None

@@ -36,7 +36,8 @@ from trimtab.evaluate import Objective
 from trimtab.intake.load import is_python, load_workload
 from trimtab.report import write as write_report
 from trimtab.study import rounds
-from trimtab.study.finish import CONFIRM, CONFIRM_FOLDER, EXPLAIN, ahead, explain, finish
+from trimtab.study.confirming import CONFIRM, CONFIRM_FOLDER
+from trimtab.study.finish import EXPLAIN, ahead, explain, finish
 from trimtab.study.options import Options
 from trimtab.study.progress import Printed, Progress
 from trimtab.study.record import OWNER, RECORD

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime as dt
 import hashlib
 import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab._aside import moved, removed
-from trimtab._json import dumps, from_json, to_json
-from trimtab.artifact import Artifact, open_artifact
-from trimtab.confirm import Confirmation
+from trimtab._json import dumps, from_json
 from trimtab.environment import Peaks
-from trimtab.errors import ArtifactError, StorageError, UsageError, WorkloadError
+from trimtab.errors import StorageError, UsageError, WorkloadError
 from trimtab.evaluate import Objective
 from trimtab.explain import Explanation
-from trimtab.study import rounds, sentences, verdict
-from trimtab.study.probing import costs
-from trimtab.study.process import LOG
-from trimtab.study.result import ARTIFACT, TRIED, Best
+from trimtab.study import sentences, verdict
+from trimtab.study.confirming import confirm
+from trimtab.study.result import ARTIFACT, Best
 from trimtab.study.rivals import Rivals
 from trimtab.study.runoff import run_off
 from trimtab.study.sampler import as_written
 from trimtab.study.study import KEEP, RIVALS, Study
 from trimtab.trial import State, Trial
 
-CONFIRM = 2
-"""Each paired timing of the confirmation may take this many times as long as that of a trial."""
 NEAR = 1.2
 """An original that misses a limit by less than this factor may keep it: the search measured it once, beside others."""
-CONFIRM_FOLDER, ORIGINAL, PROBE, EXPLAIN = "confirm", "original", "probe", "explain"
+EXPLAIN = "explain"
 
 Answer = tuple[verdict.Status, str, Best | None]
 
@@ -219,102 +212,6 @@ def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
     return objective in ("latency", "throughput") or verdict.surely_better(trial, eager, objective)
 
 
-def confirm(
-    study: Study,
-    trial: Trial,
-    eager: Trial,
-    rivals: Rivals,
-    *,
-    must_win: bool,
-    end: float | None = None,
-    once_more: bool = True,
-) -> Best:
-    """Measure ``trial`` again and write the artifact; what an earlier run of this study confirmed is not done twice.
-
-    Where neighbours disturbed it so much that it proves nothing in either direction, it is done ``once_more``: they pass, and
-    the next best should not win because of them.
-
-    Raises:
-        StorageError: the artifact cannot be written, which is no reason to ship anything else.
-    """
-    key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
-    key += "" if must_win else " without a gain"  # what is refused for want of one may be what ships all the same
-    known = study.storage.noted(key)
-    if known is not None and not (known["ok"] and study.ships):
-        return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=None)  # no second throw of the dice
-    if known is not None and (artifact := _shipped(study, trial)) is not None:
-        return Best(trial=trial, confirmation=from_json(Confirmation, known), artifact=artifact)
-    wanted = {"as_written": study.original} | ({} if eager.recipe == study.original else {"tuned": eager.recipe})
-    timing_s = CONFIRM * study.options.timing_s
-    if trial is eager:
-        timing_s = verdict.in_time(0.5 * study.options.timing_s, end)
-    count = rounds.expected(study, trial, timing_s)
-    each_s = timing_s / count
-    common = study.job() | {
-        "recipe": trial.recipe.to_json(),
-        "files": str(study.files(trial)),
-        "plan": to_json(study.plan(seconds=each_s, width=0.02)),
-        "seconds": study.options.trial_s,
-        "weights": study.prepared.weights,
-        "ships": trial.size_mb is not None,
-    }
-    earlier = rounds.earlier(study, trial, wanted, common, count - 1, end)
-    if earlier.judged is not None and not earlier.judged.ok:
-        return _noted(study, trial, key, earlier.judged, f"{rounds.FOLDER}/{trial.recipe.hash}/{LOG}")
-    left_s = timing_s - each_s * len(earlier.comparisons["as_written"])  # rounds that the budget had no time for leave theirs
-    job = common | {
-        "kind": "confirm",
-        "plan": to_json(study.plan(seconds=max(each_s, left_s), width=0.02)),
-        "earlier": to_json(earlier.comparisons),
-        "judged": to_json(earlier.judged),
-        "threads": study.prepared.threads,
-        "must_win": must_win,
-        "costs": _costs(study, trial, eager if must_win and study.options.objective == "memory" else None),
-        "artifact": str(study.folder.absolute() / ARTIFACT),
-        "trial": to_json(trial),
-        "environment": to_json(study.environment),
-    }
-    outcome = rounds.beside(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash)
-    log = f"{CONFIRM_FOLDER}/{trial.recipe.hash}/{LOG}"
-    if outcome.result is None and trial is eager and outcome.error == WorkloadError.__name__:
-        raise WorkloadError(str(outcome.reason))
-    if outcome.error == StorageError.__name__:
-        raise StorageError(str(outcome.reason))
-    if outcome.result is None:
-        why = f"The confirmation failed: {outcome.reason}"
-        failed = Confirmation(recipe=trial.recipe, ok=False, reason=why, traceback=outcome.traceback, log=log)
-        return Best(trial=trial, confirmation=failed, artifact=None)
-    found = from_json(Confirmation, outcome.result)
-    if found.undecided and once_more and not study.interrupted():
-        _note_tried(study, trial)
-        return confirm(study, trial, eager, rivals, must_win=must_win, end=end, once_more=False)
-    return _noted(study, trial, key, found, log)
-
-
-def _noted(study: Study, trial: Trial, key: str, found: Confirmation, log: str) -> Best:
-    """Note ``found`` for the next run of this study, unless it is undecided, and that ``trial`` saw the test data."""
-    at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    found = dataclasses.replace(found, measured_at=at, log=log)
-    _note_tried(study, trial)
-    if not found.undecided:
-        study.storage.note(key, to_json(found))
-    return Best(trial=trial, confirmation=found, artifact=_shipped(study, trial))
-
-
-def _note_tried(study: Study, trial: Trial) -> None:
-    known, name = study.storage.noted(TRIED) or [], str(trial.recipe)
-    if name not in known:
-        study.storage.note(TRIED, [*known, name])
-
-
-def _costs(study: Study, trial: Trial, rival: Trial | None) -> dict[str, float | None]:
-    """What fresh processes need for ``trial`` and, if it has to need less of it, the memory of its ``rival``."""
-    folder = study.folder / CONFIRM_FOLDER
-    cold_s, peak_mb = costs(study, trial, folder / trial.recipe.hash / PROBE)
-    original_mb = None if rival is None else costs(study, rival, folder / ORIGINAL)[1]
-    return {"cold_s": cold_s, "peak_mb": peak_mb, "original_mb": original_mb}
-
-
 def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Peaks | None, dict[str, Explanation]]:
     """Where the time of the model as written and of what ships goes. It explains the answer and decides nothing, so where it
     fails the study has a note more, and where the user wants to stop, or it is ``late``, it is left out."""
@@ -350,16 +247,6 @@ def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Pea
         study.storage.note(key, known)
     explanations = {name: from_json(Explanation, value) for name, value in known["explanations"].items()}
     return from_json(Peaks, known["peaks"]), explanations
-
-
-def _shipped(study: Study, trial: Trial) -> Artifact | None:
-    """The artifact in the run folder, if it is that of ``trial`` and as it was written."""
-    try:
-        artifact = open_artifact(study.folder / ARTIFACT)
-        artifact.check()
-    except ArtifactError:
-        return None
-    return artifact if artifact.manifest.recipe == trial.recipe.to_json() else None
 
 
 def no_baseline(study: Study) -> str:

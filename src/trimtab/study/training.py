@@ -15,7 +15,8 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.recipe import Recipe
 from trimtab.study import sentences, verdict
 from trimtab.study.climb import Climb, trained_as_written
-from trimtab.study.finish import confirm, no_baseline
+from trimtab.study.confirming import confirm
+from trimtab.study.finish import no_baseline
 from trimtab.study.process import Outcome
 from trimtab.study.record import Prepared, Record
 from trimtab.study.result import Best
