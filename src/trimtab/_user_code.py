@@ -20,9 +20,7 @@ BY_HAND = "Call the model with these inputs yourself."
 
 IN_WORKER = "TRIMTAB_WORKER"
 """Environment variable that tells the code in a process of ours, and in those that it starts, that it is in one."""
-_CARRIED = re.compile(r"(?s).*Original Traceback \(most recent call last\):\n(.*\nTraceback \(most recent call last\):\n)?")
-"""What torch puts before the text of an exception that it carries from a process of its own, as a worker of a loader is: all up
-to the last of the tracebacks, each of which was the cause of the next."""
+_TRACEBACK = "Traceback (most recent call last):\n"
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
 _INSIDE = bool(os.environ.get(IN_WORKER))
 """Whether this is one, whatever becomes of its environment."""
@@ -75,9 +73,11 @@ def _words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error}){_place(error)}"
     text = said(error)
-    if (found := _CARRIED.search(text)) is None:
+    if f"\nOriginal {_TRACEBACK}" not in text:
         return f"{type(error).__name__}: {raised(text)}{_place(error)}"
-    lines = text[found.end() :].rstrip().splitlines()
+    # What torch carries from a process of its own, as a worker of a loader is, has the tracebacks before it, each of which was
+    # the cause of the next.
+    lines = text.rpartition(_TRACEBACK)[2].rstrip().splitlines()
     first = next((index for index, line in enumerate(lines) if not line.startswith(" ")), 0)
     frames = [(match[1], int(match[2])) for match in _FRAME.finditer("\n".join(lines[:first]))]
     return "\n".join(lines[first:]) + _nearest(frames)
