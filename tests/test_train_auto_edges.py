@@ -30,6 +30,7 @@ from trimtab.train.clock import HostClock
 from trimtab.train.distributed.data import share
 from trimtab.train.events import Event, Progressed, Remarked
 from trimtab.train.feed import Feed
+from trimtab.train.losses import rounding
 from trimtab.train.own_plans import OwnPlans
 from trimtab.train.peak import flops_share
 from trimtab.train.prefetch import mover
@@ -485,6 +486,36 @@ def test_gradients_of_a_model_that_amplifies_rounding_are_not_held_to_what_other
         assert gradients.apart(decisions.best.watched().gradient, other.watched().gradient) > auto.GRADIENT  # type: ignore[union-attr]
         assert decisions._difference(other, exact=True) is None
     assert gradients.apart(decisions.best.watched().gradient, other.watched().gradient) == 0  # type: ignore[union-attr]
+
+
+def test_what_rounds_coarsest_says_how_far_gradients_may_be_apart() -> None:
+    model, plain = nn.Linear(4, 4), Settings(threads=1)
+    assert rounding(model, plain) == 2.0**-23
+    assert rounding(model, Settings(autocast="bfloat16")) == 2.0**-7
+    assert rounding(model, Settings(tf32=True)) == rounding(model, Settings(device="cuda")) == 2.0**-10
+    assert rounding(nn.Sequential(model, nn.Linear(4, 4).bfloat16()), plain) == 2.0**-7
+    assert rounding(nn.Linear(4, 4).double(), plain) == 2.0**-23  # what does not matter to what is shaken by more
+
+
+class Sure(nn.Module):
+    """A loss so large that it shows nothing of what its gradients are made of."""
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs.float(), targets) + 100
+
+
+def test_gradients_of_a_model_in_16_bits_are_held_to_its_rounding() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 16, 4)).to(torch.bfloat16)
+    made = Trainer(model, loss=Sure(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
+    decisions = auto._Decisions(made, [(torch.randn(16, 8, 4, 4).bfloat16(), torch.randint(4, (16,)))], None)
+    decisions.make([])
+    best, other = decisions.best, double.Double(made, Settings(threads=1), decisions.batches)
+    assert best is not None
+    with other.shaken(2.0**-9):  # as sums in another order are off
+        assert gradients.apart(best.watched().gradient, other.watched().gradient) > auto.GRADIENT
+        assert decisions._difference(other, exact=True) is None
 
 
 def test_how_far_two_gradients_are_apart() -> None:

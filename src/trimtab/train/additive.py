@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from trimtab.errors import TrimtabError, WorkloadError
 from trimtab.train.feed import join, split
-from trimtab.train.losses import ROUNDING
+from trimtab.train.losses import ROUNDING, rounding
 from trimtab.train.memory_errors import go_on, out_of_memory
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.rehearsal import Kept, rehearsal
@@ -183,18 +183,8 @@ def _compared(trainer: Trainer, step: Step, kept: Kept, whole: Batch, parts: Seq
         parts=len(parts),
         whole=middle,
         apart=apart,
-        allowed=max(_rounding(trainer, step) * abs(middle), DRAWN * spread),
+        allowed=max(max(ROUNDING, rounding(trainer.model, step.settings)) * abs(middle), DRAWN * spread),
     )
-
-
-def _rounding(trainer: Trainer, step: Step) -> float:
-    """The relative difference that rounding explains: that of the coarsest numbers that the model computes with."""
-    kinds = {parameter.dtype for parameter in trainer.model.parameters() if parameter.is_floating_point()}
-    if step.settings.autocast is not None:
-        kinds.add(getattr(torch, step.settings.autocast))
-    if trainer.device.type != "cpu" or step.settings.tf32:
-        kinds.add(torch.float16)  # TF32 has as many digits
-    return max([ROUNDING, *(torch.finfo(kind).eps for kind in kinds)])
 
 
 @contextlib.contextmanager

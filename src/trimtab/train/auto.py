@@ -26,7 +26,7 @@ from trimtab.train import gradients
 from trimtab.train.compiling import WORTH_S, CompiledStep, first_line
 from trimtab.train.double import Double, Watched, candidate, rounded, seconds_of, why_not_alone
 from trimtab.train.kernels import why_not
-from trimtab.train.losses import MARGIN, SHAKE
+from trimtab.train.losses import MARGIN, SHAKE, rounding
 from trimtab.train.memory_errors import out_of_memory
 from trimtab.train.objective import Batch, tensors
 from trimtab.train.own_plans import thread_for
@@ -59,8 +59,6 @@ EXACT, LOSSY = 1e-3, 0.05
 to what they vary by."""
 GRADIENT = 0.02
 """How far the gradient of a parameter may be from that of the run as it is, relative to it, whatever rounding explains."""
-TF32 = 2.0**-10
-"""How far this precision rounds."""
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 """What torch raises where a technique does not fit a model, an optimizer or a processor; trimtab's own errors come beside."""
 
@@ -273,7 +271,7 @@ class _Decisions:
                     return f"its loss differs by {apart:.2g} of what it was, and {bound:g} is allowed."
             if not exact or (apart := gradients.apart(want.gradient, got.gradient)) <= GRADIENT:
                 return None
-            with self.best.shaken(_rounding(other.settings)):
+            with self.best.shaken(max(SHAKE, rounding(other.model, other.settings))):
                 bound = max(GRADIENT, MARGIN * gradients.apart(want.gradient, self.best.watched().gradient))
         return None if apart <= bound else f"its gradient differs by {apart:.2g} of what it was, and {bound:.2g} is allowed."
 
@@ -326,13 +324,6 @@ def _apart(want: Watched, got: Watched) -> float:
     """The largest difference of their losses, relative to the first."""
     pairs = [(float(a.loss), float(b.loss)) for a, b in zip(want.updates, got.updates, strict=True)]
     return max((abs(b - a) / max(abs(a), 1e-6) if math.isfinite(b) else math.inf for a, b in pairs), default=0.0)
-
-
-def _rounding(settings: Settings) -> float:
-    """How far a number moves that is rounded as under ``settings``, relative to it."""
-    if settings.autocast is not None:
-        return float(torch.finfo(getattr(torch, settings.autocast)).eps)
-    return TF32 if torch.device(settings.device).type == "cuda" else SHAKE  # convolutions there round so, unless told otherwise
 
 
 def _times(ratio: Interval) -> str:

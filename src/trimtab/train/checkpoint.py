@@ -65,6 +65,8 @@ class Checkpoints:
         self.folder, self.keep = path_of(folder, "checkpoint", "checkpoints"), keep
         self._whole: set[pathlib.Path] = set()
         """Those that were written here or found whole, so that large files are not hashed with every checkpoint."""
+        self.damaged: dict[str, str] = {}
+        """What is wrong with those that are newer than the newest whole one, as :meth:`newest` last found."""
 
     def save(self, update: int, state: Mapping[str, Any]) -> pathlib.Path:
         """Write ``state``, nested mappings and sequences of tensors and plain values, as the checkpoint after ``update``.
@@ -114,16 +116,20 @@ class Checkpoints:
 
     def newest(self) -> pathlib.Path | None:
         """The newest checkpoint that is whole."""
-        return next((place for place in self._places() if not _damage(place)), None)
+        self.damaged = {}
+        for place in self._places():
+            if (damage := _damage(place)) is None:
+                return place
+            self.damaged[place.name] = damage
+        return None
 
     def passed_over(self) -> str | None:
-        """A sentence where checkpoints that are newer than the newest whole one are damaged."""
-        places = self._places()
-        whole = next((number for number, place in enumerate(places) if not _damage(place)), 0)
-        if not whole:
+        """A sentence where :meth:`load` passed over checkpoints, which take long to look at again."""
+        if not self.damaged:
             return None
-        said = "; ".join(f"{place.name}: {_damage(place)}" for place in places[:whole])
-        return f"The run goes on from {places[whole].name} in {self.folder}, because what is newer is damaged ({said})."
+        whole = next(place.name for place in self._places() if place.name not in self.damaged)
+        said = "; ".join(f"{name}: {damage}" for name, damage in self.damaged.items())
+        return f"The run goes on from {whole} in {self.folder}, because what is newer is damaged ({said})."
 
     def update(self) -> int | None:
         """After how many updates the newest checkpoint was written, whole or not; ``None`` if there is none."""
@@ -137,8 +143,8 @@ class Checkpoints:
         """
         place = self.newest()
         if place is None:
-            damaged = [f"{p.name}: {_damage(p)}" for p in self._places()]
-            reason = f"none is whole ({'; '.join(damaged)})" if damaged else "there is none"
+            damaged = "; ".join(f"{name}: {damage}" for name, damage in self.damaged.items())
+            reason = f"none is whole ({damaged})" if damaged else "there is none"
             raise StorageError(f"No checkpoint can be loaded from {self.folder}: {reason}. Start with fit().")
         facts = json.loads((place / STATE).read_text(encoding="utf-8"))
         if facts.get("schema") != SCHEMA:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.candidate import Settings
 from trimtab.measure.quantiles import t_quantile
 from trimtab.measurement import Drop, Parity
 
@@ -140,6 +141,16 @@ def increase(written: Written, losses: Sequence[float], limit: float) -> Drop:
     half = t_quantile(0.975, n - 1) * statistics.stdev(apart) / math.sqrt(n)
     decided = True if value + half <= limit else False if value - half > limit else None
     return Drop(value=value, low=value - half, upper=value + half, n=n, limit=limit, decided=decided, of="loss")
+
+
+def rounding(model: nn.Module, settings: Settings) -> float:
+    """How far the coarsest of the numbers that ``model`` computes with are rounded under ``settings``, relative to them."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} | {torch.float32}
+    if settings.autocast is not None:
+        kinds.add(getattr(torch, settings.autocast))
+    if torch.device(settings.device).type != "cpu" or settings.tf32:
+        kinds.add(torch.float16)  # TF32 has as many digits
+    return max(torch.finfo(kind).eps for kind in kinds)
 
 
 @torch.no_grad()
