@@ -28,6 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for work take the cores from tests that run beside
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Each of some hundred processes that tests start would compile all of trimtab anew: a fifth of the CPU time that it takes.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if threading.current_thread() is threading.main_thread():
     # A shell starts what runs in the background without them, and every process that a test means to end would inherit it.
