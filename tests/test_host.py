@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from trimtab.measure.host import TICK_NS, Host, Snapshot, descendants, foreign, stolen, usage
+from trimtab.measure.host import TICK_NS, Host, Snapshot, descendants, foreign, stolen, usage, waited_ns, waits
 
 pytestmark = pytest.mark.alone
 
@@ -126,6 +126,33 @@ def test_the_share_of_a_stranger_is_seen() -> None:
             child.kill()
     assert share is not None
     assert share.foreign >= used / share.seconds / (os.cpu_count() or 1) - 4 * share.resolution
+
+
+@linux
+def test_threads_that_share_a_core_wait_for_it() -> None:
+    core = min(os.sched_getaffinity(0))
+    children = [subprocess.Popen([sys.executable, "-c", BURN.format(30)]) for _ in range(3)]
+    try:
+        for child in children:
+            os.sched_setaffinity(child.pid, {core})
+        before, begun = waits(children[0].pid), time.perf_counter_ns()
+        time.sleep(1.0)
+        waited, wall = waited_ns(before, waits(children[0].pid)), time.perf_counter_ns() - begun
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    if not before:
+        pytest.skip("this system does not tell how long threads wait")
+    assert waited > 0.3 * wall, "it runs a third of the time, or less"
+
+
+def test_how_long_threads_that_are_gone_have_waited_is_not_known(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "7" / "task" / "8").mkdir(parents=True)
+    assert waits(7, tmp_path) == {}
+    (tmp_path / "7" / "task" / "8" / "schedstat").write_text("900 40 3\n")
+    assert waits(7, tmp_path) == {8: 40}
+    assert waited_ns({7: 5, 8: 10}, {8: 40, 9: 2}) == 32
 
 
 @linux

@@ -231,6 +231,30 @@ def test_where_neighbours_starve_what_begins_a_turn_a_call_amid_others_speaks_ag
     assert found.ratio.doubtful
 
 
+def test_where_neighbours_starve_every_call_of_one_side_what_its_threads_waited_for_speaks_against_the_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two busy neighbours of two cores: 439x was measured, and 30x proven, of one thread against two that need no longer."""
+    waited = {os.getppid(): 0, os.getpid(): 0}
+
+    class Starved(Clockwork):
+        pid = os.getppid()
+
+        def block(self, calls: int) -> list[int]:
+            times = super().block(calls)
+            waited[self.pid] += round(0.995 * sum(times))
+            return times
+
+    monkeypatch.setattr(pairs, "usage", lambda before, after: share(0.5))
+    monkeypatch.setattr(pairs, "waits", lambda pid: {pid: waited[pid]})
+    found = compare(Clockwork(1e6), Starved(200e6), seconds=0.2, min_quads=4, max_quads=4)
+    assert found.ratio.value > 100
+    assert found.ratio.low <= 1.001, "which a quiet machine would show"
+    assert found.ratio.vague
+    evenly = compare(Starved(200e6), Starved(200e6), seconds=0.2, min_quads=4, max_quads=4)
+    assert evenly.ratio.width < 0.1, "both lose alike"
+
+
 def test_quads_on_a_core_that_is_slower_than_usual_are_thrown_away_and_counted() -> None:
     """Which no counter of the system shows, where another machine has the other half of the core."""
 
@@ -333,6 +357,13 @@ def test_less_than_two_percent_is_never_called_a_gain(ratio: float, told: str) -
 def test_bounds_that_may_not_hold_are_quoted_without_a_number_and_decide_little(ratio: Interval, told: str) -> None:
     found = str(Timing(subject="one", rival="other", comparison=dataclasses.replace(round_of(1.0), ratio=ratio)))
     assert f"speed-up unclear (95% interval {ratio.low:.3f} to {ratio.high:.3f}) over 12 pairs: {told}\n" in found
+
+
+def test_an_upper_bound_that_says_nothing_is_cut() -> None:
+    assert Interval(300.0, 0.114, 20673940539.7).times() == "unclear (0.11 to over 1000)"
+    assert Interval(300.0, 0.114, 20673940539.7).multiple() == "0.11x to over 1000x"
+    assert Interval(300.0, 0.114, 640.0).multiple() == "0.11x to 640.00x"
+    assert Interval(2000.0, 1900.0, 2100.0).times() == "2000.00x (1900.00 to 2100.00)"
 
 
 def test_a_neighbour_is_noticed() -> None:

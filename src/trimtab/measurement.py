@@ -19,6 +19,8 @@ LEAST_GAIN = 0.02
 """Less than this is never called a gain, of speed, memory or size: two processes of one program differ by as much."""
 UNRELIABLE = 0.3
 """A ratio whose interval is wider than this share of it is said to be unreliable."""
+MANY = 1e3
+"""An upper bound of a ratio beyond this says only that next to nothing is known, as on a machine that is never quiet."""
 Relative = Literal["examples", "output", "size", "one"]
 
 
@@ -58,7 +60,11 @@ class Interval:
 
     def times(self) -> str:
         """As a ratio: ``2.53x (2.41 to 2.66)``, or ``unclear (0.11 to 5.64)`` where one number would mislead."""
-        return f"{self.quoted()} ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.quoted()} ({self.bounds()})"
+
+    def bounds(self) -> str:
+        """Of a ratio: ``2.41 to 2.66``, or ``0.11 to over 1000`` where the upper one says nothing."""
+        return f"{self.low:.2f} to " + (f"over {MANY:.0f}" if self.low <= MANY < self.high else f"{self.high:.2f}")
 
     def quoted(self, digits: int = 2) -> str:
         """As a ratio without its bounds: ``2.53x``, or ``unclear`` where one number would mislead."""
@@ -71,7 +77,7 @@ class Interval:
 
     def single(self) -> str:
         """As :meth:`multiple`, without bounds where one number is enough."""
-        return f"{self.low:.2f}x to {self.high:.2f}x" if self.vague else self.quoted()
+        return self.bounds().replace(" to ", "x to ") + "x" if self.vague else self.quoted()
 
     def __str__(self) -> str:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"

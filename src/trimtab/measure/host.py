@@ -122,6 +122,25 @@ def stolen(before: Snapshot | None, after: Snapshot | None) -> float | None:
     return None if found is None else found.stolen
 
 
+def waits(pid: int, proc: pathlib.Path = pathlib.Path("/proc")) -> dict[int, int]:
+    """Nanoseconds that each thread of process ``pid`` has waited for a core since it began; none where nobody tells.
+
+    Source: https://docs.kernel.org/scheduler/sched-stats.html, under /proc/<pid>/schedstat.
+    """
+    found, folder = {}, proc / str(pid) / "task"
+    for thread in _listed(folder):
+        with contextlib.suppress(OSError):  # it has just ended
+            fields = (folder / thread / "schedstat").read_bytes().split()
+            if len(fields) > 1:
+                found[int(thread)] = int(fields[1])
+    return found
+
+
+def waited_ns(before: Mapping[int, int], after: Mapping[int, int]) -> int:
+    """By how much :func:`waits` grew, over all threads."""
+    return sum(max(0, ns - before.get(thread, 0)) for thread, ns in after.items())
+
+
 def descendants(roots: Collection[int], proc: pathlib.Path = pathlib.Path("/proc")) -> set[int]:
     """``roots`` and all processes below them that are alive."""
     children: dict[int, list[int]] = {}

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from trimtab.errors import MeasurementError
-from trimtab.measure.host import Host, Share, usage
+from trimtab.measure.host import Host, Share, usage, waited_ns, waits
 from trimtab.measure.quantiles import quantile_of
 from trimtab.measure.stats import ratio_interval, summarize, widened
 from trimtab.measure.timer import BLOCK_S, Runner, WarmUp, calls_for, warm_up
@@ -51,6 +51,8 @@ LUCKY = 0.1
 BURST, BURST_SHARE = 64, 0.1
 """Calls in a row of each side, at most, and the share of the time that they may take, among which an undisturbed one is looked
 for where hardly any block was: neighbours stop the threads of a call that begins a turn far more often than one amid others."""
+LEFT = 1e-4
+"""Share of its time that a call is taken to have run at least: threads that wait at once may together wait for longer."""
 
 StoppedBy = Literal["width", "time", "pairs"]
 
@@ -63,6 +65,8 @@ class Block:
     share: Share | None
     paces: tuple[int, int] = (1, 1)
     """Nanoseconds of a fixed piece of work on the same core before it and after it."""
+    waited_ns: int = 0
+    """What the threads of its process together waited for a core meanwhile, as far as that is known."""
 
     @cached_property
     def ns(self) -> float:
@@ -138,7 +142,8 @@ def compare(
     Quads in which somebody else had the CPU, or a core was slower than usual, are thrown away and counted. If there are too few
     quiet ones, the quietest of these are used after all, chosen by that and by nothing else; ``foreign``, ``stolen`` and
     ``slowed`` then say how noisy it was, and the interval holds the ratio of the quickest calls that were seen of either side,
-    too: what neighbours take from a call is nothing that they would leave it with.
+    and that of the time in which their threads did not wait for a core: what neighbours take from a call is nothing that they
+    would leave it with.
 
     What more quads would not lessen, ``process_noise``, is added to the interval at the end, unless a runner is compared with
     itself; ``width`` is about the part that they do lessen. So by default nothing that is less than about 2% faster is surely
@@ -219,11 +224,13 @@ class _Session:
     def _block(self, side: str) -> Block:
         runner, calls = self.sides[side], self.calls[side]
         before, first = self._host.snapshot(), runner.pace()
+        began = waits(runner.pid)
         times = runner.block(calls)
+        waited = waited_ns(began, waits(runner.pid))
         last, after = runner.pace(), self._host.snapshot()
         if len(times) != calls:
             raise MeasurementError(f"The {side} was asked for {calls} calls and gave the times of {len(times)}.")
-        return Block(times, usage(before, after), (first, last))
+        return Block(times, usage(before, after), (first, last), waited)
 
 
 def _usual(pairs: Iterable[tuple[Block, Block]]) -> list[float]:
@@ -255,8 +262,8 @@ def _result(
     sides = {"candidate": [q.candidate for q in used], "rival": [q.rival for q in used]}
     timed = {name: _measurement(session, name, pairs, conditions) for name, pairs in sides.items()}
     ratio = widened(_ratio(used), process_noise)
-    if missing:  # of calls that neighbours starve, all together or the luckiest may tell another story than blocks do
-        seen = [ratio.value, *(_quantiles(used, share) for share in (LUCKY, 0.5))]
+    if missing:  # where neighbours starve calls, all together, the luckiest or what they ran may tell another story than blocks
+        seen = [ratio.value, *(_quantiles(used, share) for share in (LUCKY, 0.5)), _ran(used)]
         if (best := session.quickest) is not None:
             seen.append(max(1, best["rival"]) / max(1, best["candidate"]))
         ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
@@ -303,6 +310,21 @@ def _quantiles(quads: Sequence[Quad], share: float) -> float:
         for side in ("rival", "candidate")
     )
     return max(1.0, rival) / max(1.0, candidate)
+
+
+def _ran(quads: Sequence[Quad]) -> float:
+    """The ratio of what the calls of either side take once the time is left out in which their threads waited for a core.
+
+    Where neighbours keep every core busy, threads that meet at barriers are late in each call, so that not even the luckiest
+    says what one takes.
+    """
+
+    def ran(blocks: Sequence[Block]) -> float:
+        took, waited = sum(sum(block.times) for block in blocks), sum(block.waited_ns for block in blocks)
+        return max(1.0, LEFT * took, took - waited) / sum(len(block.times) for block in blocks)
+
+    rival, candidate = (ran([block for quad in quads for block in getattr(quad, side)]) for side in ("rival", "candidate"))
+    return rival / candidate
 
 
 def _noise(pairs: Sequence[tuple[Block, Block]]) -> float:

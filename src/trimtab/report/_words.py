@@ -10,14 +10,12 @@ from typing import Any
 from trimtab._plain import plain
 from trimtab._said import counted
 from trimtab.contracts import Mode
-from trimtab.measurement import Drop, Interval, Parity
+from trimtab.measurement import MANY, Drop, Interval, Parity
 from trimtab.recipe import Recipe
 from trimtab.study.record import Record
 from trimtab.trial import Trial
 
 UNKNOWN = "not measured"
-MANY = 1e3
-"""A bound of a speed-up beyond this says only that next to nothing is known, as on a machine that is never quiet."""
 RUNG_WORDS = {"as_written": "as written", "tuned": "tuned", "lossless": "lossless", "best": "best"}
 STATUS_WORDS = {
     "improved": "improved",

@@ -97,8 +97,8 @@ def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) ->
 def speed(ratio: Interval) -> str:
     """What may be claimed of ``ratio`` over the original: beside busy neighbours only which of the two is faster."""
     if not ratio.vague:
-        return f"{ratio.quoted()} as fast as written (95% interval {ratio.low:.2f} to {ratio.high:.2f})"
-    unclear = f"the timings leave unclear ({ratio.low:.2f} to {ratio.high:.2f})"
+        return f"{ratio.quoted()} as fast as written (95% interval {ratio.bounds()})"
+    unclear = f"the timings leave unclear ({ratio.bounds()})"
     if ratio.low > 1 or ratio.high < 1:
         return f"{'faster' if ratio.low > 1 else 'slower'} than as written, by a factor that {unclear}"
     return f"faster or slower than as written, which {unclear}"
