@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.backends import _causes, _foreign, _onnx, _onnx_int8, _scratch
+from trimtab.backends import _causes, _onnx, _onnx_int8, _scratch
 from trimtab.backends._foreign import calibration_rows, no_numpy_form, plain_names, quiet, wrong_graph
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import BACKENDS
@@ -464,8 +464,7 @@ def test_a_half_built_folder_is_never_found(tmp_path):
 def test_calibration_is_cut_to_a_frozen_batch():
     candidate = small()
     assert [len(row[0]) for row in calibration_rows(candidate, candidate.signature)] == [3] * 4
-    frozen = _foreign.static_signature(candidate)
-    rows = calibration_rows(candidate, frozen)
+    rows = calibration_rows(candidate, candidate.keeping([]).signature)
     assert [len(row[0]) for row in rows] == [1] * 12
     assert torch.equal(torch.cat([row[0] for row in rows[:3]]), candidate.calibration[0][0][0])
     strange = Candidate.of(candidate.model, candidate.args, calibration=[((torch.randn(5, 4), torch.randn(2)), {})])

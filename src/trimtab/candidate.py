@@ -196,6 +196,14 @@ class Candidate:
         """Copies of the example inputs, for a call that may write to them, as the model itself may."""
         return cloned(self.args), cloned(dict(self.kwargs))
 
+    def keeping(self, dims: Sequence[str]) -> Candidate:
+        """This candidate with the dynamic dimensions ``dims`` alone, the others frozen to the example's sizes."""
+        if len(dims) == len(self.signature.dims):
+            return self
+        with torch.no_grad():
+            outputs = self.flat(copied=False)(*self.own_leaves())
+        return dataclasses.replace(self, signature=self.signature.without_dims(self.leaves, outputs, but=dims))
+
     def own_leaves(self) -> list[torch.Tensor]:
         """The copies that :meth:`own_inputs` gives, in the order of the signature."""
         return [leaf.clone() for leaf in self.leaves]

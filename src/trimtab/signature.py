@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -209,13 +209,22 @@ class Signature:
                     raise InputError(f"Dimension {want!r} of {spec.name!r} is {size}; this was built for {dims[want].bounds}.")
         return known
 
-    def without_dims(self, example: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Signature:
-        """The same signature with every dynamic size frozen to that of ``example`` and its ``outputs``."""
+    def without_dims(
+        self, example: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, but: Collection[str] = ()
+    ) -> Signature:
+        """The same signature with every dynamic size frozen to that of ``example`` and its ``outputs``, ``but`` those of the
+        dimensions named; an output size that may follow one of these in some other way stays open."""
+        kept = {*but, "?"} if but else set()
+
+        def fixed(spec: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
+            pairs = zip(spec.shape, tensor.shape, strict=True)
+            return dataclasses.replace(spec, shape=tuple(said if said in kept else size for said, size in pairs))
+
         return dataclasses.replace(
             self,
-            inputs=tuple(dataclasses.replace(s, shape=tuple(t.shape)) for s, t in zip(self.inputs, example, strict=True)),
-            outputs=tuple(dataclasses.replace(s, shape=tuple(t.shape)) for s, t in zip(self.outputs, outputs, strict=True)),
-            dims=(),
+            inputs=tuple(map(fixed, self.inputs, example)),
+            outputs=tuple(map(fixed, self.outputs, outputs)),
+            dims=tuple(dim for dim in self.dims if dim.name in kept),
         )
 
     def describe(self, leaves: Sequence[torch.Tensor] = ()) -> str:

@@ -117,7 +117,7 @@ def refuse_nan(candidate: Candidate) -> None:
 
 def _in_training(model: nn.Module) -> list[str]:
     """A sentence where the model, or a part of it, came in training mode, as one that drops out on purpose does."""
-    if model.training:
+    if getattr(model, "training", False):
         return ["The model came in training mode; it is measured, and ships, in evaluation mode."]
     # modules that other libraries make need not say in which mode they are
     parts = [name for name, part in model.named_modules() if getattr(part, "training", False)]

@@ -26,7 +26,7 @@ from trimtab._tree import TENSOR, Structure, flatten
 from trimtab._weights import tolerance
 from trimtab.backends._causes import known_cause
 from trimtab.backends._other_sizes import answer, at_sizes, farthest
-from trimtab.backends._program import SHARED, frozen_signature
+from trimtab.backends._program import SHARED, fewer_dims, lost_dims
 from trimtab.candidate import Candidate, resized
 from trimtab.errors import CompileError, InputError
 from trimtab.signature import Signature
@@ -87,42 +87,52 @@ def no_numpy_form(signature: Signature, runtime: str) -> str | None:
     return None
 
 
-def static_signature(candidate: Candidate) -> Signature:
-    """The candidate's signature with its dynamic dimensions frozen to the example's sizes."""
-    return frozen_signature(candidate, lambda leaves: candidate.flat(copied=False)(*leaves))
-
-
 @dataclasses.dataclass(frozen=True)
 class Conversion:
     """How a converted model came to be."""
 
     way: str
-    dynamic: bool
+    dims: tuple[str, ...]
+    """The dynamic dimensions that it keeps."""
     notes: tuple[str, ...] = ()
     """The first refusal, where there was one: it explains a fallback, and dimensions that were lost."""
 
 
 def convert(
-    candidate: Candidate, folder: pathlib.Path, ways: Iterable[str], attempt: Callable[[str, Signature], None], failed: str
+    candidate: Candidate, folder: pathlib.Path, ways: Iterable[str], attempt: Callable[[str, Candidate], None], failed: str
 ) -> None:
     """Make ``attempt`` in each of ``ways``, with dynamic dimensions and then with the example's sizes, until one succeeds, and
-    write into ``folder`` which one it was.
+    write into ``folder`` which one it was. The way that has the example's sizes only is tried with some of the dimensions too.
 
     Raises:
         CompileError: none does; says ``failed``, and what each attempt said.
     """
     reasons: list[str] = []
-    for dynamic in (True, False) if candidate.signature.dims else (False,):
-        signature = candidate.signature if dynamic else static_signature(candidate)
+    names = [dim.name for dim in candidate.signature.dims]
+    for dims in (names, []) if names else ([],):
         for way in ways:
             try:
-                attempt(way, signature)
+                attempt(way, candidate.keeping(dims))
             except CompileError as error:
-                reasons.append(f"{way}{', dynamic sizes' if dynamic else ''}: {error}")
+                reasons.append(f"{way}{', dynamic sizes' if dims else ''}: {error}")
                 continue
-            write_json(folder / FACTS, Conversion(way, dynamic, tuple(reasons[:1])))
+            if not dims and (fewer := fewer_dims(candidate.signature)):
+                dims = _first_that_works(attempt, way, candidate, [*fewer, []])
+            write_json(folder / FACTS, Conversion(way, tuple(dims), tuple(reasons[:1])))
             return
     raise CompileError(f"{failed} {' '.join(reasons)}")
+
+
+def _first_that_works(
+    attempt: Callable[[str, Candidate], None], way: str, candidate: Candidate, choices: Sequence[list[str]]
+) -> list[str]:
+    """Attempt ``way`` with each of the ``choices`` of dimensions, the last of which is known to work, until one succeeds."""
+    for dims in choices[:-1]:
+        with contextlib.suppress(CompileError):
+            attempt(way, candidate.keeping(dims))
+            return dims
+    attempt(way, candidate.keeping(choices[-1]))  # again, because the others wrote to the same folder
+    return choices[-1]
 
 
 def read_conversion(folder: pathlib.Path) -> Conversion:
@@ -273,20 +283,21 @@ def calibration_rows(candidate: Candidate, signature: Signature) -> list[Row]:
     """
     rows = [list(row) for row in candidate.flat_calibration()]
     if signature.dims != candidate.signature.dims:
-        rows = [piece for row in rows for piece in _pieces(row, candidate)]
+        lost = lost_dims(candidate.signature, signature)
+        rows = [piece for row in rows for piece in _pieces(row, candidate, lost)]
     fitting = [row for row in rows if _fits(row, signature)]
     if not fitting:
         raise CompileError(f"No calibration input fits {signature.describe()}. Give calibration inputs of these sizes.")
     return fitting
 
 
-def _pieces(row: Row, candidate: Candidate) -> Iterator[Row]:
-    """``row`` cut along the batch into pieces of the example's size, other dynamic sizes made those of the example."""
+def _pieces(row: Row, candidate: Candidate, lost: Sequence[str]) -> Iterator[Row]:
+    """``row`` with the ``lost`` dimensions at the example's sizes: the batch cut into pieces of that size, others resized."""
     now, here = candidate.signature.sizes(candidate.leaves), candidate.signature.sizes(row)
     batch = candidate.signature.batch
-    for name in (name for name in now if name != batch):
+    for name in (name for name in lost if name != batch):
         row = [resized(t, spec.shape, name, now[name]) for t, spec in zip(row, candidate.signature.inputs, strict=True)]
-    if batch is None:
+    if batch is None or batch not in lost:
         yield row
         return
     for start in range(0, here[batch] - now[batch] + 1, now[batch]):

@@ -18,7 +18,6 @@ from trimtab.backends._program import dynamic_shapes
 from trimtab.candidate import Candidate
 from trimtab.contracts import require
 from trimtab.errors import CompileError, IntegrityError
-from trimtab.signature import Signature
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
@@ -35,13 +34,13 @@ _PLACE_KEYS = {"location", "offset", "length", "checksum"}
 def export_onnx(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
     """Write the candidate as float32 ONNX into ``folder``, with the facts about it beside it.
 
-    The exporters are tried in turn, first with dynamic dimensions, then with the example's sizes; a graph is taken only if its
-    outputs, computed by what ``open_run`` makes of the file, are the model's.
+    The exporters are tried in turn, as :func:`convert` says; a graph is taken only if its outputs, computed by what
+    ``open_run`` makes of the file, are the model's.
 
     Raises:
         CompileError: no exporter gives a right graph; carries what each said.
     """
-    attempt = functools.partial(_attempt, candidate, folder, open_run)
+    attempt = functools.partial(_attempt, folder, open_run)
     convert(candidate, folder, _EXPORTERS, attempt, "torch.onnx cannot export this model.")
 
 
@@ -120,24 +119,25 @@ def _attribute_tensors(attributes: Any) -> Iterator[Any]:
             yield from _graph_tensors(graph)
 
 
-def _attempt(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun, exporter: str, signature: Signature) -> None:
+def _attempt(folder: pathlib.Path, open_run: OpenRun, exporter: str, candidate: Candidate) -> None:
     for name in (MODEL, DATA):
         (folder / name).unlink(missing_ok=True)
     try:
         with quiet(), torch.no_grad():
-            _EXPORTERS[exporter](candidate, signature, folder / MODEL)
-        stamp(folder / MODEL, io_names(signature)[0])
+            _EXPORTERS[exporter](candidate, folder / MODEL)
+        stamp(folder / MODEL, io_names(candidate.signature)[0])
     except CONVERSION_ERRORS as error:
         raise CompileError(f"{first_line(error)}.") from error
-    if wrong := wrong_graph(open_run(folder, signature), candidate, signature):
+    if wrong := wrong_graph(open_run(folder, candidate.signature), candidate, candidate.signature):
         raise CompileError(f"the exported graph is not the model: {wrong}.")
 
 
-def _export_dynamo(candidate: Candidate, signature: Signature, path: pathlib.Path) -> None:
+def _export_dynamo(candidate: Candidate, path: pathlib.Path) -> None:
+    signature = candidate.signature
     inputs, outputs = io_names(signature)
     program = torch.onnx.export(
         exportable(candidate),
-        tuple(candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()),
+        tuple(candidate.dynamic_leaves()),
         dynamo=True,
         dynamic_shapes=dynamic_shapes(signature) if signature.dims else None,
         input_names=inputs,
@@ -157,16 +157,17 @@ def _set_apart(graph: Any, inputs: Sequence[str]) -> None:
             value.name = f"{value.name}.inner"
 
 
-def _export_torchscript(candidate: Candidate, signature: Signature, path: pathlib.Path) -> None:
+def _export_torchscript(candidate: Candidate, path: pathlib.Path) -> None:
     """The older exporter, which traces: kept for models that torch.export refuses."""
+    signature = candidate.signature
     inputs, outputs = io_names(signature)
     if weight_bytes(candidate.model) > ONE_FILE_BYTES:
         raise ValueError("the tracing exporter is not used for weights over 1.9 GB")
-    leaves = candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()
+    leaves = candidate.dynamic_leaves()
     refuse_decisions(candidate, leaves)
     named = zip([*inputs, *outputs], [*signature.inputs, *signature.outputs], strict=True)
     torch.onnx.export(
-        exportable(candidate),
+        exportable(candidate, traced=True),
         tuple(leaves),
         str(path),
         dynamo=False,
@@ -179,7 +180,7 @@ def _export_torchscript(candidate: Candidate, signature: Signature, path: pathli
     )
 
 
-_EXPORTERS: dict[str, Callable[[Candidate, Signature, pathlib.Path], None]] = {
+_EXPORTERS: dict[str, Callable[[Candidate, pathlib.Path], None]] = {
     "dynamo exporter": _export_dynamo,
     TRACING: _export_torchscript,
 }

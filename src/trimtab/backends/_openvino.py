@@ -19,7 +19,7 @@ from trimtab.backends._causes import first_line
 from trimtab.backends._decisions import refuse_decisions
 from trimtab.backends._exportable import exportable
 from trimtab.backends._foreign import CONVERSION_ERRORS, OpenRun, Row, convert, io_names, quiet, wrong_graph
-from trimtab.backends._program import SHARED, export_program
+from trimtab.backends._program import SHARED, export_program, lost_dims
 from trimtab.backends._signal_stack import signal_stack_kept
 from trimtab.candidate import Candidate
 from trimtab.contracts import require
@@ -77,13 +77,13 @@ def no_telemetry() -> Iterator[None]:
 def convert_openvino(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
     """Write the candidate as a float32 OpenVINO model into ``folder``, with the facts about it beside it.
 
-    It is traced or exported, with dynamic dimensions or else with the example's sizes; a graph is taken only if its outputs,
-    computed by what ``open_run`` makes of the file, are the model's.
+    It is traced or exported, as :func:`convert` says; a graph is taken only if its outputs, computed by what ``open_run`` makes
+    of the file, are the model's.
 
     Raises:
         CompileError: no way gives a right graph; carries what each said.
     """
-    attempt = functools.partial(_attempt, candidate, folder, open_run)
+    attempt = functools.partial(_attempt, folder, open_run)
     convert(candidate, folder, _CONVERTERS, attempt, "OpenVINO cannot convert this model.")
 
 
@@ -184,11 +184,11 @@ def _fact(facts: Any, key: str) -> str:
     return str(facts[key].value) if key in facts else ""
 
 
-def _attempt(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun, converter: str, signature: Signature) -> None:
-    openvino = runtime()
+def _attempt(folder: pathlib.Path, open_run: OpenRun, converter: str, candidate: Candidate) -> None:
+    openvino, signature = runtime(), candidate.signature
     try:
         with quiet(), no_telemetry(), torch.no_grad():
-            model = _CONVERTERS[converter](candidate, signature)
+            model = _CONVERTERS[converter](candidate)
         _name_inputs(model, signature)
         model.set_rt_info(";".join(",".join(map(str, leaf.shape)) for leaf in candidate.leaves), HOT)
         for name in FILES:
@@ -213,18 +213,18 @@ def _name_inputs(model: Any, signature: Signature) -> None:
         port.get_tensor().set_names({name})
 
 
-def _trace(candidate: Candidate, signature: Signature) -> Any:
-    leaves = candidate.dynamic_leaves() if signature.dims else candidate.own_leaves()
+def _trace(candidate: Candidate) -> Any:
+    leaves, shapes = candidate.dynamic_leaves(), _shapes(candidate.signature)
     refuse_decisions(candidate, leaves)
-    return runtime().convert_model(exportable(candidate, traced=True), example_input=tuple(leaves), input=_shapes(signature))
+    return runtime().convert_model(exportable(candidate, traced=True), example_input=tuple(leaves), input=shapes)
 
 
-def _export(candidate: Candidate, signature: Signature) -> Any:
+def _export(candidate: Candidate) -> Any:
     program, kept = export_program(candidate)
-    if signature.dims and not kept.dims:
-        raise ValueError("torch.export keeps no dynamic sizes of this model")
+    if lost := lost_dims(candidate.signature, kept):
+        raise ValueError(f"torch.export keeps no other sizes of {', '.join(lost)} than the example's")
     model = runtime().convert_model(program)
-    model.reshape(dict(zip(model.inputs, _shapes(signature), strict=True)))
+    model.reshape(dict(zip(model.inputs, _shapes(candidate.signature), strict=True)))
     return model
 
 
@@ -236,4 +236,4 @@ def _shapes(signature: Signature) -> list[Any]:
     return [openvino.PartialShape([dims.get(s, s) for s in spec.shape]) for spec in signature.inputs]
 
 
-_CONVERTERS: dict[str, Callable[[Candidate, Signature], Any]] = {"trace": _trace, "export": _export}
+_CONVERTERS: dict[str, Callable[[Candidate], Any]] = {"trace": _trace, "export": _export}

@@ -54,19 +54,36 @@ enough is judged later, on real data."""
 def export_program(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
     """The candidate as an exported program with a flat face, and the signature that it keeps.
 
-    Dynamic dimensions are kept if the export allows it and the program agrees with the model at other sizes, else they are
-    frozen to the example's sizes. Autocast is exported as a region, which torch.compile refuses; ``plain`` asks for the casts
-    themselves in its stead.
+    Dynamic dimensions are kept if the export allows it and the program agrees with the model at other sizes; else some of them
+    (:func:`fewer_dims`) or all are frozen to the example's sizes. Autocast is exported as a region, which torch.compile
+    refuses; ``plain`` asks for the casts themselves in its stead.
 
     Raises:
         CompileError: the model cannot be exported at all, for example because control flow depends on data.
     """
+    if (whole := _export_dynamic(candidate, plain)) is not None:
+        return whole
+    static = export_static(candidate, plain=plain)  # a model that ties its shapes down can still be exported for one shape
+    parts = (_export_dynamic(candidate.keeping(dims), plain) for dims in fewer_dims(candidate.signature))
+    return next((part for part in parts if part is not None), static)
+
+
+def _export_dynamic(candidate: Candidate, plain: bool) -> tuple[ExportedProgram, Signature] | None:
+    """The program with all dynamic dimensions of ``candidate``, if it has any and there is such a program."""
     signature = candidate.signature
     for stated in (True, False) if signature.dims else ():
-        with contextlib.suppress(CompileError):  # a model that ties its shapes down can still be exported for one shape
+        with contextlib.suppress(CompileError):
             program = _export(candidate, candidate.dynamic_leaves(), dynamic_shapes(signature, stated=stated), plain)
             return program, verified(candidate, program_call(program))
-    return export_static(candidate, plain=plain)
+    return None
+
+
+def fewer_dims(signature: Signature) -> list[list[str]]:
+    """What to keep of the dynamic dimensions where not all can be: all but the batch, over which models loop in Python, or the
+    batch alone, where they do so over a length."""
+    names = [dim.name for dim in signature.dims]
+    parts = [name for name in names if name != signature.batch], [name for name in names if name == signature.batch]
+    return list(parts) if all(parts) else []
 
 
 def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
@@ -114,7 +131,7 @@ def lost_dims(whole: Signature, kept: Signature) -> list[str]:
 
 def frozen_note(lost: Sequence[str]) -> list[str]:
     """What there is to say about dimensions that were frozen while saving; nothing if there are none."""
-    told = f"What is saved takes the example's {', '.join(lost)} only, because the model exports for one set of sizes only."
+    told = f"What is saved takes the example's {', '.join(lost)} only, because the model does not export for others."
     return [told] if lost else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pathlib
 import warnings
@@ -22,6 +23,7 @@ from trimtab.backends._program import (
     EXPORT_ERRORS,
     Call,
     disagreement,
+    fewer_dims,
     frozen_signature,
     quiet,
     verified,
@@ -59,10 +61,11 @@ def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[
 
 def kept_signature(candidate: Candidate, module: Any) -> Signature:
     """The candidate's signature with the dynamic dimensions that ``module`` keeps."""
-    try:
-        return verified(candidate, _caller(module))
-    except CompileError:
-        return frozen_signature(candidate, _caller(module))
+    names = [dim.name for dim in candidate.signature.dims]
+    for dims in (names, *fewer_dims(candidate.signature)):
+        with contextlib.suppress(CompileError):
+            return verified(candidate.keeping(dims), _caller(module))
+    return frozen_signature(candidate, _caller(module))
 
 
 def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:

@@ -26,6 +26,7 @@ from trimtab.backends._program import (
     dense,
     export_program,
     export_static,
+    lost_dims,
     memory_formats,
     quiet,
     verified,
@@ -205,19 +206,22 @@ def load(folder, threads):
             program, signature = export_program(candidate)
             if signature.dims:
                 _package(program, folder / DYNAMIC, self.mode)
+                notes += _built_for(lost_dims(candidate.signature, signature))
                 return signature
         except CompileError as error:
             notes.append(str(error))
-        notes.append("Dynamic dimensions were frozen, because the model exports for one set of sizes only.")
+        notes += _built_for(lost_dims(candidate.signature, frozen))
         return frozen
 
     def _checked(self, candidate: Candidate, executable: AotiExecutable) -> AotiExecutable:
         """Run the packages next to the model, at the sizes that the signature claims."""
-        if executable.signature.dims:
-            executable.signature = verified(candidate, executable.run)
-        else:
-            verified(replace(candidate, signature=executable.signature), executable.run)
+        executable.signature = verified(replace(candidate, signature=executable.signature), executable.run)
         return executable
+
+
+def _built_for(lost: Sequence[str]) -> list[str]:
+    """What there is to say about dimensions that were frozen; nothing if there are none."""
+    return [f"Built for the example's {', '.join(lost)} only, because the model does not export for others."] if lost else []
 
 
 def _package(program: ExportedProgram, path: pathlib.Path, mode: Mode) -> None:

@@ -29,7 +29,6 @@ from trimtab.backends._foreign import (
     read_conversion,
     returned,
     returning,
-    static_signature,
 )
 from trimtab.backends._onnx import MODEL, TRACING, export_onnx, model_files, refuse_unsafe, stamp
 from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
@@ -205,7 +204,7 @@ class OnnxRuntime(Backend):
         name = f"onnx-{fingerprint(graph, onnxruntime.__version__)}"
         with shared_folder(candidate, name, lambda base: export_onnx(graph, base, self._open_run)) as base:
             facts = read_conversion(base)
-            signature = candidate.signature if facts.dynamic else static_signature(candidate)
+            signature = candidate.keeping(facts.dims).signature
             if self.precision == "f32":
                 copy_files(base, model_files(base), folder, link=True)
             else:

@@ -24,7 +24,6 @@ from trimtab.backends._foreign import (
     read_conversion,
     returned,
     returning,
-    static_signature,
 )
 from trimtab.backends._openvino_request import Request, run_queue
 from trimtab.backends._openvino_rules import check_model
@@ -224,7 +223,7 @@ class OpenVino(Backend):
         name = f"openvino-{fingerprint(graph, openvino.__version__)}"
         with shared_folder(candidate, name, lambda base: ir.convert_openvino(graph, base, self._open_run)) as base:
             facts = read_conversion(base)
-            signature = candidate.signature if facts.dynamic else static_signature(candidate)
+            signature = candidate.keeping(facts.dims).signature
             if self.precision.startswith("int8"):
                 rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
                 made = data_fingerprint(rows, self.precision, self.operators)

@@ -11,7 +11,7 @@ import torch
 
 from trimtab.backends._causes import first_line
 from trimtab.backends._owned import branches, copied, held_by, in_order, lent
-from trimtab.backends._program import EXPORT_ERRORS, quiet
+from trimtab.backends._program import EXPORT_ERRORS, lost_dims, quiet
 from trimtab.backends._script import frozen, kept_signature, load_script, save_script, trace_or_script
 from trimtab.candidate import Candidate, Settings
 from trimtab.contracts import Backend, Executable
@@ -72,8 +72,8 @@ class TorchScript(Backend):
         signature = kept_signature(candidate, optimized)
         executable = TorchScriptExecutable(optimized, source, signature, candidate.settings)
         executable.notes += notes + more
-        if candidate.signature.dims and not signature.dims:
-            executable.notes.append("Dynamic dimensions were frozen, because the trace is right for the example's sizes only.")
+        if lost := lost_dims(candidate.signature, signature):
+            executable.notes.append(f"Built for the example's {', '.join(lost)} only, because it is not right for others.")
         for _ in range(WARM_UP):
             executable.run(candidate.own_leaves())
         return executable

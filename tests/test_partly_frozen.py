@@ -1,0 +1,111 @@
+"""Models that tie down one of their dynamic sizes: the others stay free."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+
+from _backends import needs_compiler, reloaded
+from trimtab._fitted import Fitted
+from trimtab.backends._foreign import calibration_rows
+from trimtab.backends._program import export_program
+from trimtab.backends.aoti import Aoti
+from trimtab.backends.eager import Eager
+from trimtab.backends.onnxruntime import OnnxRuntime
+from trimtab.backends.openvino import OpenVino
+from trimtab.candidate import Candidate
+from trimtab.contracts import Backend
+from trimtab.errors import InputError
+from trimtab.signature import Dim
+
+
+class Rows(nn.Module):
+    """Takes its rows one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        told = [self.proj(row).cumsum(0) + len(x) for row in x]
+        return torch.stack(told), torch.cat(told)
+
+
+class Steps(nn.Module):
+    """Goes from step to step, as far as Python can count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(x.shape[0], 3)
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state) / float(x.shape[1])
+        return state
+
+
+DIMS = {"x": {0: Dim("batch"), 1: Dim("length")}}
+BACKENDS = [OnnxRuntime(), OpenVino(), pytest.param(Aoti(), marks=needs_compiler)]
+
+
+def candidate_of(model: nn.Module) -> Candidate:
+    torch.manual_seed(0)
+    return Candidate.of(model.eval(), (torch.randn(2, 5, 4),), dynamic=DIMS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize(("model", "kept", "lost"), [(Rows, "length", "batch"), (Steps, "batch", "length")])
+def test_the_size_that_is_not_tied_down_stays_free(
+    backend: Backend, model: type[nn.Module], kept: str, lost: str, tmp_path: pathlib.Path
+) -> None:
+    candidate = candidate_of(model())
+    built = backend.compile(candidate)
+    assert [dim.name for dim in built.signature.dims] == [kept]
+    assert any(f"the example's {lost} only" in note for note in built.notes)
+    for executable in (built, reloaded(backend, built, tmp_path)):
+        for size in (1, 2, 17):
+            leaves = torch.randn(2, size, 4) if kept == "length" else torch.randn(size, 5, 4)
+            for got, want in zip(executable.run([leaves]), candidate.flat()(leaves), strict=True):
+                torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        with pytest.raises(InputError, match="was given, but this was built for x: float32"):
+            executable(torch.randn(3, 7, 4))
+
+
+def test_outputs_that_may_follow_what_is_kept_stay_open() -> None:
+    signature = candidate_of(Rows()).keeping(["length"]).signature
+    assert [spec.shape for spec in signature.inputs] == [(2, "length", 4)]
+    assert [spec.shape for spec in signature.outputs] == [(2, "length", 3), ("?", 3)]
+    assert candidate_of(Rows()).keeping([]).signature.outputs[1].shape == (10, 3)
+
+
+def test_a_frozen_batch_is_called_with_any_at_every_length() -> None:
+    class Own(Rows):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.stack([self.proj(row).cumsum(0) for row in x])
+
+    candidate = candidate_of(Own())
+    fitted = Fitted(OnnxRuntime().compile(candidate), candidate.signature)
+    for shape in ((1, 9, 4), (5, 3, 4)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(fitted(x), candidate.model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_what_the_original_saves_takes_the_sizes_that_its_export_does(tmp_path: pathlib.Path) -> None:
+    candidate = candidate_of(Steps())
+    assert [dim.name for dim in export_program(candidate)[1].dims] == ["batch"]
+    eager = Eager().compile(candidate)
+    again = reloaded(Eager(), eager, tmp_path)
+    x = torch.randn(7, 5, 4)
+    torch.testing.assert_close(again(x), candidate.model(x))
+
+
+@pytest.mark.parametrize(("dims", "shapes"), [(["length"], [(2, 9, 4)] * 2), (["batch"], [(4, 5, 4)]), ([], [(2, 5, 4)] * 2)])
+def test_calibration_inputs_are_fitted_to_what_is_frozen_only(dims: list[str], shapes: list[tuple[int, ...]]) -> None:
+    x = torch.randn(2, 5, 4)
+    candidate = Candidate.of(Rows(), (x,), dynamic=DIMS, calibration=[((torch.randn(4, 9, 4),), {})])
+    rows = calibration_rows(candidate, candidate.keeping(dims).signature)
+    assert [tuple(row[0].shape) for row in rows] == shapes
