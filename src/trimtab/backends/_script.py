@@ -112,10 +112,15 @@ def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path) -> list[st
     That pass turns weights into opaque constants of the machine's library: the file would be small and could not be loaded.
 
     Raises:
-        CompileError: it calls what :func:`load_script` refuses, such as an operator of the user's own.
+        CompileError: it calls Python, as a trace does for an autograd function of the user's own, or what :func:`load_script`
+            refuses, such as an operator of the user's own.
     """
-    with quiet():
-        frozen(module).save(str(folder / SCRIPT))
+    whole = frozen(module)
+    try:
+        with quiet():
+            whole.save(str(folder / SCRIPT))
+    except RuntimeError as error:
+        raise CompileError(f"Its TorchScript cannot be written: {first_line(error)}.") from error
     try:
         check_torchscript(folder / SCRIPT)
     except IntegrityError as error:
