@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate
 from trimtab.errors import CompileError
+from trimtab.signature import Dim, parameter_names
 from trimtab.subject import prepare
 from trimtab.workload import Workload
 
@@ -44,6 +47,33 @@ def test_a_trace_that_calls_python_runs_and_says_that_it_cannot_be_written(tmp_p
     torch.testing.assert_close(executable(x), model(x))
     with pytest.raises(CompileError, match="TorchScript cannot be written: RuntimeError: .*'Swish'"):
         executable.save(tmp_path)
+
+
+class Around(nn.Module):
+    """A model of which a part is TorchScript."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.part(images)
+        return 2.0 * found
+
+
+@pytest.mark.parametrize("make", [lambda part: part, Around], ids=["whole", "part"])
+def test_a_traced_convolution_reaches_onnx_with_its_sizes(make: Callable[[nn.Module], nn.Module]) -> None:
+    pytest.importorskip("onnxruntime")
+    x = torch.randn(2, 3, 8, 8)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).eval()
+    model = make(torch.jit.trace(plain, x)).eval()  # type: ignore[no-untyped-call]
+    name = parameter_names(model.forward, 1)[0]
+    dims = {0: Dim("batch"), 2: Dim("height", min=3), 3: Dim("width", min=3)}
+    executable = OnnxRuntime().compile(Candidate.of(model, (x,), dynamic={name: dims}))
+    assert len(executable.signature.dims) == 3
+    for shape in ((1, 3, 3, 9), (5, 3, 20, 3)):
+        images = torch.randn(shape)
+        torch.testing.assert_close(executable(images), model(images))
 
 
 def test_a_frozen_script_has_no_mode_of_training(tmp_path: pathlib.Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from trimtab._weights import weight_bytes
 from trimtab.backends._causes import first_line
@@ -165,9 +166,13 @@ def _export_torchscript(candidate: Candidate, path: pathlib.Path) -> None:
         raise ValueError("the tracing exporter is not used for weights over 1.9 GB")
     leaves = candidate.dynamic_leaves()
     refuse_decisions(candidate, leaves)
+    model: nn.Module = exportable(candidate, traced=True)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        # the exporter's own tracer refuses scripts within
+        model = torch.jit.trace(model, tuple(leaves), check_trace=False)  # type: ignore[no-untyped-call]
     named = zip([*inputs, *outputs], [*signature.inputs, *signature.outputs], strict=True)
     torch.onnx.export(
-        exportable(candidate, traced=True),
+        model,
         tuple(leaves),
         str(path),
         dynamo=False,
