@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trimtab.candidate import Settings
 from trimtab.errors import StorageError, UsageError
 from trimtab.train import auto, epoch, events, lengths, prepare, progress, saving, states, validation
+from trimtab.train import metrics as figures
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed import alike
@@ -25,6 +26,7 @@ from trimtab.train.interrupt import interruptible
 from trimtab.train.memory import Room
 from trimtab.train.memory_errors import telling_stops
 from trimtab.train.meter import Meter
+from trimtab.train.metrics import Metric
 from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, Objective, in_step
 from trimtab.train.optimizer_state import OptimizerModes
@@ -35,7 +37,6 @@ from trimtab.train.schedule import Schedule
 from trimtab.train.step import Update
 from trimtab.train.stopping import EarlyStopping, Ema, Shown
 from trimtab.train.summary import Summary
-from trimtab.train.validation import Metric
 from trimtab.train.world import World
 
 _STEP = in_step("The model or its loss raised")
@@ -57,7 +58,8 @@ class Trainer:
         early_stopping: ends the run when the validation has stopped getting better.
         checkpoint: folder for checkpoints, written every ``checkpoint_every`` updates (or epochs, if ``None``) and at the end.
         callbacks: called as ``callback(trainer, event)`` with everything that happens.
-        metrics: by name, ``metric(outputs, targets)`` -> one value per example; their means are part of the validation.
+        metrics: by name, ``metric(outputs, targets)`` -> one value per example, of which the validation has the mean; or of the
+            whole set, an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as torchmetrics has them.
         ema: decay of a running average of the parameters, which is what is validated and kept in the end.
         log_every: updates between two :class:`~trimtab.train.events.Progressed`.
         progress: whether the run is shown on standard error: as a live line in a terminal, else as lines of text. By default it
@@ -105,7 +107,7 @@ class Trainer:
         self.early_stopping, self.schedule = early_stopping, schedule
         self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
-        self.callbacks, self.metrics = events.checked(callbacks), validation.checked_metrics(metrics)
+        self.callbacks, self.metrics = events.checked(callbacks), figures.checked(metrics)
         self.progress = progress
         self.watchers: list[Callback] = []
         """Our own callbacks while a run lasts; every process calls its own."""

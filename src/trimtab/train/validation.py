@@ -10,42 +10,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trimtab._callables import refuses
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.feed import Seekable, has_workers, keeps_workers, set_workers
-from trimtab.train.objective import Batch, Weight, call, examples, is_pair
+from trimtab.train.metrics import Figures, Metric
+from trimtab.train.objective import Batch, Weight, call, is_pair
 from trimtab.train.peek import first_batches, kept_random
 from trimtab.train.rows import rebuilt
-from trimtab.train.world import wide
 from trimtab.workload import user_code
 
 if TYPE_CHECKING:
     from trimtab.train.prepare import Ready
     from trimtab.train.trainer import Trainer
 
-Metric = Callable[[Any, Any], Any]
-"""``metric(outputs, targets)`` -> one value per example. Loss and metrics get the same outputs, so none may change them."""
 Move = Callable[[Batch], Batch]
 _READING, _END = user_code("The validation loader raised"), object()
 _MODEL = user_code("In validation the model or its loss raised")
 _NO_GRADIENT = "does not require grad"
 """What torch says where something differentiates what was computed without gradients."""
-
-
-def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """``metrics``, which can all be called with outputs and targets.
-
-    Raises:
-        UsageError: one of them cannot.
-    """
-    fix = "Give them by name: metrics={'accuracy': lambda outputs, targets: outputs.argmax(1) == targets}."
-    found = dict(metrics or {})
-    for name, metric in found.items():
-        if not callable(metric):
-            raise UsageError(f"The metric {name!r} is {metric!r}, which cannot be called. {fix}")
-        if error := refuses(metric, None, None):
-            raise UsageError(f"The metric {name!r} cannot be called with (outputs, targets): {error}. {fix}")
-    return found
 
 
 def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batch] | None:
@@ -88,7 +69,7 @@ def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batc
 
 @torch.no_grad()
 def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[str, float] | None:
-    """The mean loss, weighted as in training, and the means of the metrics, over all of ``batches`` on all processes.
+    """The mean loss, weighted as in training, and the metrics, over all of ``batches`` on all processes.
 
     The model, and a loss that is a module, are in evaluation mode meanwhile, and each of their modules in the mode that it was
     in afterwards. ``None`` where the run was interrupted in a process: that is asked before each batch.
@@ -97,7 +78,7 @@ def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[s
         WorkloadError: the loader, the model or a metric raised, there is no batch, or a metric gives something else than a
             value per example.
     """
-    objective, metrics, clock, world = trainer.objective, trainer.metrics, ready.clock, ready.step.world
+    objective, clock, world = trainer.objective, ready.clock, ready.step.world
     answers, objective.untold = _Answers(trainer, ready), None
 
     def cut() -> bool:
@@ -105,11 +86,11 @@ def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[s
 
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
-    values: dict[str, list[torch.Tensor]] = {name: [] for name in metrics}
     if isinstance(batches, Seekable):  # so that every validation, also one after a resumption, sees the same
         batches.seek(0, 0)
     try:
         with _evaluating(trainer.model, objective.module), world.together():
+            figures = Figures(trainer.metrics)
             # It is the plain model that is called: only one whose shares must be gathered needs all processes at once.
             read = _read(batches, cut)
             for batch in world.rounds(read, None) if world.shared else read:  # which may be cut off, so nobody knows how many
@@ -120,8 +101,7 @@ def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[s
                     loss, weight, outputs = answers(moved)
                     if not world.counts:  # it only helped others, who have more
                         continue
-                    for name, metric in metrics.items():
-                        values[name].append(_per_example(name, metric, outputs, moved))
+                    figures.add(outputs, moved)
                 losses.append(loss)
                 weights.append(weight)
     finally:
@@ -133,11 +113,8 @@ def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[s
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
     if len(losses) > 1:
         trainer.note_once(objective.untold)
-    found = {"loss": float(world.mean(losses, weights, summed=objective.summed)[0])}
-    for name, parts in values.items():
-        means, counts = [wide(part).mean() for part in parts], [float(part.numel()) for part in parts]
-        found[name] = float(world.mean(means, counts, summed=False)[0])
-    return found
+    trainer.note_once(figures.remark())
+    return {"loss": float(world.mean(losses, weights, summed=objective.summed)[0]), **figures.over(world)}
 
 
 class _Answers:
@@ -232,11 +209,3 @@ def _outputs(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> A
 
 def _no_pair(name: str) -> str:
     return f"The metric {name!r} needs batches of (inputs, targets); compute it in a callback instead."
-
-
-def _per_example(name: str, metric: Metric, outputs: Any, batch: Batch) -> torch.Tensor:
-    with user_code(f"The metric {name!r} raised"):
-        found = torch.as_tensor(metric(outputs, batch[1]))
-    if found.dim() == 0:
-        found = found.expand(examples(batch))
-    return found.reshape(-1)

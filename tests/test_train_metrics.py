@@ -1,0 +1,116 @@
+"""Metrics: means of one value per example, and those that exist over the whole set only."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from _ranks import failure, on_ranks
+from _runs import trainer
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.stopping import EarlyStopping
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.round() == targets
+
+
+class F1:
+    """Of two classes, over everything that was seen since ``reset``."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.hits = self.found = self.wanted = 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        found = outputs > 0
+        self.hits += int((found & (targets > 0)).sum())
+        self.found, self.wanted = self.found + int(found.sum()), self.wanted + int((targets > 0).sum())
+
+    def compute(self) -> float:
+        return 2 * self.hits / max(self.found + self.wanted, 1)
+
+
+def signs() -> Batches:
+    """Three batches of unequal size in which positives are seldom."""
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 8, 1, generator=random)
+    targets = (inputs + torch.randn(3, 8, 1, generator=random) > 1).float()
+    return [(inputs[index, : 3 + 2 * index], targets[index, : 3 + 2 * index]) for index in range(3)]
+
+
+def test_a_metric_of_the_whole_set_is_no_mean_over_batches() -> None:
+    seen: list[float] = []
+    made = trainer(metrics={"f1": F1()}, callbacks=[lambda _, event: seen.extend(getattr(event, "metrics", {}).values())])
+    made.early_stopping = EarlyStopping(metric="f1", mode="max")
+    summary = made.fit(signs(), signs(), epochs=3)
+    whole = F1()
+    with torch.no_grad():
+        whole.update(made.model(torch.cat([x for x, _ in signs()])), torch.cat([y for _, y in signs()]))
+    assert 0 < whole.compute() == made.position.best
+    assert len(seen) == 2 * 3
+    assert not summary.notes
+
+
+def test_a_metric_that_gives_one_number_per_batch_is_told_of() -> None:
+    metrics = {"mean": lambda outputs, targets: (outputs - targets).mean(), "right": right}
+    (note,) = trainer(metrics=metrics).fit(signs(), signs(), epochs=2).notes
+    assert note.startswith("metrics={'mean'} gave one number per batch, of which the mean is shown.")
+    assert not trainer(metrics=metrics).fit(signs(), signs()[:1], epochs=1).notes  # of one batch it is that of the whole set
+    alone = [(inputs[:1], targets[:1]) for inputs, targets in signs()]
+    assert not trainer(metrics=metrics).fit(alone, alone, epochs=1).notes
+
+
+class Pair(F1):
+    def compute(self) -> Any:
+        return {"f1": 1.0, "hits": 2.0}
+
+
+class NoTargets(F1):
+    def update(self, outputs: torch.Tensor) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (F1, r"The metric 'mine' is F1, a class\. Give what it makes: F1\(\.\.\.\)\."),
+        (NoTargets(), r"The metric 'mine' cannot be called with \(outputs, targets\): too many"),
+        (Pair(), r"compute\(\) of the metric 'mine' gave a dict, not one number\. Several figures are several metrics"),
+        (lambda outputs, targets: {"f1": 1.0}, r"The metric 'mine' gave a dict\. Let it give one value per example"),
+    ],
+)
+def test_a_metric_that_is_none_is_said(metric: Any, said: str) -> None:
+    with pytest.raises((UsageError, WorkloadError), match=said):
+        trainer(metrics={"mine": metric}).fit(signs(), signs(), epochs=1)
+
+
+class SharedF1(F1):
+    def compute(self) -> float:
+        seen = torch.tensor([self.hits, self.found, self.wanted])
+        torch.distributed.all_reduce(seen)
+        return 2 * int(seen[0]) / max(int(seen[1] + seen[2]), 1)
+
+
+def over_processes(folder: pathlib.Path) -> dict[str, Any]:
+    made, whole = trainer(metrics={"f1": SharedF1()}), F1()
+    made.fit(signs(), signs(), epochs=1)
+    with torch.no_grad():
+        whole.update(made.model(torch.cat([x for x, _ in signs()])), torch.cat([y for _, y in signs()]))
+    own = trainer(metrics={"f1": F1()})
+    return {"f1": made.results["f1"], "whole": whole.compute(), "own": failure(lambda: own.fit(signs(), signs(), epochs=1))}
+
+
+def test_processes_bring_a_metric_of_the_whole_set_together_or_it_is_refused(tmp_path: pathlib.Path) -> None:
+    for found in on_ranks(over_processes, tmp_path):
+        assert 0 < found["f1"] == found["whole"]
+        assert found["own"][0] == "WorkloadError"
+        assert "compute() of the metric 'f1' gave each process the figure of its own share." in found["own"][1]
