@@ -372,6 +372,14 @@ EPOCHS: dict[str, tuple[Callable[[Optimizer], LRScheduler], str]] = {
         lambda o: ExponentialLR(o, 0.95),
         "The ExponentialLR multiplies the rate by 0.95 in each update, and the run",
     ),
+    "function": (
+        lambda o: LambdaLR(o, lambda epoch: 0.95**epoch),
+        "The LambdaLR leaves next to nothing of the rate after 1125 updates, and the run has 1,500: it is",
+    ),
+    "function that ends": (
+        lambda o: LambdaLR(o, lambda epoch: 1e-4 * max(0.0, min(epoch / 5, 1 - epoch / 30))),
+        "The LambdaLR leaves next to nothing of the rate after 1125 updates, and",
+    ),
     "sequential": (
         lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 5), CosineAnnealingLR(o, 85)], [5]),
         "The CosineAnnealingLR goes from its largest rate to its smallest in 85 updates, and the run has 1,500",
@@ -393,6 +401,9 @@ UPDATES: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "sequential": lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 50), CosineAnnealingLR(o, 1450)], [50]),
     "chained": lambda o: ChainedScheduler([ConstantLR(o, 0.5, 20), PolynomialLR(o, 1500)]),
     "plateau": ReduceLROnPlateau,
+    "function": lambda o: LambdaLR(o, lambda update: 1e-3 * min((update + 1) / 400, 20 / (update + 1) ** 0.5)),
+    "part that stays frozen": lambda o: LambdaLR(o, lambda update: 0.0),
+    "function that fails": lambda o: LambdaLR(o, lambda update: [1.0][update]),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import itertools
 import math
@@ -29,7 +30,7 @@ from torch.optim.lr_scheduler import (
 
 from trimtab._callables import refuses
 from trimtab._said import of_type
-from trimtab.errors import UsageError
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.stopping import EarlyStopping
 from trimtab.workload import user_code
 
@@ -224,7 +225,22 @@ def _too_short(scheduler: LRScheduler, updates: int) -> str | None:
         return f"{name} ends after {scheduler.total_iters} updates"
     if isinstance(scheduler, ExponentialLR) and scheduler.gamma**updates < _NOTHING:
         return f"{name} multiplies the rate by {scheduler.gamma:g} in each update"
+    if isinstance(scheduler, LambdaLR) and any(_spent(shape, updates) for shape in scheduler.lr_lambdas):
+        return f"{name} leaves next to nothing of the rate after {_late(updates)} updates"
     return None
+
+
+def _late(updates: int) -> int:
+    """An update by which no schedule that was made for as many is near its end yet."""
+    return updates * 3 // 4
+
+
+def _spent(shape: Callable[[int], float], updates: int) -> bool:
+    """Whether next to nothing is left late in the run of what ``shape`` multiplies the rate by in its first tenth."""
+    with contextlib.suppress(WorkloadError), user_code("The schedule raised"):  # which is told when the run has come there
+        first = max(shape(updates * share // 100) for share in range(11))
+        return bool(shape(_late(updates)) < _LITTLE * first)
+    return False
 
 
 def _ended(scheduler: LRScheduler) -> bool:
