@@ -422,6 +422,11 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
      r"loss is CrossEntropyLoss, a class, and no loss yet\. Give what it makes: CrossEntropyLoss\(\)\."),
     ("three parts", WorkloadError, lambda: trainer().fit([[torch.zeros(2, 8)] * 3], epochs=1),
      r"\(inputs, targets\), but the loader gives a list of 3\. Give a loss whose first parameter is called model"),
+    ("data in place of a loader", WorkloadError, lambda: trainer().fit((torch.zeros(4, 8), torch.zeros(4)), epochs=1),
+     r"but the loader gives a Tensor\. If \(inputs, targets\) of all examples were given in place of a loader, wrap them: "
+     r"trimtab\.train\.Loader\(\(inputs, targets\), batch=32\)\."),
+    ("loss of a batch alone", UsageError, lambda: trainer(loss=lambda batch: batch),
+     r"does not take two arguments: too many positional arguments\. A loss is called as loss\(outputs, targets\), but"),
     ("no own loss", WorkloadError, lambda: trainer(loss=None).fit(loader(), epochs=1),
      r"Without loss=\.\.\., batches must be mappings that the model takes as keywords, but this is a list\."),
     ("unknown metric", UsageError,

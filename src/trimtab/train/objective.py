@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from trimtab._callables import refuses
 from trimtab._said import counted, of_type
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import torch_losses
@@ -50,6 +51,12 @@ _NOT_CALLED_SO = (
     "A loss is called as loss(outputs, targets), but one that calls the model itself is known by the name of its first "
     "parameter: def loss(model, batch)."
 )
+_UNPAIRED = {
+    True: "If (inputs, targets) of all examples were given in place of a loader, wrap them: trimtab.train.Loader((inputs, "
+    "targets), batch=32). Otherwise give a loss whose first parameter is called model: def loss(model, batch).",
+    False: "Give a loss whose first parameter is called model: def loss(model, batch).",
+}
+"""What to do, by whether a batch is a tensor alone."""
 _MISCALLED = re.compile(r"'Tensor' object is not callable|missing \d+ required positional argument")
 _MODEL_NAMES = frozenset({"model", "module", "net", "network"})
 
@@ -217,12 +224,15 @@ def _refuse_other(loss: Any) -> None:
     """Refuse what is no loss.
 
     Raises:
-        UsageError: it cannot be called, or is a class of modules, whose call makes one.
+        UsageError: it cannot be called, or not with two arguments, or is a class of modules, whose call makes one.
     """
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise UsageError(f"loss is {loss.__name__}, a class, and no loss yet. Give what it makes: {loss.__name__}().")
     if loss is not None and not callable(loss):
         raise UsageError(f"loss is {of_type(loss)}, which cannot be called. Give a function or a torch.nn loss.")
+    if loss is not None and (error := refuses(loss, None, None)):
+        name = getattr(loss, "__name__", None) or repr(loss)
+        raise UsageError(f"loss is {name}, which does not take two arguments: {error}. {_NOT_CALLED_SO}")
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -295,10 +305,8 @@ def _pair(batch: Batch) -> tuple[Any, Any]:
     if is_pair(batch):
         return batch[0], batch[1]
     shape = of_type(batch) + (f" of {len(batch)}" if isinstance(batch, Sequence) else "")
-    raise WorkloadError(
-        f"loss(outputs, targets) needs batches of (inputs, targets), but the loader gives {shape}. Give a loss whose first "
-        "parameter is called model: def loss(model, batch)."
-    )
+    fix = _UNPAIRED[isinstance(batch, torch.Tensor)]
+    raise WorkloadError(f"loss(outputs, targets) needs batches of (inputs, targets), but the loader gives {shape}. {fix}")
 
 
 def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
