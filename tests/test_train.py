@@ -179,9 +179,30 @@ def test_early_stopping_puts_the_best_back() -> None:
     assert len(losses) == 3
     assert summary.best == min(losses) == losses[0]
     assert summary.ended == "The validation's loss did not improve 2 times in a row."
+    said = f"The model has the parameters of the best validation, whose loss was {losses[0]:.4g}."
+    assert said in str(summary).splitlines()
     inputs, targets = dataset().tensors
     with torch.no_grad():
         assert float(nn.functional.cross_entropy(made.model(inputs), targets)) == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "restored"),
+    [
+        ({"early_stopping": EarlyStopping()}, {"epochs": 2}, None),  # the last is the best
+        ({"early_stopping": EarlyStopping()}, {"steps": 9}, "loss"),  # updates were made after it
+        ({"early_stopping": EarlyStopping(restore_best=False)}, {"steps": 9}, None),
+        ({}, {"steps": 9}, None),
+    ],
+)
+def test_a_summary_says_whether_the_model_has_other_parameters_than_the_last(
+    options: dict[str, Any], length: dict[str, int], restored: str | None
+) -> None:
+    made = trainer(**options)
+    last: list[torch.Tensor] = []
+    made.optimizer.register_step_post_hook(lambda *_: last.append(made.model[0].weight.detach().clone()))  # type: ignore[index]
+    assert made.fit(loader(), loader(shuffle=False), **length).restored == restored
+    assert torch.equal(last[-1], made.model[0].weight) == (restored is None)  # type: ignore[index]
 
 
 def test_the_average_is_what_is_validated_and_kept() -> None:

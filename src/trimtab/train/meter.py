@@ -102,6 +102,7 @@ class Meter:
             loss=self._loss,
             best=trainer.position.best,
             metrics=trainer.results,
+            restored=_restored(trainer),
             examples_per_s=self._all_examples / seconds if self._all_examples else None,
             peak_mb=trainer.room.peak_mb,
             flops_share=self._flops_share(),
@@ -117,6 +118,13 @@ class Meter:
         if not busy or not self._group:
             return None
         return flops_share(self.trainer, self._group, self._all_examples / busy / self.trainer.world.size)
+
+
+def _restored(trainer: Trainer) -> str | None:
+    """The figure that is watched, where the model gets other parameters than the last update left."""
+    stopping, position = trainer.early_stopping, trainer.position
+    changed = position.stale or position.batch or position.due  # a validation that was no better, or updates after it
+    return stopping.metric if stopping is not None and trainer.best_parameters is not None and changed else None
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:

@@ -27,6 +27,8 @@ class Summary:
     """Of the validation figure that is watched."""
     metrics: Mapping[str, float]
     """Of the last validation."""
+    restored: str | None = None
+    """The figure by whose best validation the model has its parameters now; ``None`` where it has the last ones."""
     examples_per_s: float | None
     peak_mb: float | None
     """Highest memory above the level before the run: of the GPU's allocator where there is one, else of the process."""
@@ -47,6 +49,8 @@ class Summary:
         lines = [f"{counted(self.updates, 'update')} in {self.seconds:.1f} s{speed}. {self.ended}"]
         figures = {"loss": self.loss, **{f"validation {name}": value for name, value in self.metrics.items()}}
         lines.append(", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None))
+        if self.restored is not None and self.best is not None:
+            lines.append(f"The model has the parameters of the best validation, whose {self.restored} was {self.best:.4g}.")
         shown = [f"{phase} {self.shares[phase]:.0%}" for phase in PHASES if self.shares.get(phase, 0) >= 0.005]
         lines.append("Time: " + ", ".join(shown) if shown else "")
         if self.peak_mb is not None:
