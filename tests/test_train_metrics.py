@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from _ranks import failure, on_ranks
 from _runs import trainer
@@ -45,6 +46,38 @@ def signs() -> Batches:
     inputs = torch.randn(3, 8, 1, generator=random)
     targets = (inputs + torch.randn(3, 8, 1, generator=random) > 1).float()
     return [(inputs[index, : 3 + 2 * index], targets[index, : 3 + 2 * index]) for index in range(3)]
+
+
+class Own(nn.Module):
+    """Computes its loss itself, from a mapping with the labels, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.layer(inputs)
+        return {"logits": logits} if labels is None else {"loss": (logits - labels).square().mean(), "logits": logits}
+
+
+class F1OfAnswers(F1):
+    def update(self, outputs: Any, targets: Any) -> None:
+        super().update(outputs["logits"], targets["labels"])
+
+
+def test_metrics_of_a_model_with_its_own_loss_get_its_answer_and_the_batch() -> None:
+    batches = [{"inputs": inputs, "labels": targets} for inputs, targets in signs()]
+    metrics = {"f1": F1OfAnswers(), "right": lambda answer, batch: (answer["logits"] > 0) == (batch["labels"] > 0)}
+    torch.manual_seed(0)
+    made = trainer(Own(), loss=None, metrics=metrics)
+    found = made.fit(batches, batches, epochs=1).metrics
+    inputs, targets = (torch.cat(parts) for parts in zip(*signs(), strict=True))
+    with torch.no_grad():
+        logits = made.model(inputs)["logits"]
+    whole = F1()
+    whole.update(logits, targets)
+    assert found["f1"] == whole.compute() > 0
+    assert found["right"] == pytest.approx(float(((logits > 0) == (targets > 0)).float().mean()))
 
 
 def test_a_metric_of_the_whole_set_is_no_mean_over_batches() -> None:

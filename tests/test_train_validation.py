@@ -55,7 +55,7 @@ def test_what_can_be_known_is_refused_before_the_run(options: dict[str, Any], va
 def test_metrics_that_cannot_be_had_are_refused_at_once() -> None:
     batches = [{"x": torch.ones(2, 1)}]
     made = trainer(loss=lambda model, batch: model(batch["x"]).mean(), metrics={"right": lambda outputs, targets: outputs})
-    with pytest.raises(UsageError, match=r"The metric 'right' needs batches of \(inputs, targets\)"):
+    with pytest.raises(UsageError, match=r"The metric 'right' needs outputs, .* \(inputs, targets\) only\. Have the loader"):
         made.fit(batches, iter(batches), epochs=1)
     assert made.position.update == 0
 

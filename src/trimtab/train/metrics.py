@@ -11,7 +11,7 @@ import torch
 from trimtab._callables import refuses
 from trimtab._said import of_type
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.objective import Batch, examples
+from trimtab.train.objective import Batch, examples, is_pair
 from trimtab.train.world import World, wide
 from trimtab.workload import user_code
 
@@ -76,7 +76,7 @@ class Figures:
         for name, metric in self.metrics.items():
             if isinstance(metric, Whole):
                 with user_code(f"update() of the metric {name!r} raised"):
-                    metric.update(outputs, batch[1])
+                    metric.update(outputs, _targets(batch))
             else:
                 self._values[name].append(self._per_example(name, metric, outputs, batch))
 
@@ -116,7 +116,7 @@ class Figures:
 
     def _per_example(self, name: str, metric: Callable[[Any, Any], Any], outputs: Any, batch: Batch) -> torch.Tensor:
         with user_code(f"The metric {name!r} raised"):
-            given = metric(outputs, batch[1])
+            given = metric(outputs, _targets(batch))
         try:
             found = torch.as_tensor(given)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -129,6 +129,11 @@ class Figures:
                 self.batched.append(name)
             found = found.expand(count)
         return found.reshape(-1)
+
+
+def _targets(batch: Batch) -> Any:
+    """What outputs are held against: the whole batch where it is no pair, as for a model that takes its labels too."""
+    return batch[1] if is_pair(batch) else batch
 
 
 def _number(name: str, metric: Whole) -> float:

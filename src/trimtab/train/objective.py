@@ -137,12 +137,12 @@ class Objective:
         return self.answered(model, batch, weighed=weighed)[:2]
 
     def answered(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight, Any]:
-        """The same, and the outputs that were compared with the targets: ``None`` where it is not here that this is done."""
+        """The same, and the outputs, as metrics get them: ``None`` where the loss alone sees them."""
         given = fresh(batch)
         outputs: Any = None
         targets: Any = None
         if self.loss is None:
-            loss, weight = self._own(model, given)
+            loss, weight, outputs = self._own(model, given)
         elif self._with_model:
             found = self.loss(model, given)
             loss, weight = _weighed(found) if isinstance(found, tuple) else (found, None)
@@ -201,8 +201,8 @@ class Objective:
                 "Give both one shape, for example with squeeze(-1) at the end of the model or unsqueeze(-1) on the targets."
             )
 
-    def _own(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
-        """The loss that the model itself computes."""
+    def _own(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight | None, Any]:
+        """The loss that the model itself computes, what it is a mean over, and the whole answer."""
         if not isinstance(batch, Mapping):
             raise WorkloadError(
                 f"Without loss=..., batches must be mappings that the model takes as keywords, but this is a "
@@ -214,10 +214,10 @@ class Objective:
             raise WorkloadError("The model answered without a loss. Give loss=..., or batches with the labels it asks for.")
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-            return loss, None
+            return loss, None, found
         model = getattr(model, "_orig_mod", model)  # what is compiled
         model = getattr(model, "module", model)  # what DDP wraps
-        return loss, (labels[..., 1:] if _shifts(model) else labels).ne(IGNORED).sum()
+        return loss, (labels[..., 1:] if _shifts(model) else labels).ne(IGNORED).sum(), found
 
 
 def _refuse_other(loss: Any) -> None:

@@ -59,7 +59,8 @@ class Trainer:
         checkpoint: folder for checkpoints, written every ``checkpoint_every`` updates (or epochs, if ``None``) and at the end.
         callbacks: called as ``callback(trainer, event)`` with everything that happens.
         metrics: by name, ``metric(outputs, targets)`` -> one value per example, of which the validation has the mean; or of the
-            whole set, an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as torchmetrics has them.
+            whole set, an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as torchmetrics has them. A
+            model that computes its own loss gives its whole answer, which is held against the whole batch.
         ema: decay of a running average of the parameters, which is what is validated and kept in the end.
         log_every: updates between two :class:`~trimtab.train.events.Progressed`.
         progress: whether the run is shown on standard error: as a live line in a terminal, else as lines of text. By default it

@@ -60,7 +60,7 @@ def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batc
             f"validate has no batch for the process of rank {lengths.index(0)}, and all processes must call a sharded model "
             f"together. Give it at least {len(lengths)} batches, smaller ones for instance."
         )
-    if metrics and trainer.objective.calls_model:
+    if metrics and trainer.objective.calls_model and trainer.objective.loss is not None:
         first, held_out = first_batches(held_out, 1, _READING.what)
         if world.any(any(not is_pair(batch) for batch in first)):
             raise UsageError(_no_pair(next(iter(metrics))))
@@ -208,4 +208,8 @@ def _outputs(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> A
 
 
 def _no_pair(name: str) -> str:
-    return f"The metric {name!r} needs batches of (inputs, targets); compute it in a callback instead."
+    return (
+        f"The metric {name!r} needs outputs, and where loss(model, batch) calls the model these are known for batches of "
+        "(inputs, targets) only. Have the loader give such, and a loss of outputs and targets: "
+        "loss=lambda outputs, targets: ..."
+    )
