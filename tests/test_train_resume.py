@@ -154,6 +154,8 @@ def test_a_run_that_ended_before_its_first_update_can_be_started_again(tmp_path:
     first = trainer(callbacks=[stop], **options)
     assert first.fit(loader(), epochs=1).updates == 0
     assert Checkpoints(tmp_path).update() == (0 if first.decided else None)
+    with pytest.raises(StorageError, match=r"there is none\. Start with fit\(\); resume\(missing_ok=True\) does where"):
+        trainer(checkpoint=tmp_path / "empty").resume()
     again = trainer(**options).resume(missing_ok=True)
     assert again.fit(loader(), epochs=1).updates == EPOCH
 

@@ -145,7 +145,8 @@ class Checkpoints:
         if place is None:
             damaged = "; ".join(f"{name}: {damage}" for name, damage in self.damaged.items())
             reason = f"none is whole ({damaged})" if damaged else "there is none"
-            raise StorageError(f"No checkpoint can be loaded from {self.folder}: {reason}. Start with fit().")
+            fix = "" if damaged else "; resume(missing_ok=True) does where there is none yet"
+            raise StorageError(f"No checkpoint can be loaded from {self.folder}: {reason}. Start with fit(){fix}.")
         facts = json.loads((place / STATE).read_text(encoding="utf-8"))
         if facts.get("schema") != SCHEMA:
             raise StorageError(

@@ -136,13 +136,15 @@ def optimizer_for(
         raise UsageError(f"There is nothing to train in {type(model).__name__}: {reason}. {fix}.")
     if not isinstance(optimizer, Optimizer):
         if not callable(optimizer):
-            raise UsageError(f"optimizer is {of_type(optimizer)}; give one of torch.optim, or a function that makes it.")
+            several = isinstance(optimizer, (list, tuple))
+            fix = " Several are one whose step() makes theirs, and whose param_groups are theirs." if several else ""
+            raise UsageError(f"optimizer is {of_type(optimizer)}; give one of torch.optim, or a function that makes it.{fix}")
         if error := refuses(optimizer, []):
             raise UsageError(
                 f"The optimizer function cannot be called with the parameters: {error}. Give one such as "
                 "lambda parameters: torch.optim.AdamW(parameters)."
             )
-        with user_code("The optimizer function raised"):
+        with user_code("The optimizer function, called with a list of the parameters, raised"):
             optimizer = optimizer([*trainable, *own_loss.trained(loss, model)])
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
