@@ -16,6 +16,7 @@ from trimtab.backends.aoti import Aoti
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
+from trimtab.backends.torchscript import TorchScript
 from trimtab.candidate import Candidate
 from trimtab.contracts import Backend
 from trimtab.errors import InputError
@@ -109,3 +110,18 @@ def test_calibration_inputs_are_fitted_to_what_is_frozen_only(dims: list[str], s
     candidate = Candidate.of(Rows(), (x,), dynamic=DIMS, calibration=[((torch.randn(4, 9, 4),), {})])
     rows = calibration_rows(candidate, candidate.keeping(dims).signature)
     assert [tuple(row[0].shape) for row in rows] == shapes
+
+
+def test_a_trace_that_ties_down_one_size_is_used_where_the_source_is_no_torchscript(tmp_path: pathlib.Path) -> None:
+    class Mapped(Rows):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.stack([*map(self.proj, x.unbind())])
+
+    torch.manual_seed(0)
+    calibration = [((torch.randn(rows, 9, 4),), {}) for rows in (2, 3)]
+    candidate = Candidate.of(Mapped().eval(), (torch.randn(2, 5, 4),), dynamic=DIMS, calibration=calibration)
+    executable = TorchScript().compile(candidate)
+    assert [dim.name for dim in executable.signature.dims] == ["length"]
+    assert executable.notes == ["Built for the example's batch only, because it is not right for others."]
+    x = torch.randn(2, 30, 4)
+    torch.testing.assert_close(reloaded(TorchScript(), executable, tmp_path)(x), candidate.model(x))

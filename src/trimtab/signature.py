@@ -186,6 +186,14 @@ class Signature:
         if len(self._passed) < MOST_PASSED:
             self._passed.add(key)
 
+    def fits(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether :meth:`check` has nothing against ``leaves``."""
+        try:
+            self.check(leaves)
+        except InputError:
+            return False
+        return True
+
     def sizes(self, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
         """The size of every dynamic dimension in this call.
 

@@ -28,7 +28,7 @@ from trimtab.backends._causes import known_cause
 from trimtab.backends._other_sizes import answer, at_sizes, farthest
 from trimtab.backends._program import SHARED, fewer_dims, lost_dims
 from trimtab.candidate import Candidate, resized
-from trimtab.errors import CompileError, InputError
+from trimtab.errors import CompileError
 from trimtab.signature import Signature
 
 CONVERSION_ERRORS: tuple[type[Exception], ...] = (
@@ -285,7 +285,7 @@ def calibration_rows(candidate: Candidate, signature: Signature) -> list[Row]:
     if signature.dims != candidate.signature.dims:
         lost = lost_dims(candidate.signature, signature)
         rows = [piece for row in rows for piece in _pieces(row, candidate, lost)]
-    fitting = [row for row in rows if _fits(row, signature)]
+    fitting = [row for row in rows if signature.fits(row)]
     if not fitting:
         raise CompileError(f"No calibration input fits {signature.describe()}. Give calibration inputs of these sizes.")
     return fitting
@@ -305,11 +305,3 @@ def _pieces(row: Row, candidate: Candidate, lost: Sequence[str]) -> Iterator[Row
             t.narrow(spec.shape.index(batch), start, now[batch]) if batch in spec.shape else t
             for t, spec in zip(row, candidate.signature.inputs, strict=True)
         ]
-
-
-def _fits(row: Row, signature: Signature) -> bool:
-    try:
-        signature.check(row)
-    except InputError:
-        return False
-    return True

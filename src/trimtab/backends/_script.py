@@ -43,7 +43,7 @@ def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[
 
     A trace follows one path. It is used where tracing saw no decision that depends on data and where it agrees with the
     model on other inputs and sizes; else the model's source is compiled. Where that is impossible too, a trace is used that the
-    tracer warned about, unless the model does decide on data.
+    tracer warned about or that keeps some of the dynamic sizes only, unless the model does decide on data.
 
     Raises:
         CompileError: neither a trace nor the compiled source is the same function as the model.
@@ -54,9 +54,9 @@ def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[
     try:
         return script_flat(candidate), [f"Compiled from source, because a trace was not safe: {wrong or doubts[0]}."]
     except CompileError as error:
-        if module is None or wrong:
+        if module is None or (wrong and _wrong_where_kept(candidate, module)):
             raise CompileError(f"TorchScript cannot take this model. Traced: {wrong}. From source: {error}") from error
-    return module, [f"A trace of one path through the model, which the tracer warned about: {doubts[0]}."]
+    return module, [f"A trace of one path through the model, which the tracer warned about: {doubt}." for doubt in doubts[:1]]
 
 
 def kept_signature(candidate: Candidate, module: Any) -> Signature:
@@ -151,10 +151,20 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
             return None, [], first_line(error)
     doubts = [told(str(w.message)) for w in caught if isinstance(w.message, TracerWarning)]
     call = _caller(module)
+    return module, doubts, _wrong_at_other_values(candidate, call) or _wrong_at_other_sizes(candidate, call)
+
+
+def _wrong_where_kept(candidate: Candidate, module: Any) -> str | None:
+    """What is wrong with a trace at the sizes that it keeps, which are not all that were asked for."""
+    kept = candidate.keeping([dim.name for dim in kept_signature(candidate, module).dims])
+    return _wrong_at_other_values(kept, _caller(module))
+
+
+def _wrong_at_other_values(candidate: Candidate, call: Call) -> str | None:
     found = [disagreement(candidate, call, leaves) for leaves in (candidate.leaves, _opposite(candidate.leaves))]
-    found += [disagreement(candidate, call, leaves) for leaves in candidate.flat_calibration()[:TRACE_PROBES]]
-    wrong = next((reason for reason in found if reason), None)
-    return module, doubts, wrong or _wrong_at_other_sizes(candidate, call)
+    fitting = [leaves for leaves in candidate.flat_calibration() if candidate.signature.fits(leaves)]
+    found += [disagreement(candidate, call, leaves) for leaves in fitting[:TRACE_PROBES]]
+    return next((reason for reason in found if reason), None)
 
 
 def _wrong_at_other_sizes(candidate: Candidate, call: Call) -> str | None:
