@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 from _ranks import failure, on_ranks
 from _runs import trainer
+from trimtab import Settings, Trainer
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.events import Event, Validated
 from trimtab.train.stopping import EarlyStopping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,6 +105,45 @@ def test_a_metric_that_gives_one_number_per_batch_is_told_of() -> None:
     assert not trainer(metrics=metrics).fit(alone, alone, epochs=1).notes
 
 
+@pytest.mark.parametrize("options", [{}, {"ema": 0.5}, {"early_stopping": EarlyStopping(patience=9)}], ids=str)
+def test_a_test_set_is_judged_as_the_validation_is(options: dict[str, Any]) -> None:
+    made = trainer(metrics={"f1": F1(), "right": right}, settings=Settings(autocast="auto"), **options)
+    before = made.validate(signs())
+    assert made.model.training
+    summary = made.fit(signs(), signs(), epochs=2)
+    after = made.validate(signs())
+    assert after["loss"] < before["loss"]
+    assert summary.metrics.keys() == after.keys()
+    if "early_stopping" not in options:  # which puts the parameters of another validation back
+        assert after == pytest.approx(summary.metrics)
+    other = trainer(metrics={"f1": F1(), "right": right}, settings=Settings(autocast="auto"), **options)
+    other.fit(signs(), signs(), epochs=2)
+    made.fit(data := signs(), data, epochs=3)
+    other.fit(data, data, epochs=3)
+    torch.testing.assert_close(made.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_test_set_is_judged_by_the_average_that_a_checkpoint_has(tmp_path: pathlib.Path) -> None:
+    summary = trainer(ema=0.9, checkpoint=tmp_path).fit(signs(), signs(), epochs=2)
+    made = trainer(ema=0.9, checkpoint=tmp_path).resume()
+    last = {name: value.clone() for name, value in made.model.state_dict().items()}
+    assert made.validate(signs()) == pytest.approx(summary.metrics)
+    torch.testing.assert_close(made.model.state_dict(), last, rtol=0, atol=0)
+
+
+def test_a_callback_may_judge_a_test_set_while_a_signal_ends_the_run() -> None:
+    found: list[float] = []
+
+    def judge(made: Trainer, event: Event) -> None:
+        if isinstance(event, Validated):
+            signal.raise_signal(signal.SIGTERM)
+            found.append(made.validate(signs())["loss"])
+
+    made = trainer(callbacks=[judge])
+    assert made.fit(signs(), signs(), epochs=3).epochs == 1
+    assert found == pytest.approx([made.results["loss"]])
+
+
 class Pair(F1):
     def compute(self) -> Any:
         return {"f1": 1.0, "hits": 2.0}
@@ -139,11 +181,16 @@ def over_processes(folder: pathlib.Path) -> dict[str, Any]:
     with torch.no_grad():
         whole.update(made.model(torch.cat([x for x, _ in signs()])), torch.cat([y for _, y in signs()]))
     own = trainer(metrics={"f1": F1()})
-    return {"f1": made.results["f1"], "whole": whole.compute(), "own": failure(lambda: own.fit(signs(), signs(), epochs=1))}
+    return {
+        "f1": made.results["f1"],
+        "again": made.validate(signs())["f1"],
+        "whole": whole.compute(),
+        "own": failure(lambda: own.fit(signs(), signs(), epochs=1)),
+    }
 
 
 def test_processes_bring_a_metric_of_the_whole_set_together_or_it_is_refused(tmp_path: pathlib.Path) -> None:
     for found in on_ranks(over_processes, tmp_path):
-        assert 0 < found["f1"] == found["whole"]
+        assert 0 < found["f1"] == found["whole"] == found["again"]
         assert found["own"][0] == "WorkloadError"
         assert "compute() of the metric 'f1' gave each process the figure of its own share." in found["own"][1]

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.candidate import Settings
 from trimtab.errors import StorageError, UsageError
-from trimtab.train import auto, epoch, events, lengths, prepare, progress, saving, states, validation
+from trimtab.train import auto, epoch, events, held_out, lengths, prepare, progress, saving, states, validation
 from trimtab.train import metrics as figures
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
@@ -233,6 +233,10 @@ class Trainer:
         self.shown.forget()
         return self
 
+    def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """The loss and metrics of the model as it is now, over other data, such as a test set; all processes must ask."""
+        return held_out.figures(self, batches)
+
     def stop(self, reason: str) -> None:
         """End the run after the update that is under way."""
         self._stop = reason
@@ -354,7 +358,7 @@ class Trainer:
             return
         prepare.settle(self)
         with self.shown.during():
-            found = validation.validate(self, held_out, ready)
+            found = validation.validate(self, held_out, ready.step, ready.move, lambda: self.interrupted)
             if found is None:
                 self.note("The validation was cut off; the run that goes on begins with it.")
                 return

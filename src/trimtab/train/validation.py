@@ -19,8 +19,9 @@ from trimtab.train.rows import rebuilt
 from trimtab.workload import user_code
 
 if TYPE_CHECKING:
-    from trimtab.train.prepare import Ready
+    from trimtab.train.step import Step
     from trimtab.train.trainer import Trainer
+    from trimtab.train.world import World
 
 Move = Callable[[Batch], Batch]
 _READING, _END = user_code("The validation loader raised"), object()
@@ -68,22 +69,20 @@ def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batc
 
 
 @torch.no_grad()
-def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[str, float] | None:
+def validate(
+    trainer: Trainer, batches: Iterable[Batch], step: Step, move: Move, cut: Callable[[], bool]
+) -> dict[str, float] | None:
     """The mean loss, weighted as in training, and the metrics, over all of ``batches`` on all processes.
 
     The model, and a loss that is a module, are in evaluation mode meanwhile, and each of their modules in the mode that it was
-    in afterwards. ``None`` where the run was interrupted in a process: that is asked before each batch.
+    in afterwards. ``None`` where ``cut`` came true in a process: that is asked before each batch.
 
     Raises:
         WorkloadError: the loader, the model or a metric raised, there is no batch, or a metric gives something else than a
             value per example.
     """
-    objective, clock, world = trainer.objective, ready.clock, ready.step.world
-    answers, objective.untold = _Answers(trainer, ready), None
-
-    def cut() -> bool:
-        return trainer.interrupted
-
+    objective, world = trainer.objective, step.world
+    answers, objective.untold = _Answers(trainer, world), None
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
     if isinstance(batches, Seekable):  # so that every validation, also one after a resumption, sees the same
@@ -96,8 +95,8 @@ def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[s
             for batch in world.rounds(read, None) if world.shared else read:  # which may be cut off, so nobody knows how many
                 if world.shared and world.any(cut()):
                     break
-                moved = ready.move(batch)
-                with ready.step.precision():
+                moved = move(batch)
+                with step.precision():
                     loss, weight, outputs = answers(moved)
                     if not world.counts:  # it only helped others, who have more
                         continue
@@ -106,7 +105,7 @@ def validate(trainer: Trainer, batches: Iterable[Batch], ready: Ready) -> dict[s
                 weights.append(weight)
     finally:
         world.rest()
-        clock.enter("other")
+        step.clock.enter("other")
     if world.any(cut()):
         return None
     if not world.any(bool(losses)):
@@ -123,8 +122,8 @@ class _Answers:
     Some cannot: a loss with a penalty on gradients, or a model whose forces are those of an energy. The first batch shows it.
     """
 
-    def __init__(self, trainer: Trainer, ready: Ready) -> None:
-        self.trainer, self.world = trainer, ready.step.world
+    def __init__(self, trainer: Trainer, world: World) -> None:
+        self.trainer, self.world = trainer, world
         self._gradients: bool | None = None
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, Weight, Any]:

@@ -1,0 +1,41 @@
+"""How good the model of a trainer is on other data, such as a test set."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from trimtab.train import auto, prepare, validation
+from trimtab.train.clock import HostClock
+from trimtab.train.feed import check_loader
+from trimtab.train.objective import Batch
+from trimtab.train.runtime import running
+from trimtab.train.step import Step
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+
+def figures(trainer: Trainer, batches: Iterable[Batch]) -> dict[str, float]:
+    """The loss and the metrics of the model as it is now, over ``batches``; all processes must ask for them together.
+
+    What is ``"auto"`` in the settings and was not decided by a run yet is off.
+
+    Raises:
+        UsageError: ``batches`` is no loader, or has not what the metrics need.
+        WorkloadError: the model, the loss, a metric or the loader failed.
+    """
+    check_loader(batches, "validate")
+    settings, world = trainer.settings, trainer.world
+    settings = dataclasses.replace(settings, **{name: auto.OFF[name] for name in auto.undecided(settings)})
+    shared = validation.checked(trainer, world.share(batches, "validate"))
+    assert shared is not None
+    step = Step(trainer.model, trainer.objective, trainer.optimizer, settings, world, HostClock())
+    move = prepare.laid_out(trainer.model, settings, trainer.device)
+    taken_up = trainer.resuming is not None  # the model has the last update's parameters, though an average is what counts
+    with running(settings), trainer.shown.during() if taken_up else contextlib.nullcontext():
+        found = validation.validate(trainer, shared, step, move, lambda: False)
+    assert found is not None
+    return found
