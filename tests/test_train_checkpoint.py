@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.testing._internal.two_tensor import TwoTensor
 
 from trimtab import Settings, Trainer
+from trimtab._user_code import IN_WORKER
 from trimtab.errors import StorageError, UsageError
 from trimtab.train import held
 from trimtab.train.checkpoint import HASHES, STATE, TENSORS, Checkpoints
@@ -244,6 +245,17 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
 def test_a_second_run_does_not_write_over_the_first(tmp_path: pathlib.Path) -> None:
     trainer(tmp_path).fit(batches(), steps=7)
     with pytest.raises(UsageError, match=r"holds update-00000007 of an earlier run\. Go on from it with trainer\.resume\(\)"):
+        trainer(tmp_path).fit(batches(), steps=7)
+
+
+def test_a_worker_that_would_train_again_what_it_is_to_measure_says_so(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path).fit(batches(), steps=7)
+    monkeypatch.setenv(IN_WORKER, "1")
+    with pytest.raises(
+        UsageError, match=r"of an earlier run\. A worker process of trimtab has read this file anew, and trains"
+    ):
         trainer(tmp_path).fit(batches(), steps=7)
 
 

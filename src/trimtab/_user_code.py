@@ -26,13 +26,18 @@ _INSIDE = bool(os.environ.get(IN_WORKER))
 """Whether this is one, whatever becomes of its environment."""
 
 
+def in_worker() -> bool:
+    """Whether this is a process of ours that runs the user's code, or one that such a process started."""
+    return _INSIDE or bool(os.environ.get(IN_WORKER))
+
+
 def outside_workers(what: str) -> None:
     """Refuse to start ``what`` in a worker process, where a file that starts it while it is read would start it without end.
 
     Raises:
         UsageError: this is one.
     """
-    if _INSIDE or os.environ.get(IN_WORKER):
+    if in_worker():
         raise UsageError(
             f"{what} is called by the very file that a worker process of trimtab reads. Put the call under "
             'if __name__ == "__main__": so that reading the file does not make it.'

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trimtab._user_code import in_worker
 from trimtab.errors import UsageError
 from trimtab.train import epoch, prepare
 from trimtab.train.checkpoint import Checkpoints
@@ -44,10 +45,13 @@ def _check_folder(trainer: Trainer, checkpoints: Checkpoints) -> None:
     if trainer.resuming is not None or trainer.position.update:
         return
     if newest := checkpoints.newest():
-        raise UsageError(
-            f"{checkpoints.folder} holds {newest.name} of an earlier run. Go on from it with trainer.resume() before "
-            "fit(), or give another folder."
-        )
+        fix = "Go on from it with trainer.resume() before fit(), or give another folder."
+        if in_worker():
+            fix = (
+                "A worker process of trimtab has read this file anew, and trains again. Train under if __name__ == "
+                '"__main__", save the weights there, and let the model of the workload load them.'
+            )
+        raise UsageError(f"{checkpoints.folder} holds {newest.name} of an earlier run. {fix}")
 
 
 def save(trainer: Trainer, ready: Ready) -> None:
