@@ -448,6 +448,9 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("data in place of a loader", WorkloadError, lambda: trainer().fit((torch.zeros(4, 8), torch.zeros(4)), epochs=1),
      r"but the loader gives a Tensor\. If \(inputs, targets\) of all examples were given in place of a loader, wrap them: "
      r"trimtab\.train\.Loader\(\(inputs, targets\), batch=32\)\."),
+    ("answer with a loss", WorkloadError,
+     lambda: trainer(loss=lambda model, batch: {"loss": model(batch[0]).sum()}).fit(loader(), epochs=1),
+     r"The loss is a dict, but a tensor with one number is needed\. Return the loss that is in it alone: answer\['loss'\], or"),
     ("loss of a batch alone", UsageError, lambda: trainer(loss=lambda batch: batch),
      r"does not take two arguments: too many positional arguments\. A loss is called as loss\(outputs, targets\), but"),
     ("no own loss", WorkloadError, lambda: trainer(loss=None).fit(loader(), epochs=1),

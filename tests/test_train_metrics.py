@@ -14,7 +14,7 @@ from _ranks import failure, on_ranks
 from _runs import trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.events import Event, Validated
+from trimtab.train.events import Callback, Event, Progressed, Validated
 from trimtab.train.stopping import EarlyStopping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,6 +129,19 @@ def test_a_test_set_is_judged_by_the_average_that_a_checkpoint_has(tmp_path: pat
     last = {name: value.clone() for name, value in made.model.state_dict().items()}
     assert made.validate(signs()) == pytest.approx(summary.metrics)
     torch.testing.assert_close(made.model.state_dict(), last, rtol=0, atol=0)
+
+
+def test_a_callback_that_judges_a_test_set_leaves_no_trace_in_the_run() -> None:
+    def run(callbacks: list[Callback]) -> nn.Module:
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
+        trainer(network, callbacks=callbacks, ema=0.9, log_every=1).fit(signs(), epochs=2)
+        return network
+
+    found: list[dict[str, float]] = []
+    judged = run([lambda made, event: found.append(made.validate(signs())) if isinstance(event, Progressed) else None])
+    assert len(found) == 6
+    torch.testing.assert_close(judged.state_dict(), run([]).state_dict(), rtol=0, atol=0)
 
 
 def test_a_callback_may_judge_a_test_set_while_a_signal_ends_the_run() -> None:

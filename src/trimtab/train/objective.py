@@ -371,4 +371,6 @@ def _no_scalar(loss: Any) -> str:
             f"The loss is a tensor of shape {tuple(loss.shape)}, but one number is needed. Use reduction='mean', or return its "
             "mean()."
         )
-    return f"The loss is {of_type(loss)}, but a tensor with one number is needed."
+    own = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
+    fix = " Return the loss that is in it alone: answer['loss'], or answer.loss." if isinstance(own, torch.Tensor) else ""
+    return f"The loss is {of_type(loss)}, but a tensor with one number is needed.{fix}"
