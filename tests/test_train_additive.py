@@ -260,7 +260,7 @@ def test_a_run_that_is_adjusted_knows_what_speaks_against_parts() -> None:
     for loss, reason in ((contrast, "other updates would come of it. The loss of 16 examples is "), (noisy, "None")):
         made = trainer(Head, loss)
         made.fit([vectors(16)] * 2, epochs=1)
-        assert str(made.room.against_parts(step_of(made))).startswith(reason)
+        assert str(made.run.room.against_parts(step_of(made))).startswith(reason)
 
 
 # What two processes do; only the second has texts of unequal length.
@@ -273,7 +273,7 @@ def decisions(folder: pathlib.Path) -> Mapping[str, Any]:
             made = trainer(Words, per_token, sharding=sharding, **settings)
             data = [texts(8, uneven=dist.get_rank() == 1)] * 4
             made.fit(Own(data), epochs=1)
-            found[f"{sharding} {name}"] = [made.settings.batch, made.notes, made.room.additive.fails]
+            found[f"{sharding} {name}"] = [made.settings.batch, made.notes, made.run.room.additive.fails]
     return found
 
 

@@ -340,7 +340,7 @@ def test_lines_of_text_where_there_is_no_terminal() -> None:
         file = io.StringIO()
         made = trainer(deep(2), Settings(threads=1), log_every=2)
         console = Console(file=file, force_terminal=terminal, width=200)
-        made.planned = 6
+        made.run.planned = 6
         with progress.shown(made, wanted, console):
             made.note("Something to know.")
             made._stop = None
@@ -370,7 +370,7 @@ def figures(update: int) -> Progressed:
 def test_a_live_line_in_a_terminal() -> None:
     file = io.StringIO()
     made = trainer(deep(2), Settings(threads=1))
-    made.planned = 6
+    made.run.planned = 6
     with progress.shown(made, None, Console(file=file, force_terminal=True, width=200)):
         made.position.update = 4
         made.emit(figures(4))

@@ -139,7 +139,7 @@ def test_whole_batches_are_tried_again_after_a_while(monkeypatch: pytest.MonkeyP
     trainer.log_every = 1
     trainer.fit([batch], epochs=20)
     assert greedy.failed == 3  # at first, after 2 more updates, after 4 more; when it is tried again, there is room
-    assert trainer.room.fitting.limit is None
+    assert trainer.run.room.fitting.limit is None
 
 
 def test_a_single_example_that_does_not_fit_is_said() -> None:

@@ -330,7 +330,7 @@ def adjuster(trainer: Trainer, ready: Ready) -> Adjuster:
 
     def compute(now: Window) -> Iterator[Remedy]:
         feed, step = ready.feed, ready.step
-        against = functools.partial(trainer.room.against_parts, step)
+        against = functools.partial(trainer.run.room.against_parts, step)
         whole = round(now.examples / trainer.settings.accumulate)
         micro = min(feed.micro or whole, whole)
         if micro > 1:

@@ -39,8 +39,8 @@ _DREW = (
 
 def begin(trainer: Trainer, feed: Feed) -> None:
     """Start the loader; in mid-epoch where it stood, with the same random numbers to come."""
-    resumed, goes_on, batch, loader = trainer.resuming, trainer.goes_on, trainer.position.batch, feed.batches
-    trainer.resuming, trainer.goes_on = None, False
+    resumed, goes_on, batch, loader = trainer.resuming, trainer.run.goes_on, trainer.position.batch, feed.batches
+    trainer.resuming, trainer.run.goes_on = None, False
     begun: dict[str, Any] = {}
     now: dict[str, Any] = {}
     if resumed is not None:

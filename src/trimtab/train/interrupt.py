@@ -47,7 +47,7 @@ class _Ending:
         if _CHILD is not None and callable(telling := signal.getsignal(_CHILD)):
             self.before[_CHILD] = telling  # torch's, which raises wherever we are if the signal has ended loaders' workers too
             signal.signal(_CHILD, lambda *_: None)
-        self.trainer.interrupted = True
+        self.trainer.run.interrupted = True
         self.trainer.stop(f"It was interrupted by {signal.Signals(number).name}.")
 
 

@@ -104,7 +104,7 @@ class Meter:
             metrics=trainer.results,
             restored=_restored(trainer),
             examples_per_s=self._all_examples / seconds if self._all_examples else None,
-            peak_mb=trainer.room.peak_mb,
+            peak_mb=trainer.run.room.peak_mb,
             flops_share=self._flops_share(),
             shares=_shares(self._spent, sum(self._spent.values())),
             skipped=trainer.position.skipped,

@@ -72,7 +72,7 @@ def _counted(trainer: Trainer, group: Sequence[Batch]) -> tuple[float, set[str]]
     Raises:
         UsageError: that would take memory which the settings keep free.
     """
-    settings, most = trainer.settings, min(FEW, trainer.room.fitting.limit or FEW)
+    settings, most = trainer.settings, min(FEW, trainer.run.room.fitting.limit or FEW)
     batches = [(batch, _some(batch, most)) for batch in group]
     kept = settings.activation_mb is not None or settings.segments is not None
     if kept and any(SMALL * examples(few) > examples(batch) for batch, few in batches):

@@ -63,9 +63,9 @@ def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     trainer.world.timed(clock)
     called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None and not trainer.position.update)
     step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock, trainer.log_every)
-    scheduler = trainer.scheduler = _scheduler(trainer, trainer.planned)
+    scheduler = trainer.scheduler = _scheduler(trainer, trainer.run.planned)
     trainer.given.take_options(trainer.optimizer)
-    made = Ready(feed, step, scheduler, clock, move, trainer.planned)
+    made = Ready(feed, step, scheduler, clock, move, trainer.run.planned)
     if trainer.resuming is not None:
         _load_rest(trainer, made, given.over(trainer, trainer.resuming))
         if not trainer.world.take_unsent(trainer.resuming.get("unsent")):

@@ -69,7 +69,7 @@ class View:
 
     def line(self) -> Text:
         """How far the run is."""
-        position, last, updates = self.trainer.position, self._last, self.trainer.planned
+        position, last, updates = self.trainer.position, self._last, self.trainer.run.planned
         of = "" if updates is None else f" of {updates:,}"
         parts = [f"epoch {position.epoch + 1}", f"update {position.update:,}{of}"]
         if last is not None:
@@ -81,7 +81,7 @@ class View:
 
     def _left(self) -> float | None:
         """Seconds to the end at the pace so far."""
-        position, now, updates = self.trainer.position, time.monotonic(), self.trainer.planned
+        position, now, updates = self.trainer.position, time.monotonic(), self.trainer.run.planned
         made = position.update - self._first
         if updates is None or made < 1:
             return None

@@ -32,6 +32,7 @@ from trimtab.train.objective import Batch, Objective, in_step
 from trimtab.train.optimizer_state import OptimizerModes
 from trimtab.train.peek import kept_random
 from trimtab.train.position import Position
+from trimtab.train.run import Run
 from trimtab.train.runtime import allocate, refuse_autocast, running
 from trimtab.train.schedule import Schedule
 from trimtab.train.step import Update
@@ -114,8 +115,6 @@ class Trainer:
         """Our own callbacks while a run lasts; every process calls its own."""
         self.ema = None if ema is None else Ema(model, ema)
         self.position = Position()
-        self.planned: int | None = None
-        """How many updates there will be when the run has ended, where that is known."""
         self.notes: list[str] = []
         self.decided: dict[str, Any] = {}
         """What became of the settings that were ``"auto"``."""
@@ -132,15 +131,9 @@ class Trainer:
         self.modes = Modes(model)
         self._last: tuple[Any, Any] | None = None
         """The training data that the last run was given, and what it went through: of an iterator, what is left."""
-        self.goes_on = False
-        """Whether the run that begins has the very iterator that the last one had begun."""
-        self.room = Room(self)
+        self.run = Run(Room(self))
+        """What belongs to the run under way alone; of the last one where none is."""
         self.shown = Shown(model, self.ema, OptimizerModes(model, self.optimizer))
-        self._stop: str | None = None
-        self._kept = False
-        """Whether what an update of this run has made was looked at: a checkpoint may not be able to hold it."""
-        self.interrupted = False
-        """Whether a signal ends the run, which cuts off a validation too."""
 
     def fit(
         self,
@@ -187,11 +180,11 @@ class Trainer:
         if validate is not None:
             check_loader(validate, "validate")
         alike.refuse_differences(self, validated=validate is not None, epochs=epochs, steps=steps)
-        self._stop, self._kept, self.interrupted, self.room = None, False, False, Room(self)
+        self.run = run = Run(Room(self))
         with saving.folder_held(self), interruptible(self), telling_stops():
             last, given, train = self._last, train, self.world.share(train, "train")
-            self.goes_on = isinstance(given, Iterator) and last is not None and last[0] is given and self.resuming is None
-            train = last[1] if last is not None and self.goes_on else train
+            run.goes_on = isinstance(given, Iterator) and last is not None and last[0] is given and self.resuming is None
+            train = last[1] if last is not None and run.goes_on else train
             validate = None if validate is None else self.world.share(validate, "validate")
             validate = validation.checked(self, validate)
             with progress.shown(self, self.progress):
@@ -199,10 +192,10 @@ class Trainer:
                 self.modes.train()
                 self.shown.take_back(update=self.position.update, same=not lengths.begin_other(self, last, given))
                 lengths.check_epoch(self, train)
-                self.planned = lengths.updates_in_all(self, train, epochs, steps)
-                train = auto.decide(self, train, self.planned)
+                run.planned = lengths.updates_in_all(self, train, epochs, steps)
+                train = auto.decide(self, train, run.planned)
                 self._last = (given, train)
-                with running(self.settings), self.room:
+                with running(self.settings), run.room:
                     return (yield from self._run(train, validate, epochs, steps))
 
     def resume(self, *, missing_ok: bool = False) -> Self:
@@ -239,12 +232,12 @@ class Trainer:
 
     def stop(self, reason: str) -> None:
         """End the run after the update that is under way."""
-        self._stop = reason
+        self.run.stop = reason
 
     @property
     def ending(self) -> bool:
         """Whether the run ends after the update that is under way."""
-        return self._stop is not None
+        return self.run.stop is not None
 
     def note(self, text: str) -> None:
         """Keep a sentence for the summary, and tell the callbacks of it now."""
@@ -339,14 +332,14 @@ class Trainer:
     def _update(self, ready: prepare.Ready, group: list[Batch]) -> tuple[Update, list[str | None]]:
         """One update and what goes along with it, and what there is to tell of it once it counts."""
         with _STEP:
-            update = self.room.update(ready, group)
+            update = self.run.room.update(ready, group)
         remarks = [self.objective.doubt(group, alone=self.world.size == 1)]
         if ready.scheduler is not None and update.applied:
             remarks.append(schedules.advance(ready.scheduler))
         if self.ema is not None and update.applied:
             self.ema.update(self.model)
-        if update.applied and not self._kept:
-            self._kept = True
+        if update.applied and not self.run.kept:
+            self.run.kept = True
             prepare.refuse_unkept(self)
         return update, remarks
 
@@ -358,7 +351,7 @@ class Trainer:
             return
         prepare.settle(self)
         with self.shown.during():
-            found = validation.validate(self, held_out, ready.step, ready.move, lambda: self.interrupted)
+            found = validation.validate(self, held_out, ready.step, ready.move, lambda: self.run.interrupted)
             if found is None:
                 self.note("The validation was cut off; the run that goes on begins with it.")
                 return
@@ -395,6 +388,6 @@ class Trainer:
         count, what = (steps, "update") if steps is not None else (epochs, "epoch")
         done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."
         over = lengths.over(self, epochs, steps)
-        summary = meter.summary(self._stop or (done if over else "Another process was asked to stop."))
+        summary = meter.summary(self.run.stop or (done if over else "Another process was asked to stop."))
         alike.tell(self, Ended(update=self.position.update, epoch=self.position.epoch, summary=summary))
         return summary
