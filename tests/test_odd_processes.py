@@ -205,7 +205,7 @@ def test_a_signal_to_end_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
 
 INTERRUPTED = """
 import os, shutil
-from trimtab._temporary import no_longer, temporary_folder
+from trimtab.study.temporary import no_longer, temporary_folder
 
 kept, folder = temporary_folder(), temporary_folder()
 assert os.stat(folder).st_mode & 0o777 == 0o700
@@ -232,7 +232,7 @@ def test_temporary_folders_are_gone_in_the_end_whatever_interrupts_their_removal
 
 HOLDING = """
 import time
-from trimtab._temporary import temporary_folder
+from trimtab.study.temporary import temporary_folder
 
 print(temporary_folder(), flush=True)
 time.sleep(600)
@@ -252,7 +252,7 @@ def test_the_temporary_folder_of_a_process_that_was_killed_is_removed_by_the_nex
             process.wait()
         for folder in (killed, alive, foreign):
             os.utime(folder, (0, 0))
-        line = "from trimtab._temporary import temporary_folder; temporary_folder()"
+        line = "from trimtab.study.temporary import temporary_folder; temporary_folder()"
         subprocess.run([sys.executable, "-c", line], env=environment, check=True)
         assert sorted(tmp_path.iterdir()) == sorted([new, alive, foreign])  # of a new one nobody knows yet
     finally:

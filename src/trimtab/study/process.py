@@ -23,9 +23,9 @@ import psutil
 
 from trimtab._disk import says_full
 from trimtab._json import write_json
-from trimtab._temporary import no_longer, temporary_folder
 from trimtab._user_code import IN_WORKER
 from trimtab.errors import StorageError
+from trimtab.study.temporary import no_longer, temporary_folder
 from trimtab.study.workers import LIFELINE, Forked, Workers
 
 JOB, RESULT, LOG = "job.json", "result.json", "log.txt"

@@ -13,13 +13,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from trimtab import errors
-from trimtab._temporary import no_longer, temporary_folder
 from trimtab.errors import ArtifactError, MeasurementError, UsageError, WorkloadError
 from trimtab.measure.remote import LONGEST_PATH
 from trimtab.recipe import Recipe
 from trimtab.study.handing import AUTHKEY
 from trimtab.study.jobs import READY
 from trimtab.study.process import POLL_S, RESULT, WorkerProcess
+from trimtab.study.temporary import no_longer, temporary_folder
 from trimtab.study.workers import Workers
 
 NAMES, SHORT = 40, "/tmp"

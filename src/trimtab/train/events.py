@@ -10,12 +10,12 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trimtab._callables import refuses
 from trimtab._json import to_json
 from trimtab._paths import path_of
 from trimtab._said import of_type
 from trimtab.contracts import require
 from trimtab.errors import StorageError, UsageError
+from trimtab.train.callables import refuses
 
 if TYPE_CHECKING:
     from trimtab.train.summary import Summary

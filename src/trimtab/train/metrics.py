@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from trimtab._callables import refuses
 from trimtab._said import of_type
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.callables import refuses
 from trimtab.train.objective import Batch, examples, is_pair
 from trimtab.train.world import World, wide
 from trimtab.workload import user_code

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from trimtab._callables import refuses
 from trimtab._said import counted, of_type
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import torch_losses
+from trimtab.train.callables import refuses
 from trimtab.train.rows import fields_of, inside, length, uneven, with_fields
 from trimtab.train.torch_losses import IGNORED
 from trimtab.workload import user_code

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trimtab._callables import refuses
 from trimtab._said import of_type
 from trimtab.candidate import Settings
 from trimtab.errors import UsageError
@@ -22,6 +21,7 @@ from trimtab.passes.channels_last import lay_out
 from trimtab.train import epoch, given, lengths, optimizer_state, own_loss, rates, schedule_state, states
 from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
+from trimtab.train.callables import refuses
 from trimtab.train.checkpoint import refuse_strange
 from trimtab.train.clock import Clock, clock_for
 from trimtab.train.compiling import CompiledStep, CompileWatch

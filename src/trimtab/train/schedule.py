@@ -28,9 +28,9 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from trimtab._callables import refuses
 from trimtab._said import of_type
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.callables import refuses
 from trimtab.train.stopping import EarlyStopping
 from trimtab.workload import user_code
 
