@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -293,6 +294,32 @@ def test_batches_that_are_objects_are_not_taken_for_the_first() -> None:
     together = copy.deepcopy(apart)
     for model, joined in ((apart, False), (together, True)):
         Trainer(model, loss=loss, optimizer=sgd, settings=Settings(accumulate=2, joined=joined)).fit(graphs, epochs=2)
+    close(together, apart)
+
+
+class Encoding(UserDict[str, Any]):
+    """A batch that answers to attributes, as those of tokenizers do."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def test_batches_that_are_joined_stay_of_their_kind() -> None:
+    def loss(model: nn.Module, batch: Encoding) -> torch.Tensor:
+        assert isinstance(batch.pair, tuple)
+        x, y = batch.pair
+        found: torch.Tensor = nn.functional.cross_entropy(model(x), y)
+        return found
+
+    torch.manual_seed(0)
+    batches = [Encoding({"pair": (torch.randn(4, WIDTH), torch.randint(0, CLASSES, (4,)))}) for _ in range(2)]
+    apart = nn.Linear(WIDTH, CLASSES)
+    together = copy.deepcopy(apart)
+    for model, joined in ((apart, False), (together, True)):
+        Trainer(model, loss=loss, optimizer=sgd, settings=Settings(accumulate=2, joined=joined)).fit(batches, epochs=2)
     close(together, apart)
 
 

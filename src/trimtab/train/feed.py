@@ -18,7 +18,7 @@ from trimtab.train.draws import datasets_of
 from trimtab.train.memory_errors import final
 from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
-from trimtab.train.rows import entries, fields_of, inseparable, length, rebuilt, rows_of, uneven, with_fields
+from trimtab.train.rows import entries, fields_of, inseparable, length, rebuilt, rows_of, uneven
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
@@ -330,16 +330,16 @@ def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[in
         return packed.joined(batches)
     if all(_per_example(batch, count, rows) for batch, count in zip(batches, counts, strict=True)):
         return np.concatenate(batches) if isinstance(first, np.ndarray) else type(first)(itertools.chain(*batches))
-    if len({frozenset(key for key, _ in entries(batch)) for batch in batches}) > 1:
+    items = [dict(entries(batch)) for batch in batches]
+    if any(each.keys() != items[0].keys() for each in items):
         raise WorkloadError(_OTHER_FORM)
-    if isinstance(first, Mapping):
-        return {key: _joined([batch[key] for batch in batches], counts, rows) for key in first}
-    if (found := fields_of(first)) is not None:
-        return with_fields(first, {n: _joined([getattr(batch, n) for batch in batches], counts, rows) for n in found})
-    if isinstance(first, (tuple, list)):
-        items = [_joined(items, counts, rows) for items in zip(*batches, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else items
-    return first
+    keys = iter(items[0])  # in the order in which the first is rebuilt
+
+    def of_all(_: Batch) -> Batch:
+        key = next(keys)
+        return _joined([each[key] for each in items], counts, rows)
+
+    return rebuilt(first, of_all)
 
 
 def _part(start: int, end: int, count: int, rows: set[int]) -> Callable[[Batch], Batch]:
