@@ -26,7 +26,7 @@ Relative = Literal["examples", "output", "size", "one"]
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A value with the bounds of its confidence interval (95% unless its conditions say otherwise)."""
+    """A value with the bounds of its confidence interval (95%)."""
 
     value: float
     low: float

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 from trimtab.measure.pairs import FEW_QUADS, PROCESS_NOISE
-from trimtab.measure.quantiles import normal_quantile, t_quantile
+from trimtab.measure.quantiles import CONFIDENCE, normal_quantile, t_quantile
 from trimtab.measurement import UNLIKE, Comparison, Interval, Measurement
 
 ROUNDS, MOST_ROUNDS = 3, 5
@@ -16,7 +16,7 @@ ROUNDS, MOST_ROUNDS = 3, 5
 of 2.5. Where the first ones differ by more than :data:`~trimtab.measurement.UNLIKE` there are more."""
 
 
-def pooled(rounds: Sequence[Comparison], confidence: float = 0.95) -> Comparison:
+def pooled(rounds: Sequence[Comparison]) -> Comparison:
     """``rounds`` as one comparison, whose interval holds for yet another pair of processes that runs for long.
 
     The figure is the middle one, which an unlucky pair of processes does not move. The interval is Student's t on what the logs
@@ -28,9 +28,9 @@ def pooled(rounds: Sequence[Comparison], confidence: float = 0.95) -> Comparison
     """
     logs, n = [math.log(found.ratio.value) for found in rounds], len(rounds)
     within = statistics.fmean(_half(found.ratio) ** 2 for found in rounds)
-    least = math.sqrt((within + (normal_quantile((1 + confidence) / 2) * PROCESS_NOISE) ** 2) / n)
+    least = math.sqrt((within + (normal_quantile((1 + CONFIDENCE) / 2) * PROCESS_NOISE) ** 2) / n)
     spread = statistics.stdev(logs) if n > 1 else 0.0
-    half = max(least, t_quantile((1 + confidence) / 2, n - 1) * spread / math.sqrt(n)) if n > 1 else least
+    half = max(least, t_quantile((1 + CONFIDENCE) / 2, n - 1) * spread / math.sqrt(n)) if n > 1 else least
     centre, middle = statistics.fmean(logs), statistics.median(logs)
     low, high = min(centre - half, middle), max(centre + half, middle)
     total = sum(found.pairs for found in rounds)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from statistics import NormalDist
 
+CONFIDENCE = 0.95
+"""With which every interval holds, and every bound of a drop by itself."""
+
 _NORMAL = NormalDist()
 _TINY = 1e-300
 
@@ -45,9 +48,9 @@ def beta_cdf(x: float, a: float, b: float) -> float:
     return 1 - front * _beta_fraction(1 - x, b, a) / b
 
 
-def clopper_pearson_upper(count: int, n: int, confidence: float = 0.95) -> float:
+def clopper_pearson_upper(count: int, n: int) -> float:
     """The largest share that ``count`` of ``n`` leaves believable: the exact one-sided upper bound; about 3/n for none of n."""
-    return 1.0 if count >= n else beta_quantile(confidence, count + 1, n - count)
+    return 1.0 if count >= n else beta_quantile(CONFIDENCE, count + 1, n - count)
 
 
 def quantile_of(samples: Sequence[float], q: float) -> float:

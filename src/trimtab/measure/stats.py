@@ -15,6 +15,7 @@ import numpy as np
 
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.quantiles import (
+    CONFIDENCE,
     beta_quantile,
     binomial_cdf,
     clopper_pearson_upper,
@@ -50,7 +51,7 @@ UNUSABLE = (ValueError, TypeError, ArithmeticError, AssertionError, AttributeErr
 """What a metric raises on a resample that it cannot judge, such as one with a single class."""
 
 
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Interval:
+def median_interval(samples: Sequence[float]) -> Interval:
     """The median with an interval made of two order statistics, which holds for any distribution of independent samples.
 
     With fewer than six samples no two of them reach 95%; the interval is then from the smallest to the largest.
@@ -66,7 +67,7 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Inter
     rank, most = 0, max(0, math.ceil(n / 2) - 1)
     while rank < most:
         middle = (rank + most + 1) // 2
-        rank, most = (middle, most) if 2 * binomial_cdf(middle, n, 0.5) <= 1 - confidence else (rank, middle - 1)
+        rank, most = (middle, most) if 2 * binomial_cdf(middle, n, 0.5) <= 1 - CONFIDENCE else (rank, middle - 1)
     return Interval(quantile_of(ordered, 0.5), ordered[rank], ordered[n - 1 - rank])
 
 
@@ -114,7 +115,7 @@ def summarize(
     )
 
 
-def ratio_interval(rival_blocks: Sequence[float], candidate_blocks: Sequence[float], confidence: float = 0.95) -> Interval:
+def ratio_interval(rival_blocks: Sequence[float], candidate_blocks: Sequence[float]) -> Interval:
     """The speed-up of the candidate over the rival, from times of blocks that were measured in A B B A quads.
 
     Both sequences hold two blocks per quad, in the order they were measured. Each quad gives one log ratio, in which linear
@@ -134,13 +135,13 @@ def ratio_interval(rival_blocks: Sequence[float], candidate_blocks: Sequence[flo
         raise UsageError("A ratio needs times above zero; a block took no time at all, so time more calls at once.")
     ratios = np.log(np.asarray(rival_blocks, float)) - np.log(np.asarray(candidate_blocks, float))
     enough = len(ratios) >= 2 * ENOUGH_QUADS
-    centre, half = _trimmed_t(ratios.reshape(-1, 2).mean(1) if enough else ratios, confidence)
+    centre, half = _trimmed_t(ratios.reshape(-1, 2).mean(1) if enough else ratios)
     return Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half))
 
 
-def widened(ratio: Interval, sigma: float, confidence: float = 0.95) -> Interval:
+def widened(ratio: Interval, sigma: float) -> Interval:
     """``ratio`` with a further, independent uncertainty: a relative standard deviation ``sigma`` that no quad lessens."""
-    extra = normal_quantile((1 + confidence) / 2) * sigma
+    extra = normal_quantile((1 + CONFIDENCE) / 2) * sigma
     down, up = (math.hypot(math.log(ratio.value / ratio.low), extra), math.hypot(math.log(ratio.high / ratio.value), extra))
     return Interval(ratio.value, ratio.value * math.exp(-down), ratio.value * math.exp(up))
 
@@ -150,7 +151,6 @@ def paired_drop(
     candidate_scores: Sequence[float],
     limit: float | None = None,
     higher_is_better: bool = True,
-    confidence: float = 0.95,
 ) -> Drop:
     """How much mean score was lost, from scores of the same examples in the same order; each bound holds with 95%.
 
@@ -169,18 +169,18 @@ def paired_drop(
     fall, rise = _reach(np.concatenate([baseline, candidate]))
     worst, best = (fall, rise) if higher_is_better else (rise, fall)
     value, n = float(lost.mean()), len(lost)
-    upper, low = mean_upper(lost, worst, confidence), -mean_upper(-lost, best, confidence)
-    sampling = normal_quantile(confidence) * float(lost.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    upper, low = mean_upper(lost, worst), -mean_upper(-lost, best)
+    sampling = normal_quantile(CONFIDENCE) * float(lost.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
     return _decide(value, low, upper, n, limit, sampling, method="paired")
 
 
-def mean_upper(values: Array, worst: float, confidence: float = 0.95) -> float:
+def mean_upper(values: Array, worst: float) -> float:
     """Gaffke's upper confidence bound for the mean of what ``values`` are samples of, when nothing exceeds ``worst``."""
     distinct, counts = np.unique(np.append(values, worst), return_counts=True)
     if len(distinct) == 1:
         return float(worst)
     if len(distinct) == 2:  # two values: the weight of the larger is a beta variable, and the bound is exact
-        share = beta_quantile(confidence, float(counts[1]), float(counts[0]))
+        share = beta_quantile(CONFIDENCE, float(counts[1]), float(counts[0]))
         return float(distinct[0] + share * (distinct[1] - distinct[0]))
     rng = np.random.default_rng(SEED)
     draws = int(np.clip(2e7 // len(distinct), 1000, 100_000))
@@ -188,7 +188,7 @@ def mean_upper(values: Array, worst: float, confidence: float = 0.95) -> float:
     for start in range(0, draws, step := max(1, 2_000_000 // len(distinct))):
         weights = rng.standard_gamma(counts, (min(step, draws - start), len(counts)))
         means[start : start + step] = weights @ distinct / weights.sum(1)
-    return float(np.quantile(means, confidence))
+    return float(np.quantile(means, CONFIDENCE))
 
 
 def bootstrap_drop(
@@ -197,7 +197,6 @@ def bootstrap_drop(
     limit: float | None = None,
     higher_is_better: bool = True,
     *,
-    confidence: float = 0.95,
     failed: float | None = None,
     resamples: int = 2000,
     seconds: float = 5.0,
@@ -230,7 +229,7 @@ def bootstrap_drop(
     spread = 3 * math.sqrt(n) * float(found[:, 0].std()) if len(found) else 0.0
     worst = max(abs(sides[0]), abs(sides[1]), spread, 0.0 if failed is None else abs(failed - sides[0])) or 1.0
     refuse_memory(sides[0], metric_of(whole, 0), worst)  # which has made both sides alike by now
-    rare = worst * clopper_pearson_upper(0, n, confidence)
+    rare = worst * clopper_pearson_upper(0, n)
     low, upper = value - worst, value + worst
     if 2 * len(found) < tried:
         method = "bootstrap (the metric cannot be resampled)"
@@ -238,7 +237,7 @@ def bootstrap_drop(
         method = f"bootstrap ({len(found)} resamples, too few for an interval)"
     else:
         bound = _bias_corrected if len(found) >= MANY else _student
-        low, upper = (bound(lost, value, n, p) for p in (1 - confidence, confidence))
+        low, upper = (bound(lost, value, n, p) for p in (1 - CONFIDENCE, CONFIDENCE))
         method = f"bootstrap ({len(found)} resamples)"
     sampling = max(0.0, upper - value)
     return _decide(value, min(low, value - rare), max(upper, value + rare), n, limit, sampling, method=method)
@@ -257,14 +256,14 @@ def refuse_memory(first: float, again: float, worst: float) -> None:
         )
 
 
-def _trimmed_t(values: Array, confidence: float) -> tuple[float, float]:
+def _trimmed_t(values: Array) -> tuple[float, float]:
     """The trimmed mean of ``values`` and half the width of its interval."""
     ordered, n = np.sort(values), len(values)
     cut = int(TRIM * n)
     kept = n - 2 * cut
     winsorized = np.clip(ordered, ordered[cut], ordered[n - 1 - cut])
     error = float(winsorized.std(ddof=1)) * math.sqrt(n) / kept
-    return float(ordered[cut : n - cut].mean()), t_quantile((1 + confidence) / 2, kept - 1) * error * (1 + LOOKS / n)
+    return float(ordered[cut : n - cut].mean()), t_quantile((1 + CONFIDENCE) / 2, kept - 1) * error * (1 + LOOKS / n)
 
 
 def _check_scores(baseline: Array, candidate: Array) -> None:
