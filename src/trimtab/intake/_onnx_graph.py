@@ -129,21 +129,15 @@ class _Importer:
             names.pop()
         attributes = self._adapted(kind, attributes, names, len(node.output))
         _check_attributes(node.op_type, function, attributes)
+        tensors = TENSORS_ONLY.get(node.op_type, 0)
         if all(name in self._constants or not name for name in names) and names:
             given = [self._constants.get(name) for name in names]
-            if node.op_type in TENSORS_ONLY:
-                given = [
-                    tensor(value) if i == 0 or node.op_type in ("And", "Or", "Xor") else value for i, value in enumerate(given)
-                ]
-            values = function(*given, **attributes)
-            self._store(node, values)
+            self._store(node, function(*map(tensor, given[:tensors]), *given[tensors:], **attributes))
             return
         arguments = [self._argument(names[0])] if names else []
         arguments += [self._plainly(name) if kind in NUMBERS_FOR else self._argument(name) for name in names[1:]]
-        if node.op_type in TENSORS_ONLY and arguments:
-            arguments[0] = self._as_tensor(names[0], arguments[0])
-            if node.op_type in ("And", "Or", "Xor"):
-                arguments[1] = self._as_tensor(names[1], arguments[1])
+        for place, name in enumerate(names[:tensors]):
+            arguments[place] = self._as_tensor(name, arguments[place])
         self._put(node, self._graph.call_function(function, tuple(arguments), attributes))
 
     def _store(self, node: Any, values: Any) -> None:

@@ -16,28 +16,16 @@ SEVERAL = {"Split", "TopK", "LSTM", "GRU"}
 """Operators whose function returns a tuple of outputs."""
 
 TENSORS_ONLY = {
-    *("Abs", "Exp", "Log", "Sqrt", "Reciprocal", "Floor", "Ceil", "Round", "Sign", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan"),
-    *(
-        "Sinh",
-        "Cosh",
-        "Tanh",
-        "Erf",
-        "Sigmoid",
-        "Relu",
-        "Softplus",
-        "Softsign",
-        "HardSwish",
-        "Mish",
-        "Not",
-        "IsNaN",
-        "And",
-        "Or",
-    ),
-    *("Xor", "Elu", "Celu", "Selu", "LeakyRelu", "PRelu", "HardSigmoid", "Gelu", "Swish", "Clip", "ArgMax", "ArgMin", "CumSum"),
-    *("TopK", "Softmax", "LogSoftmax", "MatMul", "Gemm", "Einsum", "Flatten", "Transpose", "GatherElements", "ScatterND"),
-    *("ScatterElements", "Pad", "Trilu"),
+    name: 2 if name in ("And", "Or", "Xor") else 1
+    for name in (
+        *("Abs", "Exp", "Log", "Sqrt", "Reciprocal", "Floor", "Ceil", "Round", "Sign", "Sin", "Cos", "Tan", "Asin", "Acos"),
+        *("Atan", "Sinh", "Cosh", "Tanh", "Erf", "Sigmoid", "Relu", "Softplus", "Softsign", "HardSwish", "Mish", "Not"),
+        *("And", "Or", "Xor", "Elu", "Celu", "Selu", "LeakyRelu", "PRelu", "HardSigmoid", "Gelu", "Swish", "Clip", "ArgMax"),
+        *("ArgMin", "CumSum", "TopK", "Softmax", "LogSoftmax", "MatMul", "Gemm", "Einsum", "Flatten", "Transpose", "Trilu"),
+        *("GatherElements", "ScatterND", "ScatterElements", "Pad", "IsNaN"),
+    )
 }
-"""Operators whose first inputs must be tensors, even where they are small integers."""
+"""Operators of which so many of the first inputs must be tensors, even where they are small integers."""
 
 DTYPES = {
     1: torch.float32,
