@@ -368,7 +368,7 @@ def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
 
     Those of shards do, because FSDP keeps what has not crossed where nobody else can throw it away, for the next update.
     """
-    return step.world.exchanging(step.model, now=step.settings.sharding != "replicate")
+    return step.world.exchanging(now=step.settings.sharding != "replicate")
 
 
 def backward(step: Step, batch: Batch) -> None:

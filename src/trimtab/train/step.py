@@ -155,13 +155,13 @@ class Step:
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
         count = world.most(len(batches)) if world.shared else len(batches)
-        with world.together(self.model):
+        with world.together(update=True):
             before = self._kept_statistics() if self._statistics else None
             counted = len(batches) if world.counts else 0
             for index in range(count):
                 if index == counted:  # from here on it only keeps step with others
                     idle = self._kept_buffers()
-                with world.exchanging(self.model, now=index == count - 1):  # gradients cross once per update
+                with world.exchanging(now=index == count - 1):  # gradients cross once per update
                     batch = batches[min(index, len(batches) - 1)]
                     clock.enter("forward")
                     with self.precision():

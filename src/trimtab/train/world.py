@@ -86,10 +86,10 @@ class World:
         """
         return groups
 
-    def together(self, model: nn.Module | None = None) -> contextlib.AbstractContextManager[object]:
+    def together(self, *, update: bool = False) -> contextlib.AbstractContextManager[object]:
         """A block that succeeds in all processes or in none, so that nobody waits for one that failed in it.
 
-        With ``model`` it is the forward and backward passes of an update.
+        With ``update`` it is the forward and backward passes of an update.
         """
         return NOTHING
 
@@ -101,7 +101,7 @@ class World:
         """A block of updates that are only tried, after which the exchange of gradients is as it was."""
         return contextlib.nullcontext()
 
-    def exchanging(self, model: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[object]:
+    def exchanging(self, *, now: bool) -> contextlib.AbstractContextManager[object]:
         """A block whose backward pass exchanges gradients with the other processes only if ``now``."""
         return NOTHING
 

@@ -137,7 +137,7 @@ class Group(World):
             self.counts = True
 
     @contextlib.contextmanager
-    def together(self, model: nn.Module | None = None) -> Iterator[None]:
+    def together(self, *, update: bool = False) -> Iterator[None]:
         """A block that succeeds in all processes or in none.
 
         Raises:
@@ -146,18 +146,18 @@ class Group(World):
             AgainError: the update must be made again, because another process said so.
             WorkloadError: this one ran out of memory in an update, where the others cannot be told of it.
         """
-        if model is not None:  # what an earlier try has told keeps its frames, and what memory they hold
+        if update:  # what an earlier try has told keeps its frames, and what memory they hold
             self._told = self._unheard = None
         try:
             yield
         except BaseException as error:
-            self._failed(error, update=model is not None)
+            self._failed(error, update=update)
             raise
         try:
             stopping, used = map(bool, self._most(int(self._wish), int(self.counts)))
-            self._stopping, self.used = stopping, used or model is None
+            self._stopping, self.used = stopping, used or not update
         except (PeerError, PeerMemoryError, AgainError):
-            if model is not None:
+            if update:
                 self.renew()
             raise
 

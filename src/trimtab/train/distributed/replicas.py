@@ -94,28 +94,28 @@ class Replicas(Group):
         self.exchange.clock = clock
 
     @contextlib.contextmanager
-    def together(self, model: nn.Module | None = None) -> Iterator[None]:
+    def together(self, *, update: bool = False) -> Iterator[None]:
         """A block that succeeds in all processes or in none; after that of an update, all have the sum of the gradients."""
-        self._rebuild(model is not None)
+        self._rebuild(update)
         engine = self.engine
-        with super().together(model):
-            self._inside = model is not None
+        with super().together(update=update):
+            self._inside = update
             yield
-            if model is not None and engine is not None and not self.exchange.complete:
+            if update and engine is not None and not self.exchange.complete:
                 if self._idle or self._rehearsing:  # DDP has looked for them, or nobody could make the update again
                     raise WorkloadError(_NO_GRADIENT)
                 self._idle = True
                 raise AgainError(_NO_GRADIENT)
-            if model is not None:
+            if update:
                 self.exchange.landed()
             self._inside = False
-        if model is not None and engine is None:
+        if update and engine is None:
             self._add_up()
-            with super().together(model):
+            with super().together(update=update):
                 self.engine = self._engaged()
 
     @contextlib.contextmanager
-    def exchanging(self, model: nn.Module, *, now: bool) -> Iterator[None]:
+    def exchanging(self, *, now: bool) -> Iterator[None]:
         """A block whose backward pass exchanges gradients only if ``now``."""
         with contextlib.nullcontext() if now or self.engine is None else self.engine.no_sync():
             yield

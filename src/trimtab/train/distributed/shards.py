@@ -129,20 +129,20 @@ class Shards(Group):
         return model
 
     @contextlib.contextmanager
-    def together(self, model: nn.Module | None = None) -> Iterator[None]:
+    def together(self, *, update: bool = False) -> Iterator[None]:
         """A block that succeeds in all processes or in none; in that of an update all must call the same layers.
 
         Raises:
             WorkloadError: they did not; all processes say so.
         """
-        calls: _Calls | None = None if model is None or self._model is None else self._model.calls
+        calls: _Calls | None = None if self._model is None or not update else self._model.calls
         if calls is None:
-            with super().together(model):
+            with super().together(update=update):
                 yield
             return
         calls.begin(self._alike if self._compared < COMPARED else None)
         try:
-            with super().together(model):
+            with super().together(update=update):
                 yield
         finally:
             calls.compare = None
@@ -155,7 +155,7 @@ class Shards(Group):
         if most != -least:
             raise WorkloadError(_DIFFERENT)
 
-    def exchanging(self, model: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[object]:
+    def exchanging(self, *, now: bool) -> contextlib.AbstractContextManager[object]:
         """A block whose backward pass scatters gradients only if ``now``."""
         if self._model is not None:
             self._model.set_requires_gradient_sync(now)
