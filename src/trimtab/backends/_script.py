@@ -150,21 +150,20 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
         except EXPORT_ERRORS as error:
             return None, [], first_line(error)
     doubts = [told(str(w.message)) for w in caught if isinstance(w.message, TracerWarning)]
-    call = _caller(module)
-    return module, doubts, _wrong_at_other_values(candidate, call) or _wrong_at_other_sizes(candidate, call)
+    return module, doubts, _wrong(candidate, _caller(module))
 
 
 def _wrong_where_kept(candidate: Candidate, module: Any) -> str | None:
-    """What is wrong with a trace at the sizes that it keeps, which are not all that were asked for."""
+    """What is wrong with a trace where the dynamic dimensions that it does not keep are frozen."""
     kept = candidate.keeping([dim.name for dim in kept_signature(candidate, module).dims])
-    return _wrong_at_other_values(kept, _caller(module))
+    return _wrong(kept, _caller(module))
 
 
-def _wrong_at_other_values(candidate: Candidate, call: Call) -> str | None:
+def _wrong(candidate: Candidate, call: Call) -> str | None:
     found = [disagreement(candidate, call, leaves) for leaves in (candidate.leaves, _opposite(candidate.leaves))]
     fitting = [leaves for leaves in candidate.flat_calibration() if candidate.signature.fits(leaves)]
     found += [disagreement(candidate, call, leaves) for leaves in fitting[:TRACE_PROBES]]
-    return next((reason for reason in found if reason), None)
+    return next((reason for reason in found if reason), None) or _wrong_at_other_sizes(candidate, call)
 
 
 def _wrong_at_other_sizes(candidate: Candidate, call: Call) -> str | None:
