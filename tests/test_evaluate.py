@@ -486,6 +486,13 @@ def test_a_size_that_was_frozen_is_told_with_the_reason(tmp_path) -> None:
     assert trial.reason.endswith(". Built for the example's sizes only: it has a table of them.")
 
 
+def test_all_sizes_that_are_stated_and_were_frozen_are_named(tmp_path) -> None:
+    workload = Workload(model=Average().eval(), inputs=torch.randn(4, 5, 16), dynamic={"x": {0: "batch", 1: "length"}})
+    trial = judged(Recipe(backend=Frozen()), prepare(workload), tmp_path)
+    assert trial.state is State.FAILED
+    assert trial.reason == "frozen keeps the example's 'batch' and 'length' only, and the workload states other sizes."
+
+
 class Grows(nn.Module):
     """Adds positions, of which it makes more where there are more steps than it has."""
 

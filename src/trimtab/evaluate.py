@@ -197,7 +197,7 @@ def _falls_short(executable: Executable, full: Signature) -> str | None:
     """What the executable does not keep of the dynamic dimensions that the workload states: a sentence without its subject."""
     kept = {dim.name: dim for dim in executable.signature.dims}
     if gone := [dim.name for dim in full.dims if dim.name not in kept]:
-        return f"could not keep the dynamic dimension {gone[0]!r} that the workload states."
+        return f"keeps the example's {' and '.join(map(repr, gone))} only, and the workload states other sizes."
     for dim, most in _bounded(executable, full):
         return f"keeps {dim.name!r} up to {most} only, and the workload states {dim.bounds}."
     return None
