@@ -154,7 +154,7 @@ def rehearsed() -> dict[str, Any]:
 
 
 def callbacks(folder: pathlib.Path) -> dict[str, Any]:
-    """One that lowers the learning rate, and one that fails after a validation."""
+    """One that lowers the learning rate, one that validates on its own, and one that fails after a validation."""
 
     def lower(made: Trainer, event: Event) -> None:
         made.optimizer.param_groups[0]["lr"] *= 0.5
@@ -166,6 +166,9 @@ def callbacks(folder: pathlib.Path) -> dict[str, Any]:
     made, data = trainer(), Sized(2, 2)
     made.callbacks.append(lower)
     found: dict[str, Any] = {"lower": epoch(made, data)}
+    made = trainer()
+    made.callbacks.append(lambda made, event: made.validate(data))
+    found["validate"] = epoch(made, data)
     made = trainer(checkpoint=folder / "callbacks")
     made.callbacks.append(fail)
     found["fail"] = failure(lambda: made.fit(data, data, epochs=2))
@@ -296,6 +299,13 @@ def test_what_a_callback_changes_in_one_process_only_is_refused(ranks: list[dict
     own, peer = (each["callbacks"]["lower"] for each in ranks)
     assert own[0] == "UsageError"
     assert own[1].startswith("A callback has changed lr of the optimizer's group 0. Of several processes only the first calls")
+    assert peer == [PeerError.__name__, "The process of rank 0 failed; its own message says why."]
+
+
+def test_a_callback_that_asks_for_what_takes_all_processes_is_refused(ranks: list[dict[str, Any]]) -> None:
+    own, peer = (each["callbacks"]["validate"] for each in ranks)
+    assert own[0] == "UsageError"
+    assert own[1].startswith("A callback asks for validate(), and of several processes only the first calls callbacks")
     assert peer == [PeerError.__name__, "The process of rank 0 failed; its own message says why."]
 
 

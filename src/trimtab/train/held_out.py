@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from trimtab.errors import UsageError
 from trimtab.train import auto, prepare, validation
 from trimtab.train.clock import HostClock
 from trimtab.train.feed import check_loader
@@ -24,10 +25,16 @@ def figures(trainer: Trainer, batches: Iterable[Batch]) -> dict[str, float]:
     What is ``"auto"`` in the settings and was not decided by a run yet is off.
 
     Raises:
-        UsageError: ``batches`` is no loader, or has not what the metrics need.
+        UsageError: ``batches`` is no loader, or has not what the metrics need; or a callback asks, where there are others who
+            do not hear of it.
         WorkloadError: the model, the loss, a metric or the loader failed.
     """
     check_loader(batches, "validate")
+    if trainer.run.calling and trainer.world.processes > 1:
+        raise UsageError(
+            "A callback asks for validate(), and of several processes only the first calls callbacks: it would wait for the "
+            "others without end. Call it in every process, between the updates of trainer.updates(...)."
+        )
     settings, world = trainer.settings, trainer.world
     settings = dataclasses.replace(settings, **{name: auto.OFF[name] for name in auto.undecided(settings)})
     shared = validation.checked(trainer, world.share(batches, "validate"))

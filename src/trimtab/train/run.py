@@ -22,3 +22,5 @@ class Run:
     """Why it ends after the update that is under way, if it does."""
     interrupted: bool = False
     """Whether a signal ends it, which cuts off a validation too."""
+    calling: bool = False
+    """Whether callbacks are being called, of which other processes know nothing."""

@@ -68,9 +68,13 @@ def call_back(trainer: Trainer, event: Event) -> None:
     """
     if not trainer.world.leads or not trainer.callbacks:
         return
-    before = _changeable(trainer)
-    for callback in trainer.callbacks:
-        callback(trainer, event)
+    before, run = _changeable(trainer), trainer.run
+    run.calling = True
+    try:
+        for callback in trainer.callbacks:
+            callback(trainer, event)
+    finally:
+        run.calling = False
     after = _changeable(trainer)
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     if changed:
