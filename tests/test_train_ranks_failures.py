@@ -21,7 +21,7 @@ from trimtab.train.batch_size import find_batch
 from trimtab.train.distributed import replicas, shards
 from trimtab.train.distributed.processes import join
 from trimtab.train.distributed.replicas import Replicas
-from trimtab.train.events import Event, Validated
+from trimtab.train.events import Event, Remarked, Validated
 from trimtab.train.trainer import Trainer
 
 COMPRESSED = ("topk", "powersgd")
@@ -159,6 +159,11 @@ def callbacks(folder: pathlib.Path) -> dict[str, Any]:
     def lower(made: Trainer, event: Event) -> None:
         made.optimizer.param_groups[0]["lr"] *= 0.5
 
+    def ask(made: Trainer, event: Event) -> None:
+        if not isinstance(event, Remarked):
+            made.note("In between:")  # of which the callbacks are told, within themselves
+            made.validate(data)
+
     def fail(made: Trainer, event: Event) -> None:
         if isinstance(event, Validated):
             raise RuntimeError("no server")
@@ -167,7 +172,7 @@ def callbacks(folder: pathlib.Path) -> dict[str, Any]:
     made.callbacks.append(lower)
     found: dict[str, Any] = {"lower": epoch(made, data)}
     made = trainer()
-    made.callbacks.append(lambda made, event: made.validate(data))
+    made.callbacks.append(ask)
     found["validate"] = epoch(made, data)
     made = trainer(checkpoint=folder / "callbacks")
     made.callbacks.append(fail)

@@ -62,9 +62,9 @@ class Interval:
         """As a ratio: ``2.53x (2.41 to 2.66)``, or ``unclear (0.11 to 5.64)`` where one number would mislead."""
         return f"{self.quoted()} ({self.bounds()})"
 
-    def bounds(self) -> str:
+    def bounds(self, joint: str = " to ") -> str:
         """Of a ratio: ``2.41 to 2.66``, or ``0.11 to over 1000`` where the upper one says nothing."""
-        return f"{self.low:.2f} to " + (f"over {MANY:.0f}" if self.low <= MANY < self.high else f"{self.high:.2f}")
+        return f"{self.low:.2f}{joint}" + (f"over {MANY:.0f}" if self.low <= MANY < self.high else f"{self.high:.2f}")
 
     def quoted(self, digits: int = 2) -> str:
         """As a ratio without its bounds: ``2.53x``, or ``unclear`` where one number would mislead."""
@@ -77,7 +77,7 @@ class Interval:
 
     def single(self) -> str:
         """As :meth:`multiple`, without bounds where one number is enough."""
-        return self.bounds().replace(" to ", "x to ") + "x" if self.vague else self.quoted()
+        return self.bounds("x to ") + "x" if self.vague else self.quoted()
 
     def __str__(self) -> str:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
@@ -142,13 +142,13 @@ class Comparison:
         if self.few:
             return (
                 f"The calls are so slow that only {self.pairs} pairs were measured in the time for it: the ratio lies between "
-                f"{self.ratio.low:.2f} and {self.ratio.high:.2f}."
+                f"{self.ratio.bounds(' and ')}."
             )
         if self.differs is not None:
-            return f"It lies between {self.ratio.low:.2f} and {self.ratio.high:.2f}, because {self.differs}."
+            return f"It lies between {self.ratio.bounds(' and ')}, because {self.differs}."
         others = f"others took {self.foreign:.0%} of the CPU, the hypervisor {self.stolen:.0%}"
         others += f", and for {self.slowed:.0%} of the time the cores were slower than usual" if self.slowed else ""
-        known = f"all that is known of the ratio is that it lies between {self.ratio.low:.2f} and {self.ratio.high:.2f}"
+        known = f"all that is known of the ratio is that it lies between {self.ratio.bounds(' and ')}"
         return f"The machine was too busy to measure well: {known}; {others}."
 
 

@@ -110,9 +110,10 @@ def convert(
     reasons: list[str] = []
     names = [dim.name for dim in candidate.signature.dims]
     for dims in (names, []) if names else ([],):
+        wanted = candidate.keeping(dims)
         for way in ways:
             try:
-                attempt(way, candidate.keeping(dims))
+                attempt(way, wanted)
             except CompileError as error:
                 reasons.append(f"{way}{', dynamic sizes' if dims else ''}: {error}")
                 continue

@@ -35,7 +35,7 @@ Metric = Callable[[Any, Any], Any] | Whole
 may change them."""
 
 
-def checked(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
     """``metrics``, which can all be called with outputs and targets.
 
     Raises:

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trimtab.candidate import Settings
 from trimtab.errors import StorageError, UsageError
 from trimtab.train import auto, epoch, events, held_out, lengths, prepare, progress, saving, states, validation
-from trimtab.train import metrics as figures
 from trimtab.train import schedule as schedules
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.distributed import alike
@@ -26,7 +25,7 @@ from trimtab.train.interrupt import interruptible
 from trimtab.train.memory import Room
 from trimtab.train.memory_errors import telling_stops
 from trimtab.train.meter import Meter
-from trimtab.train.metrics import Metric
+from trimtab.train.metrics import Metric, checked_metrics
 from trimtab.train.modes import Modes
 from trimtab.train.objective import Batch, Objective, in_step
 from trimtab.train.optimizer_state import OptimizerModes
@@ -109,7 +108,7 @@ class Trainer:
         self.early_stopping, self.schedule = early_stopping, schedule
         self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
-        self.callbacks, self.metrics = events.checked(callbacks), figures.checked(metrics)
+        self.callbacks, self.metrics = events.checked(callbacks), checked_metrics(metrics)
         self.progress = progress
         self.watchers: list[Callback] = []
         """Our own callbacks while a run lasts; every process calls its own."""

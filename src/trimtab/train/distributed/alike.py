@@ -69,12 +69,12 @@ def call_back(trainer: Trainer, event: Event) -> None:
     if not trainer.world.leads or not trainer.callbacks:
         return
     before, run = _changeable(trainer), trainer.run
-    run.calling = True
+    within, run.calling = run.calling, True  # one that notes something is called within itself
     try:
         for callback in trainer.callbacks:
             callback(trainer, event)
     finally:
-        run.calling = False
+        run.calling = within
     after = _changeable(trainer)
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     if changed:
