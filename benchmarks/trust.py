@@ -1,12 +1,12 @@
 """Can trimtab's verdicts be believed? Things with a known answer are put to it, and the answers are counted.
 
-    python benchmarks/trust.py            # 200 comparisons of a model with itself, 20 replays: about an hour
-    python benchmarks/trust.py --quick    # 20 comparisons, 5 replays: about ten minutes
+    python benchmarks/trust.py            # 200 comparisons of a model with itself, 20 replays: about three hours
+    python benchmarks/trust.py --quick    # 20 comparisons, 5 replays: about 25 minutes
     python benchmarks/trust.py --parts C  # the replays alone
 
 Part A compares a model with itself, over and over: how often does it say "faster"? By its interval it may in 2.5% of all cases;
 more than 5% is a failure. Two processes that hold the same model differ for as long as they live, by how their memory happens
-to be laid out, so each comparison is made as trimtab makes those that it hands over: in several rounds with new processes.
+to be laid out, so each comparison is made as trimtab makes those that it hands over: in several starts of new processes.
 
 Part B takes scores away from a seeded share of the examples and asks whether the drop keeps a limit: how often does the verdict
 contradict the truth, and are drops caught where the examples suffice: four times the limit by 2000 of them, twice the limit by
@@ -44,7 +44,7 @@ from torch import nn
 
 import trimtab
 from trimtab.measure.pairs import compare
-from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled
+from trimtab.measure.pooled import MOST_STARTS, STARTS, narrow, pooled
 from trimtab.measure.quantiles import binomial_cdf
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.stats import median_interval, paired_drop
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tenth of the comparisons")
     parser.add_argument("--parts", default="ABC", metavar="LETTERS", help="the parts to run (default: ABC)")
     parser.add_argument("--pairs", type=int, help="comparisons of part A (default 200, quick 20)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time of one comparison (default 2)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time of one comparison (default 4)")
     parser.add_argument("--replay", metavar="WORKLOAD", default=str(DIGITS), help="workload of part C (default: the digits)")
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -154,11 +154,11 @@ def same(count: int, seconds: float) -> Part:
     found: list[Comparison] = []
     begun = time.perf_counter()
     while len(found) < count:
-        rounds: list[Comparison] = []
-        while len(rounds) < ROUNDS or (len(rounds) < MOST_ROUNDS and not settled(rounds)):
+        starts: list[Comparison] = []
+        while len(starts) < STARTS or (len(starts) < MOST_STARTS and not narrow(starts)):
             with servers() as (candidate, rival):
-                rounds.append(compare(candidate, rival, seconds=seconds / ROUNDS, process_noise=0.0))
-        found.append(pooled(rounds))
+                starts.append(compare(candidate, rival, seconds=seconds / STARTS, process_noise=0.0))
+        found.append(pooled(starts))
         left = (time.perf_counter() - begun) / len(found) * (count - len(found))
         print(f"  {len(found)} of {count} comparisons, about {left:.0f} s left", file=sys.stderr, flush=True)
     faster = sum(each.ratio.low > 1 for each in found)
@@ -171,7 +171,7 @@ def same(count: int, seconds: float) -> Part:
         f"{count} comparisons of at most {seconds:g} s in {time.perf_counter() - begun:.0f} s",
         f'said "faster" in {faster} ({rate:.1%}; at most {MOST_FASTER:.0%} may), "slower" in {slower} ({slower / count:.1%})',
         f"chance of so many or more if the intervals are right: {luck:.2g}",
-        f"pairs of processes: {sum(each.processes for each in found)}, which differ by {middle['process_noise']:.2%} (median)",
+        f"starts: {sum(each.starts for each in found)}, which differ by {middle['process_noise']:.2%} (median)",
         f"distance from 1: median {off[len(off) // 2]:.2%}, largest {off[-1]:.2%}",
         f"width of the interval: median {median_interval([each.ratio.width for each in found]).value:.2%}",
         f"quads kept {sum(each.pairs for each in found) // 2}, thrown away {sum(each.discarded for each in found) // 4}",

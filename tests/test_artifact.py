@@ -584,7 +584,7 @@ def test_an_original_that_cannot_be_written_is_left_out(tmp_path: pathlib.Path, 
 def test_a_speed_up_without_a_number_is_quoted_without_one(pristine: Artifact) -> None:
     then = to_json(Interval(622.5, 41.31, 9380.0))
     vague = dataclasses.replace(pristine.manifest, evidence={"speedup": then})
-    assert "speedup: unclear (95% interval 41.31 to 9380)" in readme(vague, {})
+    assert "speedup: at least 41.31x (95% interval 41.31 to 9380)" in readme(vague, {})
     found = Verification(
         path="artifact",
         ok=True,

@@ -23,11 +23,11 @@ from trimtab.confirm import Confirmation, confirm
 from trimtab.contracts import BACKENDS, PASSES
 from trimtab.environment import Environment
 from trimtab.evaluate import Plan, save, start
-from trimtab.measure.pooled import pooled
+from trimtab.measure.pooled import MOST_STARTS, STARTS, pooled
 from trimtab.measure.timer import LocalRunner
 from trimtab.measurement import LEAST_GAIN, Comparison, Interval, Measurement
 from trimtab.recipe import Recipe
-from trimtab.study import confirming, rounds
+from trimtab.study import confirming, starts
 from trimtab.study.options import Options
 from trimtab.study.process import Outcome
 from trimtab.study.rivals import Rivals
@@ -36,7 +36,7 @@ from trimtab.study.workers import Workers
 from trimtab.subject import prepare
 from trimtab.trial import State, Trial
 
-NOTHING = rounds.Earlier({"as_written": []})
+NOTHING = starts.Earlier({"as_written": []})
 
 
 def confirmed(
@@ -53,7 +53,7 @@ def confirmed(
         return Comparison(ratio=told, pairs=9, candidate=figure, rival=figure)
 
     monkeypatch.setattr(module, "compare", compare)
-    monkeypatch.setattr(module, "pooled", lambda rounds: rounds[-1])  # what processes differ by is told elsewhere
+    monkeypatch.setattr(module, "pooled", lambda starts, seen=(): starts[-1])  # what processes differ by is told elsewhere
     asked = {"plan": Plan()} | asked
     save(start(recipe, subject.candidate)[0], folder)
     return confirm(recipe, folder, subject, rivals, must_win=True, **asked)[0]
@@ -161,33 +161,33 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Study, 
         yield study, trial
 
 
-def test_the_rounds_before_a_confirmation_are_processes_of_their_own(searched) -> None:
+def test_the_starts_before_a_confirmation_are_processes_of_their_own(searched) -> None:
     study, trial = searched
     wanted = {"as_written": study.original}
     plan = to_json(study.plan(seconds=0.3))
     common = study.job() | {"recipe": trial.recipe.to_json(), "files": str(study.files(trial)), "plan": plan, "seconds": 60}
     common |= {"weights": study.prepared.weights, "ships": True}
     begun = time.monotonic()
-    found = rounds.earlier(study, trial, wanted, common, 2, None)
+    found = starts.earlier(study, trial, wanted, common, 2, None)
     took = time.monotonic() - begun
     timed = found.comparisons["as_written"]
-    assert len(timed) in (2, 4), "and two more where they differ"
+    assert len(timed) in (2, MOST_STARTS - 1), "and more where they differ"
     assert {each.process_noise for each in timed} == {0.0}, "the pooled figure adds it"
-    assert pooled(timed).processes == len(timed)
+    assert pooled(timed).starts == len(timed)
     assert found.judged is not None
     assert found.judged.ok
     assert (found.judged.score, found.judged.latency_ms) == (found.judged.baseline_score, None)
-    assert rounds.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == NOTHING
-    assert (rounds.expected(study, trial, 10.0), rounds.expected(study, trial, 1.0)) == (3, 1)
+    assert starts.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == NOTHING
+    assert (starts.expected(study, trial, 10.0), starts.expected(study, trial, 0.9)) == (STARTS, 1)
     assert trial.comparison is not None
     slow = dataclasses.replace(trial.comparison, rival=dataclasses.replace(trial.comparison.rival, median=1000.0))
-    assert rounds.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1
+    assert starts.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1
 
 
 def test_what_the_test_data_refuse_is_not_timed(searched) -> None:
     study, eager = searched
     lossy = dataclasses.replace(eager, recipe=Recipe(passes=[PASSES["autocast"]()], backend=BACKENDS["eager"]()))
-    assert rounds.expected(study, lossy, 6.0) > 1
+    assert starts.expected(study, lossy, 6.0) > 1
     with Rivals(study.job(), study.folder / "rivals") as rivals:
         found = confirming.confirm(study, lossy, eager, rivals, must_win=True).confirmation
     assert not found.ok
@@ -205,24 +205,24 @@ def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str,
     study = Study(reference, tmp_path / "run", Options(timing_s=0.1))
     write(tmp_path, f"def made(): {fault}")
     job = study.job() | {
-        "kind": "round",
+        "kind": "start",
         "recipe": study.original.to_json(),
         "files": "",
         "seconds": 60,
         "plan": to_json(Plan()),
     }
     with Rivals(study.job(), study.folder / "rivals") as rivals:
-        found = rounds.beside(study, rivals, {"as_written": study.original}, job, study.folder / "round")
+        found = starts.beside(study, rivals, {"as_written": study.original}, job, study.folder / "start", anew=True)
         assert found.result is None
         assert found.error == error
         assert ("KeyError: 7" if error == "WorkloadError" else "The process that holds as_written ended") in str(found.reason)
         wanted = {"as_written": study.original}
-        assert rounds.earlier(study, None, wanted, job, 0, None) == NOTHING
+        assert starts.earlier(study, None, wanted, job, 0, None) == NOTHING
 
 
-def test_what_is_handed_over_rests_on_several_pairs_of_processes(tmp_path) -> None:
-    found = trimtab.compare(write(tmp_path, "def made(): return workload()"), seconds=3.0)
-    assert found.comparison.processes in (2, 5), "five where the first differ"
+def test_what_is_handed_over_rests_on_several_starts(tmp_path) -> None:
+    found = trimtab.compare(write(tmp_path, "def made(): return workload()"), seconds=1.2)
+    assert found.comparison.starts in (2, MOST_STARTS), "more where the first differ"
 
 
 def to_confirm(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], **work: object) -> tuple[Any, Trial, Any]:
@@ -232,6 +232,7 @@ def to_confirm(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], *
         storage=types.SimpleNamespace(noted=noted.get, note=noted.__setitem__),
         original=recipe,
         startup_s=1.0,
+        trials=[],
         prepared=types.SimpleNamespace(weights={}, threads=1),
         ships=False,
         folder=folder,

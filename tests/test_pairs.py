@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import random
 import shutil
 import statistics
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,8 @@ from trimtab.errors import MeasurementError
 from trimtab.measure import pairs
 from trimtab.measure.host import Share
 from trimtab.measure.pairs import Block, Progress, Quad, compare, quick
-from trimtab.measure.pooled import pooled, settled
+from trimtab.measure.pooled import MOST_STARTS, PRIOR_STARTS, STARTS, narrow, number_of_starts, pooled
+from trimtab.measure.quantiles import t_quantile
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import LocalRunner
 from trimtab.measurement import Comparison, Interval, Measurement
@@ -301,32 +304,100 @@ def test_calls_of_seconds_get_two_quads(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.stopped_by == "time"
 
 
-def round_of(ratio: float, half: float = 0.005, **more: float) -> Comparison:
-    time_ms = Measurement(unit="ms", n=10, median=1 / ratio, interval=Interval(1 / ratio, 0.9 / ratio, 1.1 / ratio))
+def start_of(ratio: float, half: float = 0.005, *, ms: float = 1.0, **more: Any) -> Comparison:
+    rival = Measurement(unit="ms", n=10, median=ms, interval=Interval(ms, 0.9 * ms, 1.1 * ms), conditions={"pace_ns": 200_000})
+    candidate = dataclasses.replace(rival, median=ms / ratio, interval=Interval(ms / ratio, 0.9 * ms / ratio, 1.1 * ms / ratio))
     bounds = Interval(ratio, ratio * math.exp(-half), ratio * math.exp(half))
-    return Comparison(ratio=bounds, pairs=12, candidate=time_ms, rival=time_ms, discarded=4, **more)
+    return Comparison(ratio=bounds, pairs=12, candidate=candidate, rival=rival, discarded=4, **more)
 
 
-def test_rounds_of_several_pairs_of_processes_are_as_sure_as_they_agree() -> None:
-    alike = pooled([round_of(2.0), round_of(2.002), round_of(1.998)])
+def seen_at(ms: float, pace_ns: int = 200_000) -> Measurement:
+    return Measurement(unit="ms", n=10, median=ms, interval=Interval(ms, ms, ms), conditions={"pace_ns": pace_ns})
+
+
+def test_several_starts_are_as_sure_as_they_agree() -> None:
+    alike = pooled([start_of(ratio) for ratio in (2.0, 2.002, 1.998)])
     assert alike.ratio.value == pytest.approx(2, rel=1e-3)
-    assert alike.ratio.width == pytest.approx(2 * math.hypot(1.96 * pairs.PROCESS_NOISE, 0.005) / math.sqrt(3), rel=0.01)
-    apart = pooled([round_of(2.0), round_of(2.2), round_of(1.8)])
-    spread = statistics.stdev(math.log(r) for r in (2.0, 2.2, 1.8))
+    prior = PRIOR_STARTS * (pairs.PROCESS_NOISE**2 + (0.005 / 1.96) ** 2)
+    assert alike.ratio.width == pytest.approx(2 * t_quantile(0.975, 5) * math.sqrt((prior + 2e-6) / 5 / 3), rel=0.01)
+    several = (2.0, 2.2, 1.8, 2.1, 1.9, 2.05)
+    apart = pooled([start_of(ratio) for ratio in several])
+    spread = statistics.stdev(math.log(r) for r in several)
     assert apart.process_noise == pytest.approx(spread)
-    assert math.log(apart.ratio.high / apart.ratio.low) == pytest.approx(2 * 4.303 * spread / math.sqrt(3), rel=0.001)
-    unlucky = pooled([round_of(2.0), round_of(2.01), round_of(1.7)]).ratio
-    assert unlucky.value == pytest.approx(2.0), "an unlucky pair of processes widens the interval, and does not move the figure"
-    assert unlucky.low < 1.7 < 2.2 < unlucky.high
-    assert (apart.processes, apart.pairs, apart.discarded, apart.candidate.n) == (3, 36, 12, 30)
+    half = t_quantile(0.975, 8) * math.sqrt((prior + 5 * spread**2) / 8 / 6)
+    assert math.log(apart.ratio.high / apart.ratio.low) == pytest.approx(2 * half, rel=0.001)
+    assert (apart.starts, apart.pairs, apart.discarded, apart.candidate.n) == (6, 72, 24, 60)
     assert apart.candidate.interval.low == pytest.approx(0.9 / 2.2)
-    assert "each time they start the two run at another ratio, by 10% over 3 starts" in str(apart.differs)
+    told = "each time they start the two run at another ratio, by 7% over 6 starts"
+    assert apart.differs == told
+    assert dataclasses.replace(apart, rival_ms=(0.41, 0.52)).differs == f"{told}; the original took 0.41 to 0.52 ms"
     assert alike.differs is None
-    one = pooled([round_of(2.0)])
-    assert one.ratio.high == pytest.approx(2 * math.exp(math.hypot(1.96 * pairs.PROCESS_NOISE, 0.005)), rel=1e-4)
-    assert pooled([round_of(1.5, foreign=0.3), round_of(2.5, foreign=0.1)]).foreign == pytest.approx(0.2)
-    assert settled([round_of(2.0), round_of(2.05)])
-    assert not settled([round_of(2.0), round_of(2.2)])
+    assert pooled([start_of(1.5, foreign=0.3), start_of(2.5, foreign=0.1)]).foreign == pytest.approx(0.2)
+
+
+def test_two_starts_that_agree_by_chance_are_not_believed() -> None:
+    two = pooled([start_of(2.0), start_of(2.0)]).ratio
+    assert 0.02 < two.width < 0.06
+    apart = pooled([start_of(2.0), start_of(2.2)]).ratio
+    assert 1.75 < apart.low < 1.95, "and where they differ the prior keeps them from saying nothing: 1.14 by t of two alone"
+    one = pooled([start_of(2.0)]).ratio
+    assert one.width > two.width
+
+
+def test_an_unlucky_start_widens_the_interval_and_does_not_move_the_figure() -> None:
+    unlucky = pooled([start_of(ratio) for ratio in (2.0, 2.01, 1.2, 1.99, 2.0, 2.0)]).ratio
+    assert unlucky.value == pytest.approx(2.0)
+    assert unlucky.width > 0.3
+
+
+def test_the_interval_of_starts_holds_as_often_as_it_says() -> None:
+    """For starts that differ by less than the prior says, by about as much, and by far more."""
+    generator = random.Random(0)
+    for sigma in (0.005, 0.025, 0.1):
+        held = 0
+        for _ in range(400):
+            ratio = pooled([start_of(2 * math.exp(generator.gauss(0, sigma)), half=0.002) for _ in range(STARTS)]).ratio
+            held += ratio.low <= 2 <= ratio.high
+        assert held >= 0.92 * 400, f"{held} of 400 at a standard deviation of {sigma:.1%}"
+
+
+def test_what_the_study_saw_of_the_original_counts() -> None:
+    starts = [start_of(10.0 * (1 + 0.01 * i), ms=0.52) for i in (-1, 0, 1, 0, -1, 1)]
+    alone = pooled(starts)
+    assert alone.rival_ms == (0.52, 0.52)
+    same = pooled(starts, [seen_at(0.52), seen_at(0.523)])
+    assert same.ratio.width == pytest.approx(alone.ratio.width, rel=0.05)
+    other = pooled(starts, [seen_at(0.41), seen_at(0.411), seen_at(0.409)])
+    assert other.rival_ms == (0.409, 0.52)
+    assert other.ratio.low == pytest.approx(10.0 * 0.41 / 0.52, rel=0.001), "as it was when the search timed it"
+    assert other.ratio.value == alone.ratio.value
+    slower = pooled(starts, [seen_at(0.7)])
+    assert slower.ratio.high == pytest.approx(10.0 * 0.7 / 0.52, rel=0.001)
+    machine = pooled(starts, [seen_at(0.7, pace_ns=300_000)])
+    assert machine.ratio == alone.ratio, "where the cores themselves were slower, both sides were"
+    varied = pooled(starts, [seen_at(ms) for ms in (0.45, 0.6, 0.5, 0.54)])
+    assert varied.ratio.width > 1.5 * alone.ratio.width, "what it varied by during the search is in the prior"
+
+
+def test_what_neighbours_did_to_every_start_is_not_averaged_out() -> None:
+    starved = Interval(400.0, 0.5, 900.0)
+    starts = [start_of(400.0, sampling=Interval(400.0, 390.0, 410.0)) for _ in range(STARTS)]
+    starts = [dataclasses.replace(each, ratio=starved) for each in starts]
+    found = pooled(starts).ratio
+    assert (found.low, found.high) == (pytest.approx(0.5), pytest.approx(900.0))
+    assert found.unclear
+    few = pooled([*starts[:2], *[start_of(2.0) for _ in range(6)]]).ratio
+    assert few.value == pytest.approx(2.0), "two of eight do not decide"
+
+
+def test_how_many_starts_there_are() -> None:
+    assert not narrow([start_of(2.0), start_of(2.4)])
+    assert narrow([start_of(2.0 + 0.01 * i) for i in range(STARTS)])
+    assert MOST_STARTS > STARTS >= 6
+    assert number_of_starts(0.001, 0.01, 10.0) == STARTS
+    assert number_of_starts(0.1, 0.4, 10.0) == 2
+    assert number_of_starts(1.0, 4.0, 10.0) == 1
+    assert number_of_starts(0.001, 0.01, 0.2) == 1
 
 
 @pytest.mark.parametrize(
@@ -339,7 +410,7 @@ def test_rounds_of_several_pairs_of_processes_are_as_sure_as_they_agree() -> Non
     ],
 )
 def test_less_than_two_percent_is_never_called_a_gain(ratio: float, told: str) -> None:
-    found = pooled([round_of(ratio * each) for each in (0.9999, 1.0, 1.0001)])
+    found = pooled([start_of(ratio * each) for each in (0.9999, 1.0, 1.0001)])
     assert found.ratio.low > 1 or found.ratio.high < 1
     assert f"pairs: {told}" in str(Timing(subject="one", rival="other", comparison=found))
     assert found.ratio.faster is (told == "faster")
@@ -354,15 +425,20 @@ def test_less_than_two_percent_is_never_called_a_gain(ratio: float, told: str) -
         (Interval(0.3, 0.05, 0.9), "no difference that can be proven"),
     ],
 )
-def test_bounds_that_may_not_hold_are_quoted_without_a_number_and_decide_little(ratio: Interval, told: str) -> None:
-    found = str(Timing(subject="one", rival="other", comparison=dataclasses.replace(round_of(1.0), ratio=ratio)))
-    assert f"speed-up unclear (95% interval {ratio.low:.3f} to {ratio.high:.3f}) over 12 pairs: {told}\n" in found
+def test_bounds_that_may_not_hold_are_quoted_by_the_nearer_one_and_decide_little(ratio: Interval, told: str) -> None:
+    found = str(Timing(subject="one", rival="other", comparison=dataclasses.replace(start_of(1.0), ratio=ratio)))
+    quoted = f"at least {ratio.low:.3f}x" if ratio.low > 1 else f"at most {ratio.high:.3f}x"
+    assert f"speed-up {quoted} (95% interval {ratio.low:.3f} to {ratio.high:.3f}) over 12 pairs: {told}\n" in found
 
 
 def test_an_upper_bound_that_says_nothing_is_cut() -> None:
     assert Interval(300.0, 0.114, 20673940539.7).times() == "unclear (0.11 to over 1000)"
     assert Interval(300.0, 0.114, 20673940539.7).multiple() == "0.11x to over 1000x"
     assert Interval(300.0, 0.114, 640.0).multiple() == "0.11x to 640.00x"
+    assert Interval(300.0, 5.636, 20673940539.7).times() == "at least 5.64x (5.64 to over 1000)"
+    assert Interval(12.9, 5.636, 32.2).multiple() == "at least 5.64x (5.64 to 32.20)"
+    assert (Interval(12.9, 5.636, 32.2).single(), Interval(0.3, 0.1, 0.72).single()) == ("at least 5.64x", "at most 0.72x")
+    assert not Interval(12.9, 5.636, 32.2).unclear
     assert Interval(2000.0, 1900.0, 2100.0).times() == "2000.00x (1900.00 to 2100.00)"
 
 

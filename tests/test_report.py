@@ -72,10 +72,11 @@ def test_durations(seconds: float, shown: str) -> None:
     assert _words.duration(seconds) == shown
 
 
-def test_a_vague_speed_up_is_not_quoted() -> None:
+def test_a_vague_speed_up_is_quoted_by_its_lower_bound() -> None:
     assert _words.quoted(Interval(2.5, 2.4, 2.6)) == "2.50x"
-    assert _words.quoted(Interval(149.0, 3.88, 5722.0)) == "unclear"
-    assert _words.speed(Interval(149.0, 3.88, 5722.0)) == "unclear (3.88 to >1000)"
+    assert _words.quoted(Interval(149.0, 3.88, 5722.0)) == "at least 3.88x"
+    assert _words.speed(Interval(149.0, 3.88, 5722.0)) == "at least 3.88x (3.88 to >1000)"
+    assert _words.speed(Interval(149.0, 0.88, 5722.0)) == "unclear (0.880 to >1000)"
     assert _words.speed(Interval(2.0, math.nan, math.nan)) == "2.00x"
 
 
@@ -154,7 +155,7 @@ def test_a_busy_machine_is_said_to_be_one_at_the_top(folder: pathlib.Path) -> No
     wide = dataclasses.replace(wide, comparison=dataclasses.replace(comparison(9.0), ratio=Interval(9.0, 3.0, 27.0)))
     found = dataclasses.replace(found, confirmation=wide)
     said = page(found, folder)
-    assert "digits: faster than as written, by how much is unclear" in said
+    assert "digits: at least 3.00x as fast as written" in said
     assert "The machine was too busy while this was measured: the interval of the speed-up goes from 3.00 to 27.00." in said
     assert "The machine was too busy" in text(found)
 

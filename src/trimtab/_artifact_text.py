@@ -122,8 +122,8 @@ def _writes(manifest: Manifest) -> str:
 def _figures(manifest: Manifest) -> list[str]:
     lines = []
     for name, value in manifest.evidence.items():
-        vague = name in CLAIMS and value is not None and from_json(Interval, value).vague
-        if (text := _figure(value, vague=vague)) is not None:
+        ratio = from_json(Interval, value) if name in CLAIMS and value is not None else None
+        if (text := _figure(value, claim=ratio.quoted() if ratio is not None and ratio.vague else None)) is not None:
             lines.append(f"{name}: {text}")
     errors, allowed = manifest.golden.measured, manifest.golden.tolerance
     for spec, error, most in zip(manifest.signature.outputs, errors, allowed, strict=True):
@@ -135,8 +135,8 @@ def _figures(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _figure(value: Any, *, vague: bool = False) -> str | None:
-    """One stored figure in words, without the number where it is too ``vague`` for one; ``None`` for what has none, and for
+def _figure(value: Any, *, claim: str | None = None) -> str | None:
+    """One stored figure in words, with ``claim`` in place of its number if that is given; ``None`` for what has none, and for
     tables that stand in ``evidence.json``."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"{value:.4g}"
@@ -147,7 +147,7 @@ def _figure(value: Any, *, vague: bool = False) -> str | None:
     if value.get("value") is None:
         return None
     bounds = [f"{value[key]:.4g}" for key in ("low", "high", "upper") if value.get(key) is not None]
-    return ("unclear" if vague else f"{value['value']:.4g}") + (f" (95% interval {' to '.join(bounds)})" if bounds else "")
+    return (claim or f"{value['value']:.4g}") + (f" (95% interval {' to '.join(bounds)})" if bounds else "")
 
 
 def _conditions(manifest: Manifest) -> list[str]:

@@ -79,19 +79,21 @@ def confirm(
     must_win: bool,
     costs: Mapping[str, float | None] | None = None,
     earlier: Mapping[str, Sequence[Comparison]] | None = None,
+    seen: Sequence[Measurement] = (),
     judged: Confirmation | None = None,
 ) -> tuple[Confirmation, Executable]:
     """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``).
 
     ``costs`` are what only other processes can tell: ``cold_s`` and ``peak_mb``, and ``original_mb``, the peak memory of the
     tuned original. With ``must_win`` it holds only if it is surely faster than the tuned original, and not surely slower than
-    as written; where memory is the objective, if it needs less than that. ``earlier`` are the rounds of timing with each rival
-    in other processes, which count as much as what is timed now, and ``judged`` what :func:`judge` found in the first of them.
+    as written; where memory is the objective, if it needs less than that. ``earlier`` are the comparisons with each rival in
+    starts of other processes, which count as much as what is timed now, ``judged`` is what :func:`judge` found in the first of
+    them, and ``seen`` are the times of the model as written in the trials of the search.
     """
     figures: dict[str, Any] = {"loaded": (files / BUILT).exists(), **(costs or {})}
     executable, candidate = load(recipe, files, fresh(subject))
     found = judged or judge(recipe, executable, candidate, subject, plan)
-    reason = found.reason or _fast(executable, candidate, subject, rivals, plan, must_win, figures, earlier or {})
+    reason = found.reason or _fast(executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}, seen)
     return dataclasses.replace(found, ok=reason is None, reason=reason, **figures), executable
 
 
@@ -162,12 +164,13 @@ def _fast(
     must_win: bool,
     figures: dict[str, Any],
     earlier: Mapping[str, Sequence[Comparison]],
+    seen: Sequence[Measurement],
 ) -> str | None:
     runner = runner_for(executable, candidate, subject, plan.objective)
-    found = pooled([*earlier.get("as_written", ()), in_round(runner, rivals["as_written"], plan)])
+    found = pooled([*earlier.get("as_written", ()), in_start(runner, rivals["as_written"], plan)], seen)
     figures |= timing(found, executable, candidate, subject, plan.objective)
     if (tuned := rivals.get("tuned")) is not None:
-        figures["against_tuned"] = pooled([*earlier.get("tuned", ()), in_round(runner, tuned, plan)]).ratio
+        figures["against_tuned"] = pooled([*earlier.get("tuned", ()), in_start(runner, tuned, plan)]).ratio
     limits, latency = plan.limits, figures["latency_ms"].median
     if limits.latency_ms is not None and latency > limits.latency_ms:
         return f"Measured again, its latency is {latency:.4g} ms; the limit is {limits.latency_ms:g} ms."
@@ -177,8 +180,8 @@ def _fast(
     return _unproven(found.ratio, plan, figures) if must_win else None
 
 
-def in_round(runner: Runner, rival: Runner, plan: Plan) -> Comparison:
-    """One round: what differs from one pair of processes to the next is not in its interval, and :func:`pooled` adds it."""
+def in_start(runner: Runner, rival: Runner, plan: Plan) -> Comparison:
+    """The comparison of one start: what differs from start to start is not in its interval, and :func:`pooled` adds it."""
     return compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival), process_noise=0.0)
 
 

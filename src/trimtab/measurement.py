@@ -14,7 +14,7 @@ VAGUE = 2.0
 SLOW_PAIRS, QUIET = 8, 0.05
 """So few pairs, while others had no more than this share of the CPU, are due to slow calls and not to a busy machine."""
 UNLIKE = 0.05
-"""Ratios of one pair of processes and another that are further apart than this share differ for a reason."""
+"""A standard deviation of the ratio from start to start above this share is worth a sentence."""
 LEAST_GAIN = 0.02
 """Less than this is never called a gain, of speed, memory or size: two processes of one program differ by as much."""
 UNRELIABLE = 0.3
@@ -44,6 +44,11 @@ class Interval:
         return not self.high <= VAGUE * self.low
 
     @property
+    def unclear(self) -> bool:
+        """Of a ratio of speeds: whether it is vague and its bounds hold 1, so that not even its direction is known."""
+        return self.vague and not (self.low > 1 or self.high < 1)
+
+    @property
     def doubtful(self) -> bool:
         """Of a ratio of speeds: whether it is vague, and would not surely be a gain with bounds twice as far apart."""
         return self.vague and not self.low * self.low > self.value
@@ -59,7 +64,8 @@ class Interval:
         return self.high < 1 and self.value * (1 + LEAST_GAIN) <= 1
 
     def times(self) -> str:
-        """As a ratio: ``2.53x (2.41 to 2.66)``, or ``unclear (0.11 to 5.64)`` where one number would mislead."""
+        """As a ratio: ``2.53x (2.41 to 2.66)``, ``at least 5.64x (5.64 to 32.20)`` or ``unclear (0.11 to 5.64)``; see
+        :meth:`quoted`."""
         return f"{self.quoted()} ({self.bounds()})"
 
     def bounds(self, joint: str = " to ") -> str:
@@ -67,17 +73,21 @@ class Interval:
         return f"{self.low:.2f}{joint}" + (f"over {MANY:.0f}" if self.low <= MANY < self.high else f"{self.high:.2f}")
 
     def quoted(self, digits: int = 2) -> str:
-        """As a ratio without its bounds: ``2.53x``, or ``unclear`` where one number would mislead."""
-        return "unclear" if self.vague else f"{self.value:.{digits}f}x"
+        """As a ratio without its bounds: ``2.53x``. Where the bounds are too far apart for one number (:attr:`vague`), the
+        bound that is nearer to 1: ``at least 5.64x`` or ``at most 0.72x``; and ``unclear`` where they hold 1."""
+        if not self.vague:
+            return f"{self.value:.{digits}f}x"
+        if self.unclear:
+            return "unclear"
+        return f"at least {self.low:.{digits}f}x" if self.low > 1 else f"at most {self.high:.{digits}f}x"
 
     def multiple(self) -> str:
-        """As a ratio that a sentence goes on from: ``2.53x (2.41 to 2.66)``, or ``0.11x to 5.64x`` where one number would
-        mislead."""
-        return self.single() if self.vague else self.times()
+        """As a ratio that a sentence goes on from: ``2.53x (2.41 to 2.66)``, or ``0.11x to 5.64x`` where it is unclear."""
+        return self.single() if self.unclear else self.times()
 
     def single(self) -> str:
         """As :meth:`multiple`, without bounds where one number is enough."""
-        return self.bounds("x to ") + "x" if self.vague else self.quoted()
+        return self.bounds("x to ") + "x" if self.unclear else self.quoted()
 
     def __str__(self) -> str:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
@@ -107,6 +117,8 @@ class Comparison:
     rival: Measurement
     discarded: int = 0
     """Blocks thrown away because somebody else had the CPU."""
+    sampling: Interval | None = None
+    """The interval of the ratio that the spread of the quads alone gives, where ``ratio`` is wider because of neighbours."""
     noise: float | None = None
     """Spread of the rival against itself: half the width of the central 95% of its block ratios."""
     foreign: float = 0.0
@@ -116,9 +128,11 @@ class Comparison:
     slowed: float = 0.0
     """Share of the blocks that were kept in which the core was slower than usual, as where another machine has half of it."""
     process_noise: float = 0.0
-    """Standard deviation of the ratio, relative to it, from one pair of processes to the next; the interval includes it."""
-    processes: int = 1
-    """Pairs of processes that were compared."""
+    """Standard deviation of the ratio, relative to it, from one start of both sides to the next; the interval includes it."""
+    starts: int = 1
+    """Starts of both sides, each in a pair of processes of its own."""
+    rival_ms: tuple[float, float] | None = None
+    """Shortest and longest median time of the rival over all starts, and over the trials of a study."""
     stopped_by: Literal["width", "time", "pairs"] = "width"
     """What ended the sampling: the interval was narrow enough, the time was up, or the pairs asked for were done."""
 
@@ -129,10 +143,12 @@ class Comparison:
 
     @property
     def differs(self) -> str | None:
-        """In words, how much the ratio differs from one pair of processes to the next, where nobody else was to blame."""
-        if self.processes == 1 or self.process_noise <= UNLIKE or self.foreign + self.stolen + self.slowed > QUIET:
+        """In words, how much the ratio differs from one start to the next, where nobody else was to blame."""
+        if self.starts == 1 or self.process_noise <= UNLIKE or self.foreign + self.stolen + self.slowed > QUIET:
             return None
-        return f"each time they start the two run at another ratio, by {self.process_noise:.0%} over {self.processes} starts"
+        told = f"each time they start the two run at another ratio, by {self.process_noise:.0%} over {self.starts} starts"
+        low, high = self.rival_ms or (0.0, 0.0)
+        return told + (f"; the original took {low:.3g} to {high:.3g} ms" if high > (1 + UNLIKE) * low else "")
 
     @property
     def doubt(self) -> str | None:

@@ -35,7 +35,7 @@ from trimtab.errors import StorageError, TrimtabError, UsageError
 from trimtab.evaluate import Objective
 from trimtab.intake.load import is_python, load_workload
 from trimtab.report import write as write_report
-from trimtab.study import rounds
+from trimtab.study import starts
 from trimtab.study.confirming import CONFIRM, CONFIRM_FOLDER
 from trimtab.study.finish import EXPLAIN, ahead, explain, finish
 from trimtab.study.options import Options
@@ -52,6 +52,8 @@ from trimtab.workload import Limits, Workload
 Answer = TypeVar("Answer", bound=Result)
 OVER, LATE = 1.2, 1.5
 """From so many times its budget on, a run says that it took longer, and leaves out what only explains the answer."""
+EXPLAINING = 0.5
+"""Dry runs of the workload that explaining the answer takes as long as."""
 RESERVED = 0.4
 """The largest share of a budget that is kept for what comes after the search."""
 RESULT_FILE = "result.json"
@@ -61,7 +63,7 @@ ENTRIES = {
     *(
         ARTIFACT,
         RESULT_FILE,
-        rounds.FOLDER,
+        starts.FOLDER,
         CONFIRM_FOLDER,
         RUNOFF,
         EXPLAIN,
@@ -372,12 +374,9 @@ def run_folder(workload: Workload | str, out: str | pathlib.Path | None, suffix:
 
 
 def confirm_s(study: Study, budget_s: float) -> float:
-    """Seconds to keep for the confirmation: processes start side by side in each round, two timings run, and the answer is
-    explained; never more than :data:`RESERVED`."""
-    timing_s = CONFIRM * study.options.timing_s
-    first = next(iter(study.trials), None)
-    count = 1 if first is None else rounds.expected(study, first, timing_s)
-    return min((0.5 + count) * study.startup_s + 2 * timing_s, RESERVED * budget_s)
+    """Seconds to keep for the confirmation, and to explain the answer; never more than :data:`RESERVED`."""
+    likely_s = starts.expected_s(study, study.leader, CONFIRM * study.options.timing_s)
+    return min(likely_s + EXPLAINING * study.startup_s, RESERVED * budget_s)
 
 
 def _reserve_s(study: Study, budget_s: float) -> float:

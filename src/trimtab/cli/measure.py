@@ -100,7 +100,7 @@ def _lines(found: Verification) -> Iterator[str]:
         yield f"speed:       not compared. {found.speed_reason}"
     else:
         ratio = found.speed.ratio
-        bounds = "95% interval" if ratio.vague else f"{ratio.low:.2f} to {ratio.high:.2f}"
+        bounds = "95% interval" if ratio.unclear else ratio.bounds()
         yield f"speed:       {ratio.single()} the original that travels with it ({bounds}){_promised(found)}"
         if found.speed.doubt is not None:
             yield f"             {found.speed.doubt}"

@@ -34,7 +34,7 @@ LONG_S = 4.0
 MOST_QUADS = 400
 PROCESS_NOISE = 0.01
 """Standard deviation of the ratio between two things that are the same, relative to it, from one pair of processes to the next,
-where only one pair is compared. Several pairs tell it themselves: :func:`trimtab.measure.pooled.pooled`.
+where only one pair is compared. Several starts tell it themselves: :func:`trimtab.measure.pooled.pooled`.
 
 How memory happens to be laid out makes a process faster or slower for as long as it lives (Mytkowicz et al., "Producing wrong
 data without doing anything obviously wrong!", 2009). No number of quads averages that out: it can only be added to the
@@ -262,13 +262,16 @@ def _result(
     sides = {"candidate": [q.candidate for q in used], "rival": [q.rival for q in used]}
     timed = {name: _measurement(session, name, pairs, conditions) for name, pairs in sides.items()}
     ratio = widened(_ratio(used), process_noise)
+    sampling = None
     if missing:  # where neighbours starve calls, all together, the luckiest or what they ran may tell another story than blocks
+        sampling = ratio
         seen = [ratio.value, *(_quantiles(used, share) for share in (LUCKY, 0.5)), _ran(used)]
         if (best := session.quickest) is not None:
             seen.append(max(1, best["rival"]) / max(1, best["candidate"]))
         ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
     return Comparison(
         ratio=ratio,
+        sampling=sampling,
         pairs=2 * len(used),
         candidate=timed["candidate"],
         rival=timed["rival"],
@@ -291,6 +294,7 @@ def _measurement(
         "calls_per_block": session.calls[side],
         "steady": session.warm[side].steady,
         "cpu_watched": all(block.share is not None for block in blocks),
+        "pace_ns": statistics.median(pace for block in blocks for pace in block.paces),
     }
     if session.sides[side].pid == os.getpid():
         own["threads"] = torch.get_num_threads()

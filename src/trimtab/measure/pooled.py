@@ -1,4 +1,4 @@
-"""Several comparisons of the same two things, each between a pair of processes of its own, as one."""
+"""Several comparisons of the same two things, each between a pair of freshly started processes, as one."""
 
 from __future__ import annotations
 
@@ -7,62 +7,105 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from trimtab.measure.pairs import FEW_QUADS, PROCESS_NOISE
+from trimtab.measure.pairs import FEW_QUADS, PROCESS_NOISE, SLOWED
 from trimtab.measure.quantiles import CONFIDENCE, normal_quantile, t_quantile
-from trimtab.measurement import UNLIKE, Comparison, Interval, Measurement
+from trimtab.measurement import Comparison, Interval, Measurement
 
-ROUNDS, MOST_ROUNDS = 3, 5
-"""Pairs of processes that a figure rests on which is handed over: two have an interval of nine standard deviations, three one
-of 2.5. Where the first ones differ by more than :data:`~trimtab.measurement.UNLIKE` there are more."""
+STARTS, MOST_STARTS = 8, 16
+"""Starts of both sides that a figure rests on which is handed over; more where their interval is still wider than
+:data:`WIDE`, as long as there is time."""
+START_S, LEAST_START_S = 1.0, 0.5
+"""Seconds of timing in one start, and the fewest that are worth a start."""
+PRIOR_STARTS = 3
+"""Degrees of freedom of the prior of the variance from start to start: that many starts count as much as the prior."""
+WIDE = 1.15
+"""Bounds of a pooled ratio that are further apart than this factor are worth more starts."""
 
 
-def pooled(rounds: Sequence[Comparison]) -> Comparison:
-    """``rounds`` as one comparison, whose interval holds for yet another pair of processes that runs for long.
+def pooled(starts: Sequence[Comparison], seen: Sequence[Measurement] = ()) -> Comparison:
+    """``starts`` as one comparison, whose interval holds for another start of both sides.
 
-    The figure is the middle one, which an unlucky pair of processes does not move. The interval is Student's t on what the logs
-    of the ratios differ by, around their mean, for that is the only thing that tells how processes differ here; and as a few
-    may agree by chance, it is never narrower than :data:`PROCESS_NOISE` and the rounds' own intervals make it. A single round
-    has nothing but these.
+    The figure is the median of the ratios of the starts. Each is a ratio of times that were measured in turns, so that a
+    machine that slows down between two starts does not change it. (The ratio of both sides' median times does change: on a
+    machine whose cores ran at half their pace for minutes its standard deviation was 7% with 8 starts, against 4%.)
 
-    ``rounds`` are compared with ``process_noise=0``.
+    The interval is Student's t around the mean of the logarithms. Their variance is shrunk towards a scaled inverse chi-square
+    prior with :data:`PRIOR_STARTS` degrees of freedom, which holds :data:`PROCESS_NOISE`, what the time of the rival varied by
+    where it was ``seen`` elsewhere, as in the trials of a study, and the starts' own errors (Gelman et al., "Bayesian Data
+    Analysis", section 2.6). So a few starts that agree by chance do not give a narrow interval.
+
+    Two things that more starts do not average out widen the interval further: what neighbours may have done to both sides
+    (:attr:`~trimtab.measurement.Comparison.sampling`), and a time of the rival that differs from the one that was ``seen``
+    while the cores ran at the same pace, as of a model that has two speeds for minutes.
+
+    Args:
+        starts: made with ``process_noise=0``.
+        seen: further timings of the rival, by other processes or at other times.
     """
-    logs, n = [math.log(found.ratio.value) for found in rounds], len(rounds)
-    within = statistics.fmean(_half(found.ratio) ** 2 for found in rounds)
-    least = math.sqrt((within + (normal_quantile((1 + CONFIDENCE) / 2) * PROCESS_NOISE) ** 2) / n)
-    spread = statistics.stdev(logs) if n > 1 else 0.0
-    half = max(least, t_quantile((1 + CONFIDENCE) / 2, n - 1) * spread / math.sqrt(n)) if n > 1 else least
-    centre, middle = statistics.fmean(logs), statistics.median(logs)
-    low, high = min(centre - half, middle), max(centre + half, middle)
-    total = sum(found.pairs for found in rounds)
+    logs, n = [math.log(found.ratio.value) for found in starts], len(starts)
+    seen = _at_the_same_pace(seen, starts)
+    known = [math.log(each.median) for each in seen]
+    halves = [_half(found.sampling or found.ratio) for found in starts]
+    error = (statistics.median(halves) / normal_quantile((1 + CONFIDENCE) / 2)) ** 2
+    prior = max(PROCESS_NOISE, statistics.stdev(known) if len(known) > 1 else 0.0) ** 2 + error
+    freedom, centre, value = PRIOR_STARTS + n - 1, statistics.fmean(logs), statistics.median(logs)
+    variance = (PRIOR_STARTS * prior + sum((each - centre) ** 2 for each in logs)) / freedom
+    half = t_quantile((1 + CONFIDENCE) / 2, freedom) * math.sqrt(variance / n)
+    low, high = min(centre - half, value), max(centre + half, value)
+    disturbed = [found.ratio if found.sampling else Interval(*[found.ratio.value] * 3) for found in starts]
+    low = min(low, statistics.median(math.log(ratio.low) for ratio in disturbed))
+    high = max(high, statistics.median(math.log(ratio.high) for ratio in disturbed))
+    times = [found.rival.median for found in starts]
+    if known and abs(shift := statistics.median(known) - statistics.median(map(math.log, times))) > half:
+        low, high = min(low, value + shift), max(high, value + shift)
+    total = sum(found.pairs for found in starts)
     shares = {
-        name: sum(getattr(found, name) * found.pairs for found in rounds) / total for name in ("foreign", "stolen", "slowed")
+        name: sum(getattr(found, name) * found.pairs for found in starts) / total for name in ("foreign", "stolen", "slowed")
     }
+    every = [*times, *(each.median for each in seen)]
     return dataclasses.replace(
-        rounds[-1],
-        ratio=Interval(math.exp(middle), math.exp(low), math.exp(high)),
+        starts[-1],
+        ratio=Interval(math.exp(value), math.exp(low), math.exp(high)),
+        sampling=None,
         pairs=total,
-        candidate=_joined([found.candidate for found in rounds]),
-        rival=_joined([found.rival for found in rounds]),
-        discarded=sum(found.discarded for found in rounds),
-        noise=max((found.noise for found in rounds if found.noise is not None), default=None),
-        process_noise=max(PROCESS_NOISE, spread),
-        processes=n,
+        candidate=_joined([found.candidate for found in starts]),
+        rival=_joined([found.rival for found in starts]),
+        discarded=sum(found.discarded for found in starts),
+        noise=max((found.noise for found in starts if found.noise is not None), default=None),
+        process_noise=max(PROCESS_NOISE, statistics.stdev(logs) if n > 1 else 0.0),
+        starts=n,
+        rival_ms=(min(every), max(every)),
         **shares,
     )
 
 
-def settled(rounds: Sequence[Comparison]) -> bool:
-    """Whether the rounds so far are so much alike that no more are needed."""
-    ratios = [found.ratio.value for found in rounds]
-    return not ratios or max(ratios) <= (1 + UNLIKE) * min(ratios)
+def narrow(starts: Sequence[Comparison]) -> bool:
+    """Whether the interval of the pooled ``starts`` is so narrow that more of them would not be worth their time."""
+    ratio = pooled(starts).ratio
+    return ratio.high <= WIDE * ratio.low
 
 
-def slow(candidate_s: float, rival_s: float, seconds: float) -> bool:
-    """Whether calls that take so long are too slow for a few quads in a round of ``seconds``.
+def number_of_starts(candidate_s: float, rival_s: float, seconds: float) -> int:
+    """Into how many starts ``seconds`` of timing are divided, for calls that take so long.
 
-    More rounds would take minutes, and what such calls take is large against how processes differ.
+    Slow calls get fewer, because each start measures at least :data:`~trimtab.measure.pairs.FEW_QUADS` quads.
     """
-    return FEW_QUADS * 2 * (candidate_s + rival_s) > seconds
+    each_s = max(LEAST_START_S, FEW_QUADS * 2 * (candidate_s + rival_s))
+    return max(1, min(STARTS, int(seconds / each_s)))
+
+
+def _at_the_same_pace(seen: Sequence[Measurement], starts: Sequence[Comparison]) -> list[Measurement]:
+    """Those of ``seen`` during which the cores were about as fast as in the ``starts``: others tell about the machine only."""
+    paces = [pace for found in starts if (pace := _pace(found.rival)) is not None]
+    if not paces:
+        return list(seen)
+    usual = statistics.median(paces)
+    return [each for each in seen if (pace := _pace(each)) is not None and abs(math.log(pace / usual)) <= SLOWED]
+
+
+def _pace(timed: Measurement) -> float | None:
+    pace = timed.conditions.get("pace_ns")
+    return float(pace) if isinstance(pace, (int, float)) and pace > 0 else None
 
 
 def _half(ratio: Interval) -> float:

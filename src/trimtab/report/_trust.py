@@ -86,15 +86,18 @@ def _noise(found: Comparison) -> Iterator[Fact]:
     yield "pairs of the confirmation", f"{found.pairs:,}, until {words.STOP_WORDS[found.stopped_by]}"
     yield "blocks thrown away, because others had the CPU or the core was slow", f"{found.discarded:,}"
     yield "spread of the original against itself (A/A)", words.share(found.noise)
-    yield "spread from one pair of processes to the next", words.share(found.process_noise) + _over(found.processes)
+    yield "spread of the ratio from one start to the next", words.share(found.process_noise) + _over(found.starts)
+    if found.rival_ms is not None:
+        low, high = map(words.milliseconds, found.rival_ms)
+        yield "time of the original from start to start, and over the trials", f"{low} to {high}"
     yield "CPU time that other processes took", words.share(found.foreign)
     yield "CPU time that the hypervisor took (stolen)", words.share(found.stolen)
     yield "blocks in which the core was slower than usual", words.share(found.slowed)
 
 
-def _over(processes: int) -> str:
+def _over(starts: int) -> str:
     """Where the spread is from."""
-    return f", over {processes} pairs" if processes > 1 else ", taken from other models and machines"
+    return f", over {starts} starts" if starts > 1 else ", taken from other models and machines"
 
 
 def data(record: Record) -> list[Fact]:

@@ -50,12 +50,12 @@ def headline(record: Record) -> str:
         return f"{words.megabytes(after)} of {what} instead of {words.megabytes(before)}"
     if found is None or found.speedup is None:
         return words.status(record)
-    if found.speedup.vague:
-        faster = found.speedup.low > 1
-        return "faster than as written, by how much is unclear" if faster else "keeps the limits, at what speed is unclear"
+    if found.speedup.unclear:
+        return "keeps the limits, at what speed is unclear"
     if found.speedup.high < 1:  # which only an original that misses a limit gives way to
         return f"keeps the limits that the original misses, at {words.quoted(found.speedup)} its speed"
-    ratio = f"{words.span(found.speedup)} times" if doubt(record) else words.quoted(found.speedup)
+    wide = doubt(record) and not found.speedup.vague
+    ratio = f"{words.span(found.speedup)} times" if wide else words.quoted(found.speedup)
     return f"{ratio} the throughput of as written" if record.objective == "throughput" else f"{ratio} as fast as written"
 
 
@@ -102,6 +102,9 @@ def conditions(record: Record) -> str:
     """Under what the figures hold, in a sentence."""
     found = record.confirmation.comparison if record.confirmation is not None else None
     pairs = "" if found is None else f", {words.count(found.pairs, 'pair')} of timings taken in turns"
+    if found is not None and found.rival_ms is not None:
+        low, high = map(words.milliseconds, found.rival_ms)
+        pairs += f" over {words.count(found.starts, 'start')}; from start to start the original took {low} to {high}"
     threads = words.count(record.prepared.threads, "thread")
     inputs = words.clipped(record.prepared.inputs, 200)
     when = record.confirmation.measured_at if record.confirmation is not None else None
@@ -209,7 +212,7 @@ def doubt(record: Record) -> str:
     else:
         cause = "The machine was too busy while this was measured"
         way_out = f"Run the study again with {fresh} when the machine is quiet."
-    quote = "Quote no number from it." if found.ratio.vague else "Quote the interval, not the number."
+    quote = "Quote no number from it." if found.ratio.unclear else "Quote the interval, not the number."
     return f"{cause}: the interval of the speed-up goes from {words.span(found.ratio)}. {quote} {way_out}"
 
 

@@ -183,7 +183,7 @@ def span(interval: Interval | None) -> str:
 
 
 def speed(interval: Interval | None) -> str:
-    """``2.53x (2.41 to 2.66)``, or ``unclear (0.11 to 5.64)`` where one number would mislead."""
+    """``2.53x (2.41 to 2.66)``, ``at least 5.64x (5.64 to 32.20)`` or ``unclear (0.11 to 5.64)``."""
     bounds = span(interval)
     if interval is None or not bounds:
         return UNKNOWN if interval is None else times(interval.value)
@@ -191,10 +191,10 @@ def speed(interval: Interval | None) -> str:
 
 
 def quoted(interval: Interval | None) -> str:
-    """``2.53x``, or that it is unclear, where the interval is too wide for one number."""
+    """``2.53x``; where the interval is too wide for one number, the bound that is nearer to 1, or that it is unclear."""
     if interval is None or known(interval.value) is None:
         return UNKNOWN
-    return "unclear" if interval.vague else times(interval.value)
+    return interval.quoted() if interval.vague else times(interval.value)
 
 
 def bounds(interval: Interval) -> str:

@@ -19,13 +19,13 @@ from trimtab.evaluate import Objective
 from trimtab.intake.load import FORMS
 from trimtab.measure import pairs
 from trimtab.measure.energy import Energy, Power, energy_meter
-from trimtab.measure.pooled import MOST_ROUNDS, ROUNDS, pooled, settled, slow
+from trimtab.measure.pooled import LEAST_START_S, MOST_STARTS, STARTS, narrow, number_of_starts, pooled
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measurement import Comparison, Interval
 from trimtab.study.handing import handed
 from trimtab.study.rivals import Rivals
-from trimtab.study.rounds import LEAST_S
 from trimtab.study.sampler import as_written
+from trimtab.study.workers import Workers
 from trimtab.workload import Workload
 
 TIMED: tuple[Objective, ...] = ("latency", "throughput")
@@ -124,47 +124,50 @@ def in_turns(
 ) -> tuple[Comparison, dict[str, list[list[int]]]]:
     """Serve ``jobs["subject"]`` and ``jobs["rival"]``, each in its own process, and compare them; also says their sizes.
 
-    There are several rounds, each with new processes, unless calls are slow or ``seconds`` few.
+    Both are started several times, each time in new processes, unless calls are slow or ``seconds`` few.
 
     Raises:
         StorageError: there is no room for temporary files.
     """
-    count = int(max(1, min(ROUNDS, seconds / LEAST_S)))
-    rounds, sizes, most = list[Comparison](), dict[str, list[list[int]]](), count
-    while len(rounds) < most:
-        found, sizes, alone = _round(jobs, objective=objective, seconds=seconds, count=count, width=width, power=power)
-        rounds.append(found)
-        if alone:
-            break
-        if 1 < len(rounds) == count and not settled(rounds):
-            most = MOST_ROUNDS
-    return pooled(rounds), sizes
+    found, sizes = list[Comparison](), dict[str, list[list[int]]]()
+    planned = most = max(1, min(STARTS, int(seconds / LEAST_START_S)))
+    with Workers() as workers:
+        while len(found) < most:
+            timed, sizes, count = _start(
+                jobs, workers, objective=objective, seconds=seconds, count=planned, width=width, power=power
+            )
+            found.append(timed)
+            if len(found) == 1:
+                planned = most = count
+            elif len(found) == planned and not narrow(found):
+                most = MOST_STARTS
+    return pooled(found), sizes
 
 
-def _round(
+def _start(
     jobs: Mapping[str, Mapping[str, Any]],
+    workers: Workers,
     *,
     objective: Objective,
     seconds: float,
     count: int,
     width: float,
     power: Power | None,
-) -> tuple[Comparison, dict[str, list[list[int]]], bool]:
-    """One of ``count`` rounds that share ``seconds``; it takes all of them, and says so, where calls are slow."""
-    with _scratch() as folder, Rivals({"objective": objective}, folder) as sides:
+) -> tuple[Comparison, dict[str, list[list[int]]], int]:
+    """One of ``count`` starts of both sides that share ``seconds`` of timing; tells how many share it where calls are slow."""
+    with _scratch() as folder, Rivals({"objective": objective}, folder, workers) as sides:
         for name, job in jobs.items():
             sides.begin(name, job)
         sizes = {name: sides.ready(name, seconds=600.0)["sizes"] for name in jobs}
         runners = {name: RemoteRunner(address, sides.authkey) for name, address in sides.addresses.items()}
         subject, rival = runners["subject"], runners["rival"]
         calls = [runner.block(1)[0] / 1e9 for runner in (subject, rival)]
-        alone = count > 1 and slow(calls[0], calls[1], seconds / count)
-        share = seconds if alone else seconds / count
-        found = pairs.compare(subject, rival, width=width, seconds=share, process_noise=0.0)
+        count = min(count, number_of_starts(calls[0], calls[1], seconds))
+        found = pairs.compare(subject, rival, width=width, seconds=seconds / count, process_noise=0.0)
         if power is not None:
             for (name, runner), call_s in zip(runners.items(), calls, strict=True):
                 power.look(name, runner, call_s)
-        return found, sizes, alone
+        return found, sizes, count
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from trimtab._json import dumps, from_json, to_json
 from trimtab.artifact import Artifact, open_artifact
 from trimtab.confirm import Confirmation
 from trimtab.errors import ArtifactError, StorageError, WorkloadError
-from trimtab.study import rounds, verdict
+from trimtab.study import starts, verdict
 from trimtab.study.probing import costs
 from trimtab.study.process import LOG, Outcome
 from trimtab.study.result import ARTIFACT, TRIED, Best
@@ -18,7 +18,7 @@ from trimtab.study.study import Study
 from trimtab.trial import Trial
 
 CONFIRM = 2
-"""Each paired timing of the confirmation may take this many times as long as that of a trial."""
+"""All starts of a confirmation together may be timed for this many times as long as a trial."""
 CONFIRM_FOLDER, ORIGINAL, PROBE = "confirm", "original", "probe"
 
 
@@ -48,24 +48,22 @@ def confirm(
     timing_s = CONFIRM * study.options.timing_s
     if trial is eager:
         timing_s = verdict.in_time(0.5 * study.options.timing_s, end)
-    count = rounds.expected(study, trial, timing_s)
-    each_s = timing_s / count
+    count = starts.expected(study, trial, timing_s)
     common = study.job() | {
         "recipe": trial.recipe.to_json(),
         "files": str(study.files(trial)),
-        "plan": to_json(study.plan(seconds=each_s, width=0.02)),
+        "plan": to_json(study.plan(seconds=timing_s / count, width=0.02)),
         "seconds": study.options.trial_s,
         "weights": study.prepared.weights,
         "ships": trial.size_mb is not None,
     }
-    earlier = rounds.earlier(study, trial, wanted, common, count - 1, end)
+    earlier = starts.earlier(study, trial, wanted, common, count - 1, end)
     if earlier.judged is not None and not earlier.judged.ok:
-        return _noted(study, trial, key, earlier.judged, f"{rounds.FOLDER}/{trial.recipe.hash}/{LOG}")
-    left_s = timing_s - each_s * len(earlier.comparisons["as_written"])  # rounds that the budget had no time for leave theirs
+        return _noted(study, trial, key, earlier.judged, f"{starts.FOLDER}/{trial.recipe.hash}/{LOG}")
     job = common | {
         "kind": "confirm",
-        "plan": to_json(study.plan(seconds=max(each_s, left_s), width=0.02)),
         "earlier": to_json(earlier.comparisons),
+        "seen": [to_json(each.comparison.rival) for each in study.trials if each.comparison is not None],
         "judged": to_json(earlier.judged),
         "threads": study.prepared.threads,
         "must_win": must_win,
@@ -74,7 +72,7 @@ def confirm(
         "trial": to_json(trial),
         "environment": to_json(study.environment),
     }
-    outcome = rounds.beside(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash)
+    outcome = starts.beside(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash, anew=True)
     log = f"{CONFIRM_FOLDER}/{trial.recipe.hash}/{LOG}"
     if outcome.result is None:
         return Best(trial=trial, confirmation=_failed(trial, outcome, log, original=trial is eager), artifact=None)

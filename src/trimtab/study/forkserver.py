@@ -2,8 +2,9 @@
 
 Importing torch takes seconds, importing what a workload uses may take a quarter of a minute, and a search starts two processes
 for every trial. In what is forked nothing was computed, so there are no threads of OpenMP, no runtime and no device in it, and
-a fork is as clean as a new interpreter but for one thing: all forks have their memory laid out alike. What confirms a winner is
-therefore an interpreter of its own.
+a fork is as clean as a new interpreter but for one thing: all forks inherit one layout of memory, which makes a program faster
+or slower. Each fork therefore shifts what it allocates by a random size; the processes that write an artifact are new
+interpreters besides.
 
 ``python -P lifeline.py PARENT trimtab.study.forkserver FD`` is the plain server; requests reach it through the socket ``FD``.
 The warm one, which has also imported what the workload does, is a fork of it.
@@ -14,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import mmap
 import os
 import pathlib
+import secrets
 import select
 import signal
 import socket
@@ -39,6 +42,10 @@ OURS = 1 if sys.platform == "linux" else 2
 """Threads of Python's in a server: its own and, where the kernel does not do its work, the lifeline's."""
 COMPUTE_S = 30.0
 """Longest time that a fork may take for a sum and a product; it takes milliseconds, or it hangs."""
+SHIFT_PAGES, SHIFT_BYTES = 2048, (1 << 10, 1 << 16)
+"""Most pages, and fewest and most bytes of the heap, by which the memory of a fork is shifted."""
+_reserved: list[mmap.mmap | bytearray] = []
+"""What shifts the memory of this process, as long as it lives."""
 
 
 def serve(channel: socket.socket) -> pathlib.Path | None:
@@ -129,7 +136,15 @@ def _settle(log: int, server: int) -> None:
         os.dup2(log, stream)
     os.close(log)
     die_with(server)
+    _shift_memory()
     np.random.seed()  # of all generators, the only one that is seeded at import and not again by a fork
+
+
+def _shift_memory() -> None:
+    """Reserve a random number of pages and of bytes of the heap, so that what is allocated from here on lies elsewhere in each
+    fork, as in new interpreters (Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009)."""
+    _reserved.append(mmap.mmap(-1, mmap.PAGESIZE * (1 + secrets.randbelow(SHIFT_PAGES))))
+    _reserved.append(bytearray(SHIFT_BYTES[0] + secrets.randbelow(SHIFT_BYTES[1])))
 
 
 def _reap(running: dict[int, int]) -> None:

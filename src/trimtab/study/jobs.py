@@ -20,7 +20,7 @@ from trimtab._tree import cloned, flatten, unflatten
 from trimtab._weights import weight_bytes, weights
 from trimtab.artifact import Golden, open_artifact, write_artifact
 from trimtab.candidate import resized
-from trimtab.confirm import Confirmation, confirm, in_round, judge, load
+from trimtab.confirm import Confirmation, confirm, in_start, judge, load
 from trimtab.contracts import BACKENDS, CHECKS, PASSES, Executable, technique_from_json
 from trimtab.environment import Environment, measured_peaks
 from trimtab.errors import ArtifactError, StorageError, TrimtabError
@@ -48,7 +48,7 @@ from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import Runner
-from trimtab.measurement import Comparison
+from trimtab.measurement import Comparison, Measurement
 from trimtab.recipe import Recipe
 from trimtab.reference import Reference, least_drop, refer
 from trimtab.study import apart, sameness, space
@@ -134,11 +134,13 @@ def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Build a recipe, or load it from its ``files``, and let other processes time it, until killed."""
     if "artifact" in job:
         return serve_artifact(job, folder)
+    begun = time.monotonic()
     subject = prepare(read_workload(job["workload"]))
     candidate = fresh(subject) if job["fresh"] else subject.candidate
     executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job.get("files", folder)), candidate)
     runner = runner_for(executable, candidate, subject, job["objective"])
-    write_json(folder / READY, {"sizes": [list(leaf.shape) for leaf in candidate.leaves]})
+    facts = {"sizes": [list(leaf.shape) for leaf in candidate.leaves], "load_s": time.monotonic() - begun}
+    write_json(folder / READY, facts)
     serve(runner, job["address"], authkey())
     return {}
 
@@ -240,8 +242,8 @@ def against_job(job: Job, folder: pathlib.Path) -> Any:
     return to_json(compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival)))
 
 
-def round_job(job: Job, folder: pathlib.Path) -> Any:
-    """Time the saved files of a recipe against each rival, in fresh processes; one of the rounds judges its outputs first."""
+def start_job(job: Job, folder: pathlib.Path) -> Any:
+    """Time the saved files of a recipe against each rival, all just started; one of the starts judges its outputs first."""
     subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
     recipe, source, rivals = _to_confirm(job, subject)
     executable, candidate = load(recipe, source, fresh(subject))
@@ -250,7 +252,7 @@ def round_job(job: Job, folder: pathlib.Path) -> Any:
     told = {"judged": to_json(judged), "judging_s": time.perf_counter() - begun, "comparisons": {}}
     if judged is None or judged.ok:
         runner = runner_for(executable, candidate, subject, plan.objective)
-        told["comparisons"] = {name: to_json(in_round(runner, rival, plan)) for name, rival in rivals.items()}
+        told["comparisons"] = {name: to_json(in_start(runner, rival, plan)) for name, rival in rivals.items()}
     return told
 
 
@@ -260,8 +262,9 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     recipe, source, rivals = _to_confirm(job, subject)
     plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "costs")}
     asked["judged"] = job["judged"] and from_json(Confirmation, job["judged"])
-    earlier = {name: [from_json(Comparison, each) for each in rounds] for name, rounds in job["earlier"].items()}
-    found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, **asked)
+    earlier = {name: [from_json(Comparison, each) for each in starts] for name, starts in job["earlier"].items()}
+    seen = [from_json(Measurement, each) for each in job["seen"]]
+    found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, seen=seen, **asked)
     if found.ok and whole(source):
         ship(job, source, subject, executable, found)
     return to_json(found)
@@ -387,7 +390,7 @@ JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
     "original": original_job,
     "probe": probe_job,
     "against": against_job,
-    "round": round_job,
+    "start": start_job,
     "confirm": confirm_job,
     "explain": explain_job,
 }

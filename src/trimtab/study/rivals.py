@@ -63,7 +63,7 @@ class Rivals:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / READY).unlink(missing_ok=True)
         job = {**self._job, **what, "kind": "serve", "address": str(address)}
-        self._processes[name] = WorkerProcess(job, folder, self._workers)
+        self._processes[name] = WorkerProcess(job, folder, self._workers, warm=True)
 
     def ready(self, name: str, *, seconds: float, interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Wait until the rival answers; gives what it tells about itself.
@@ -92,21 +92,21 @@ class Rivals:
 
     def assure(
         self, name: str, recipe: Recipe, *, fresh: bool, seconds: float, interrupted: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Wait for a rival, which is started if it does not run; one more try if it dies.
+    ) -> dict[str, Any]:
+        """Wait for a rival, which is started if it does not run, as :meth:`ready` does; one more try if it dies.
 
         Raises:
             MeasurementError: it died twice, or was interrupted.
         """
-        for attempt in (1, 2):
-            if attempt == 2 or not self.alive(name):
-                self.start(name, recipe, fresh=fresh)
-            try:
-                self.ready(name, seconds=seconds, interrupted=interrupted)
-                return
-            except MeasurementError:
-                if attempt == 2 or interrupted():
-                    raise
+        if not self.alive(name):
+            self.start(name, recipe, fresh=fresh)
+        try:
+            return self.ready(name, seconds=seconds, interrupted=interrupted)
+        except MeasurementError:
+            if interrupted():
+                raise
+        self.start(name, recipe, fresh=fresh)
+        return self.ready(name, seconds=seconds, interrupted=interrupted)
 
     def alive(self, name: str) -> bool:
         """Whether the rival still runs."""

@@ -27,7 +27,7 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
     if confirmation.against_tuned is not None:
         tuned = confirmation.against_tuned
         words += f" and {tuned.single()} the tuned original"
-        words += "" if tuned.vague else f" ({tuned.low:.2f} to {tuned.high:.2f})"
+        words += "" if tuned.unclear else f" ({tuned.bounds()})"
     words += _cost(study, found)
     return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
 
@@ -95,10 +95,8 @@ def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) ->
 
 
 def speed(ratio: Interval) -> str:
-    """What may be claimed of ``ratio`` over the original: beside busy neighbours only which of the two is faster."""
-    if not ratio.vague:
-        return f"{ratio.quoted()} as fast as written (95% interval {ratio.bounds()})"
-    unclear = f"the timings leave unclear ({ratio.bounds()})"
-    if ratio.low > 1 or ratio.high < 1:
-        return f"{'faster' if ratio.low > 1 else 'slower'} than as written, by a factor that {unclear}"
-    return f"faster or slower than as written, which {unclear}"
+    """What may be claimed of ``ratio`` over the original: a figure, or a bound where the interval is wide; neither where it
+    holds 1."""
+    if ratio.unclear:
+        return f"faster or slower than as written, which the timings leave unclear ({ratio.bounds()})"
+    return f"{ratio.quoted()} as fast as written (95% interval {ratio.bounds()})"

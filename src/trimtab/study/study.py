@@ -83,8 +83,11 @@ class Study:
             shutil.rmtree(left, ignore_errors=True)
         self.environment = Environment.capture()
         self.progress.stage("checking the workload with a dry run")
+        self.load_s = 0.0
+        """Seconds in which a forked process has the workload ready; those of the dry run, until one did."""
         self.prepared = self._prepare()
         self.startup_s = time.monotonic() - self._began
+        """Seconds of the dry run, with the start of its interpreter."""
         known = self.prepared
         self.notes += verdict.doubts(options.limits, known.score, known.share, known.least)
         for remark in dict.fromkeys((*self.prepared.notes, *self.notes)):
@@ -269,9 +272,10 @@ class Study:
         self.progress.began(ask, len(self._trials))
         try:
             if not rivals.alive("as_written"):
-                rivals.assure(
+                told = rivals.assure(
                     "as_written", self.original, fresh=False, seconds=self.options.trial_s, interrupted=self.interrupted
                 )
+                self.load_s = told.get("load_s", self.load_s)
         except MeasurementError:
             if self.interrupted():
                 return None
@@ -377,6 +381,7 @@ class Study:
     def _prepare(self) -> Prepared:
         job = self.job() | {"kind": "prepare", "recipe": self.original.to_json()}
         outcome = self.run_job(job, self.folder / PREPARE)
+        self.load_s = outcome.seconds
         if outcome.cut_off:
             raise KeyboardInterrupt
         if outcome.error is not None:
