@@ -26,7 +26,8 @@ class Spy(torch.nn.Module):
     def forward(self, x): return x
 def workload():
     {act}
-    print("spy", os.getppid(), os.getpgid(0), numpy.random.randint(1 << 30), os.environ.get("SPY"), flush=True)
+    print("spy", os.getppid(), os.getpgid(0), numpy.random.randint(1 << 30), os.environ.get("SPY"),
+          *(torch.empty(size).data_ptr() for size in (100, 1 << 22)), flush=True)
     return trimtab.Workload(name="spy", model=Spy, inputs=(torch.ones(2, 3),))
 """
 
@@ -57,11 +58,13 @@ def test_forks_are_each_in_a_group_with_random_numbers_and_an_environment_of_the
         outcome = second.wait(seconds=100, memory_mb=None)
         assert outcome.reason is None
         assert outcome.result["name"] == "spy"
-    (parent, group, number, variable), (parent_2, group_2, number_2, variable_2) = told(first), told(second)
+    parent, group, number, variable, *addresses = told(first)
+    parent_2, group_2, number_2, variable_2, *addresses_2 = told(second)
     assert parent == parent_2 != str(os.getpid())  # both are forks of one server
     assert (int(group), int(group_2)) == (first.pid, second.pid)
     assert number != number_2
     assert (variable, variable_2) == ("None", "later")
+    assert all(one != other for one, other in zip(addresses, addresses_2, strict=True)), "on the heap, and beside it"
 
 
 WARM = """

@@ -14,6 +14,7 @@ from typing import Any
 from trimtab._json import from_json
 from trimtab.confirm import Confirmation
 from trimtab.errors import StorageError, TrimtabError
+from trimtab.measure.pairs import PATIENCE
 from trimtab.measure.pooled import MOST_STARTS, START_S, STARTS, narrow, number_of_starts
 from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
@@ -48,11 +49,16 @@ def expected(study: Study, trial: Trial, seconds: float) -> int:
 
 
 def expected_s(study: Study, trial: Trial | None, seconds: float) -> float:
-    """Seconds that a confirmation of ``trial`` with ``seconds`` of timing is likely to take, or of any where none is known."""
+    """Seconds that a confirmation of ``trial`` with ``seconds`` of timing is likely to take, or of any where none is known.
+
+    Where most blocks of the trial were thrown away, because others had the CPU, timing takes as long as it may.
+    """
     count = STARTS if trial is None else expected(study, trial, seconds)
     load_s = START_S if trial is None or trial.cold_s is None else trial.cold_s
     rivals = 1 + (study.to_beat is not None and study.to_beat.recipe != study.original)
-    return count * (study.load_s + load_s) + rivals * seconds + FINAL * study.startup_s
+    found = None if trial is None else trial.comparison
+    timing_s = seconds * (PATIENCE if found is not None and found.discarded > 2 * found.pairs else 1.0)
+    return count * (study.load_s + load_s) + rivals * timing_s + FINAL * study.startup_s
 
 
 def earlier(
