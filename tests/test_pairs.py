@@ -311,8 +311,9 @@ def start_of(ratio: float, half: float = 0.005, *, ms: float = 1.0, **more: Any)
     return Comparison(ratio=bounds, pairs=12, candidate=candidate, rival=rival, discarded=4, **more)
 
 
-def seen_at(ms: float, pace_ns: int = 200_000) -> Measurement:
-    return Measurement(unit="ms", n=10, median=ms, interval=Interval(ms, ms, ms), conditions={"pace_ns": pace_ns})
+def seen_at(ms: float, pace_ns: int = 200_000, **more: Any) -> Comparison:
+    found = start_of(3.0, ms=ms, **more)
+    return dataclasses.replace(found, rival=dataclasses.replace(found.rival, conditions={"pace_ns": pace_ns}))
 
 
 def test_several_starts_are_as_sure_as_they_agree() -> None:
@@ -375,6 +376,7 @@ def test_what_the_study_saw_of_the_original_counts() -> None:
     assert slower.ratio.high == pytest.approx(10.0 * 0.7 / 0.52, rel=0.001)
     machine = pooled(starts, [seen_at(0.7, pace_ns=300_000)])
     assert machine.ratio == alone.ratio, "where the cores themselves were slower, both sides were"
+    assert pooled(starts, [seen_at(288.0, foreign=0.1)]).ratio == alone.ratio, "nor do neighbours tell of the model"
     varied = pooled(starts, [seen_at(ms) for ms in (0.45, 0.6, 0.5, 0.54)])
     assert varied.ratio.width > 1.5 * alone.ratio.width, "what it varied by during the search is in the prior"
 

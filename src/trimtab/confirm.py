@@ -79,7 +79,7 @@ def confirm(
     must_win: bool,
     costs: Mapping[str, float | None] | None = None,
     earlier: Mapping[str, Sequence[Comparison]] | None = None,
-    seen: Sequence[Measurement] = (),
+    seen: Sequence[Comparison] = (),
     judged: Confirmation | None = None,
 ) -> tuple[Confirmation, Executable]:
     """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``).
@@ -88,7 +88,7 @@ def confirm(
     tuned original. With ``must_win`` it holds only if it is surely faster than the tuned original, and not surely slower than
     as written; where memory is the objective, if it needs less than that. ``earlier`` are the comparisons with each rival in
     starts of other processes, which count as much as what is timed now, ``judged`` is what :func:`judge` found in the first of
-    them, and ``seen`` are the times of the model as written in the trials of the search.
+    them, and ``seen`` are the comparisons of the search with the model as written.
     """
     figures: dict[str, Any] = {"loaded": (files / BUILT).exists(), **(costs or {})}
     executable, candidate = load(recipe, files, fresh(subject))
@@ -164,7 +164,7 @@ def _fast(
     must_win: bool,
     figures: dict[str, Any],
     earlier: Mapping[str, Sequence[Comparison]],
-    seen: Sequence[Measurement],
+    seen: Sequence[Comparison],
 ) -> str | None:
     runner = runner_for(executable, candidate, subject, plan.objective)
     found = pooled([*earlier.get("as_written", ()), in_start(runner, rivals["as_written"], plan)], seen)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from trimtab.measure.pairs import FEW_QUADS, PROCESS_NOISE, SLOWED
 from trimtab.measure.quantiles import CONFIDENCE, normal_quantile, t_quantile
-from trimtab.measurement import Comparison, Interval, Measurement
+from trimtab.measurement import QUIET, Comparison, Interval, Measurement
 
 STARTS, MOST_STARTS = 8, 16
 """Starts of both sides that a figure rests on which is handed over; more where their interval is still wider than
@@ -22,7 +22,7 @@ WIDE = 1.15
 """Bounds of a pooled ratio that are further apart than this factor are worth more starts."""
 
 
-def pooled(starts: Sequence[Comparison], seen: Sequence[Measurement] = ()) -> Comparison:
+def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Comparison:
     """``starts`` as one comparison, whose interval holds for another start of both sides.
 
     The figure is the median of the ratios of the starts. Each is a ratio of times that were measured in turns, so that a
@@ -40,14 +40,14 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Measurement] = ()) -> Co
 
     Args:
         starts: made with ``process_noise=0``.
-        seen: further timings of the rival, by other processes or at other times.
+        seen: further comparisons with the rival, by other processes or at other times. Those beside busy neighbours are left
+            out.
     """
     logs, n = [math.log(found.ratio.value) for found in starts], len(starts)
-    seen = _at_the_same_pace(seen, starts)
-    known = [math.log(each.median) for each in seen]
+    known = _at_the_same_pace([each.rival for each in seen if each.foreign + each.stolen <= QUIET], starts)
     halves = [_half(found.sampling or found.ratio) for found in starts]
     error = (statistics.median(halves) / normal_quantile((1 + CONFIDENCE) / 2)) ** 2
-    prior = max(PROCESS_NOISE, statistics.stdev(known) if len(known) > 1 else 0.0) ** 2 + error
+    prior = max(PROCESS_NOISE, _spread(known)) ** 2 + error
     freedom, centre, value = PRIOR_STARTS + n - 1, statistics.fmean(logs), statistics.median(logs)
     variance = (PRIOR_STARTS * prior + sum((each - centre) ** 2 for each in logs)) / freedom
     half = t_quantile((1 + CONFIDENCE) / 2, freedom) * math.sqrt(variance / n)
@@ -62,7 +62,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Measurement] = ()) -> Co
     shares = {
         name: sum(getattr(found, name) * found.pairs for found in starts) / total for name in ("foreign", "stolen", "slowed")
     }
-    every = [*times, *(each.median for each in seen)]
+    every = [*times, *map(math.exp, known)]
     return dataclasses.replace(
         starts[-1],
         ratio=Interval(math.exp(value), math.exp(low), math.exp(high)),
@@ -94,13 +94,21 @@ def number_of_starts(candidate_s: float, rival_s: float, seconds: float) -> int:
     return max(1, min(STARTS, int(seconds / each_s)))
 
 
-def _at_the_same_pace(seen: Sequence[Measurement], starts: Sequence[Comparison]) -> list[Measurement]:
-    """Those of ``seen`` during which the cores were about as fast as in the ``starts``: others tell about the machine only."""
+def _at_the_same_pace(seen: Sequence[Measurement], starts: Sequence[Comparison]) -> list[float]:
+    """Logarithms of the times of those of ``seen`` during which the cores were about as fast as in the ``starts``: others tell
+    about the machine only."""
     paces = [pace for found in starts if (pace := _pace(found.rival)) is not None]
-    if not paces:
-        return list(seen)
-    usual = statistics.median(paces)
-    return [each for each in seen if (pace := _pace(each)) is not None and abs(math.log(pace / usual)) <= SLOWED]
+    usual = statistics.median(paces) if paces else math.nan
+    near = [each for each in seen if (pace := _pace(each)) is not None and abs(math.log(pace / usual)) <= SLOWED]
+    return [math.log(each.median) for each in near]
+
+
+def _spread(logs: Sequence[float]) -> float:
+    """The standard deviation of ``logs``, by their median absolute deviation, which one outlier does not move."""
+    if len(logs) < 2:
+        return 0.0
+    middle = statistics.median(logs)
+    return statistics.median(abs(each - middle) for each in logs) / normal_quantile(0.75)
 
 
 def _pace(timed: Measurement) -> float | None:

@@ -63,7 +63,7 @@ def confirm(
     job = common | {
         "kind": "confirm",
         "earlier": to_json(earlier.comparisons),
-        "seen": [to_json(each.comparison.rival) for each in study.trials if each.comparison is not None],
+        "seen": [to_json(each.comparison) for each in study.trials if each.comparison is not None],
         "judged": to_json(earlier.judged),
         "threads": study.prepared.threads,
         "must_win": must_win,

@@ -48,7 +48,7 @@ from trimtab.measure.memory import PeakMemory
 from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import Runner
-from trimtab.measurement import Comparison, Measurement
+from trimtab.measurement import Comparison
 from trimtab.recipe import Recipe
 from trimtab.reference import Reference, least_drop, refer
 from trimtab.study import apart, sameness, space
@@ -263,7 +263,7 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "costs")}
     asked["judged"] = job["judged"] and from_json(Confirmation, job["judged"])
     earlier = {name: [from_json(Comparison, each) for each in starts] for name, starts in job["earlier"].items()}
-    seen = [from_json(Measurement, each) for each in job["seen"]]
+    seen = [from_json(Comparison, each) for each in job["seen"]]
     found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, seen=seen, **asked)
     if found.ok and whole(source):
         ship(job, source, subject, executable, found)
