@@ -320,12 +320,15 @@ def test_several_starts_are_as_sure_as_they_agree() -> None:
     alike = pooled([start_of(ratio) for ratio in (2.0, 2.002, 1.998)])
     assert alike.ratio.value == pytest.approx(2, rel=1e-3)
     prior = PRIOR_STARTS * (pairs.PROCESS_NOISE**2 + (0.005 / 1.96) ** 2)
-    assert alike.ratio.width == pytest.approx(2 * t_quantile(0.975, 5) * math.sqrt((prior + 2e-6) / 5 / 3), rel=0.01)
+    assert alike.ratio.width == pytest.approx(
+        2 * t_quantile(0.975, PRIOR_STARTS + 2) * math.sqrt((prior + 2e-6) / (PRIOR_STARTS + 2) / 3), rel=0.01
+    )
     several = (2.0, 2.2, 1.8, 2.1, 1.9, 2.05)
     apart = pooled([start_of(ratio) for ratio in several])
     spread = statistics.stdev(math.log(r) for r in several)
     assert apart.process_noise == pytest.approx(spread)
-    half = t_quantile(0.975, 8) * math.sqrt((prior + 5 * spread**2) / 8 / 6)
+    freedom = PRIOR_STARTS + 5
+    half = t_quantile(0.975, freedom) * math.sqrt((prior + 5 * spread**2) / freedom / 6)
     assert math.log(apart.ratio.high / apart.ratio.low) == pytest.approx(2 * half, rel=0.001)
     assert (apart.starts, apart.pairs, apart.discarded, apart.candidate.n) == (6, 72, 24, 60)
     assert apart.candidate.interval.low == pytest.approx(0.9 / 2.2)

@@ -16,7 +16,7 @@ STARTS, MOST_STARTS = 8, 16
 :data:`WIDE`, as long as there is time."""
 START_S, LEAST_START_S = 1.0, 0.5
 """Seconds of timing in one start, and the fewest that are worth a start."""
-PRIOR_STARTS = 3
+PRIOR_STARTS = 2
 """Degrees of freedom of the prior of the variance from start to start: that many starts count as much as the prior."""
 WIDE = 1.15
 """Bounds of a pooled ratio that are further apart than this factor are worth more starts."""
