@@ -232,6 +232,8 @@ def to_confirm(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], *
         storage=types.SimpleNamespace(noted=noted.get, note=noted.__setitem__),
         original=recipe,
         startup_s=1.0,
+        load_s=0.1,
+        to_beat=None,
         trials=[],
         prepared=types.SimpleNamespace(weights={}, threads=1),
         ships=False,

@@ -27,7 +27,7 @@ class Spy(torch.nn.Module):
 def workload():
     {act}
     print("spy", os.getppid(), os.getpgid(0), numpy.random.randint(1 << 30), os.environ.get("SPY"),
-          *(torch.empty(size).data_ptr() for size in (100, 1 << 22)), flush=True)
+          *(torch.empty(size).data_ptr() for size in (4000, 1 << 22)), flush=True)
     return trimtab.Workload(name="spy", model=Spy, inputs=(torch.ones(2, 3),))
 """
 

@@ -76,7 +76,7 @@ def test_a_vague_speed_up_is_quoted_by_its_lower_bound() -> None:
     assert _words.quoted(Interval(2.5, 2.4, 2.6)) == "2.50x"
     assert _words.quoted(Interval(149.0, 3.88, 5722.0)) == "at least 3.88x"
     assert _words.speed(Interval(149.0, 3.88, 5722.0)) == "at least 3.88x (3.88 to >1000)"
-    assert _words.speed(Interval(149.0, 0.88, 5722.0)) == "unclear (0.880 to >1000)"
+    assert _words.speed(Interval(149.0, 0.88, 5722.0)) == "unclear (0.88 to >1000)"
     assert _words.speed(Interval(2.0, math.nan, math.nan)) == "2.00x"
 
 

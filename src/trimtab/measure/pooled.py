@@ -16,7 +16,7 @@ STARTS, MOST_STARTS = 8, 16
 :data:`WIDE`, as long as there is time."""
 START_S, LEAST_START_S = 1.0, 0.5
 """Seconds of timing in one start, and the fewest that are worth a start."""
-PRIOR_STARTS = 2
+PRIOR_STARTS = 1
 """Degrees of freedom of the prior of the variance from start to start: that many starts count as much as the prior."""
 WIDE = 1.15
 """Bounds of a pooled ratio that are further apart than this factor are worth more starts."""
@@ -32,7 +32,8 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     The interval is Student's t around the mean of the logarithms. Their variance is shrunk towards a scaled inverse chi-square
     prior with :data:`PRIOR_STARTS` degrees of freedom, which holds :data:`PROCESS_NOISE`, what the time of the rival varied by
     where it was ``seen`` elsewhere, as in the trials of a study, and the starts' own errors (Gelman et al., "Bayesian Data
-    Analysis", section 2.6). So a few starts that agree by chance do not give a narrow interval.
+    Analysis", section 2.6). So a few starts that agree by chance do not give a narrow interval. A single start has the prior
+    alone, which is taken for known.
 
     Two things that more starts do not average out widen the interval further: what neighbours may have done to both sides
     (:attr:`~trimtab.measurement.Comparison.sampling`), and a time of the rival that differs from the one that was ``seen``
@@ -50,7 +51,8 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     prior = max(PROCESS_NOISE, _spread(known)) ** 2 + error
     freedom, centre, value = PRIOR_STARTS + n - 1, statistics.fmean(logs), statistics.median(logs)
     variance = (PRIOR_STARTS * prior + sum((each - centre) ** 2 for each in logs)) / freedom
-    half = t_quantile((1 + CONFIDENCE) / 2, freedom) * math.sqrt(variance / n)
+    quantile = t_quantile((1 + CONFIDENCE) / 2, freedom) if n > 1 else normal_quantile((1 + CONFIDENCE) / 2)
+    half = quantile * math.sqrt(variance / n)
     low, high = min(centre - half, value), max(centre + half, value)
     disturbed = [found.ratio if found.sampling else Interval(*[found.ratio.value] * 3) for found in starts]
     low = min(low, statistics.median(math.log(ratio.low) for ratio in disturbed))

@@ -42,8 +42,9 @@ OURS = 1 if sys.platform == "linux" else 2
 """Threads of Python's in a server: its own and, where the kernel does not do its work, the lifeline's."""
 COMPUTE_S = 30.0
 """Longest time that a fork may take for a sum and a product; it takes milliseconds, or it hangs."""
-SHIFT_PAGES, SHIFT_BYTES = 2048, (1 << 10, 1 << 16)
-"""Most pages, and fewest and most bytes of the heap, by which the memory of a fork is shifted."""
+GAP, SHIFT_PAGES, SHIFT_BLOCKS = 1 << 28, 2048, 512
+"""Bytes of addresses that are reserved without memory behind them, and most pages and blocks of the heap besides, by which the
+memory of a fork is shifted."""
 _reserved: list[mmap.mmap | bytearray] = []
 """What shifts the memory of this process, as long as it lives."""
 
@@ -141,10 +142,11 @@ def _settle(log: int, server: int) -> None:
 
 
 def _shift_memory() -> None:
-    """Reserve a random number of pages and of bytes of the heap, so that what is allocated from here on lies elsewhere in each
+    """Reserve a random number of pages and of blocks of the heap, so that what is allocated from here on lies elsewhere in each
     fork, as in new interpreters (Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009)."""
-    _reserved.append(mmap.mmap(-1, mmap.PAGESIZE * (1 + secrets.randbelow(SHIFT_PAGES))))
-    _reserved.append(bytearray(SHIFT_BYTES[0] + secrets.randbelow(SHIFT_BYTES[1])))
+    pages = GAP // mmap.PAGESIZE + secrets.randbelow(SHIFT_PAGES)  # more than any gap between mappings, which would take it
+    _reserved.append(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0))
+    _reserved.extend(bytearray(1024 + secrets.randbelow(4096)) for _ in range(secrets.randbelow(SHIFT_BLOCKS)))
 
 
 def _reap(running: dict[int, int]) -> None:
