@@ -32,7 +32,7 @@ FLOORS = [
     {"measure", "passes", "backends", "checks"},
     {"intake", "splits", "subject", "reference", "evaluate", "confirm", "explain", "train", "probe", "doctor"}
     | {"artifact", "_manifest", "_golden", "_artifact_text", "_shipping", "_batches", "_reading", "_independence", "_sizes"}
-    | {"_faithful", "_fitted", "_placing", "_watched"},
+    | {"_faithful", "_fitted", "_placing"},
     {"study"},
     {"report", "serve", "testing", "optimizing", "tuning", "cli", "__main__"},
 ]

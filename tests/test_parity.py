@@ -393,25 +393,33 @@ def test_what_is_large_in_an_output_does_not_hide_what_is_small(exact: bool, exa
     assert "along axis 2" in str(compare_outputs(last[:1], last[1:], exact=exact, max_error=0.05).reason)
 
 
-def test_what_no_score_looks_at_may_be_off_but_not_lost() -> None:
+def test_what_a_score_may_not_look_at_may_be_off_but_not_lost() -> None:
     def held(factor: float, **more: object) -> Parity:
         logits, first, second = outputs(64, 3), outputs(64, 8, seed=1), detections(64)
         found = second.clone()
         found[:, 4:] *= factor
-        options = {"exact": False, "scored": True, "unlooked": ("output.1", "output.2")} | more
-        return compare_outputs([(logits, first, second)], [(0 * logits, factor * first, found)], **options)  # type: ignore[arg-type]
+        options = {"exact": False, "scored": True, "gated": None} | more
+        return compare_outputs([(logits, first, second)], [(logits, factor * first, found)], **options)  # type: ignore[arg-type]
 
     lost = held(0.0)
-    assert str(lost.reason).startswith("'output.1', which the score does not look at, has a centred error of 1")
-    hidden = held(0.0, unlooked=("output.2",))
+    assert str(lost.reason).startswith("'output.1' has a centred error of 1")
+    hidden = held(0.0, gated=("output.2",))
     assert str(hidden.reason).startswith("'output.2' is no better than a constant in 3 of the 7 slices along axis 1")
-    assert str(hidden.reason).endswith("Let the score look at it, or have the model not return it.")
-    off = held(0.7)
-    assert off.ok
-    assert str(off.aside).startswith("the score does not look at 'output.1', which is off by 30.")
-    assert held(1.0).aside is None
-    assert from_json(Parity, to_json(off)).aside == off.aside
-    assert held(0.0, unlooked=()).ok, "the score judges it"
+    assert str(hidden.reason).endswith("If nobody needs it, name the outputs that count: Evaluation(outputs=...).")
+    assert held(0.7).ok
+    assert held(0.0, gated=()).ok, "the score judges it"
+
+
+def test_what_follows_data_and_what_is_alone_is_the_scores() -> None:
+    def held(reference: list[object], found: list[object]) -> bool:
+        return compare_outputs(reference, found, exact=False, scored=True, gated=None).ok
+
+    boxes = [outputs(size, 4, seed=size) for size in (5, 9, 7)]
+    classes = [outputs(size, 3, seed=size) for size in (16, 16, 16)]
+    lost = [0 * each for each in boxes]
+    assert held([*boxes], [*lost])
+    assert held([*zip(classes, boxes, strict=True)], [*zip(classes, lost, strict=True)])
+    assert not held([*zip(boxes, classes, strict=True)], [*zip(boxes, [0 * each for each in classes], strict=True)])
 
 
 def test_slices_are_compared_over_all_batches_as_far_as_their_sizes_agree() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from _backends import needs_compiler
 from test_artifact_edges import replayed, shipped
+from trimtab._faithful import faithful
 from trimtab.artifact import Golden
 from trimtab.backends.eager import Eager
 from trimtab.backends.torchscript import TorchScript
@@ -319,34 +320,56 @@ def test_texts_and_numbers_that_are_drawn_anew_are_told_of(make: Any) -> None:
         refer(model, batches, Evaluation(data=[], score=lambda o, t: t == 0, run=run))
 
 
-def watched_score(look: Callable[[Any], Any]) -> Evaluation:
-    return Evaluation(data=[], score=lambda o, t: look(o) == t)
+class Several(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x[:, :3], x[:, 3:6], x[:, 6].long(), {"more": x[:, 7:]}
+
+
+def naming(*outputs: str) -> Evaluation:
+    return Evaluation(data=[], score=lambda o, t: t == 0, outputs=outputs)
+
+
+def test_outputs_that_an_evaluation_names_are_known_before_anything_is_tried() -> None:
+    batches = [Batch(torch.randn(20, 8), torch.zeros(20), rows=20) for _ in range(2)]
+    known = r"which is no floating-point output of the model\. Those are: '0', '1', '3\.more'\.$"
+    for wrong in ("logits", "2", "output"):
+        with pytest.raises(UsageError, match=rf"^Evaluation outputs names '{wrong}', {known}"):
+            refer(Several(), batches, naming("0", wrong))
+    with pytest.raises(UsageError, match=r"Those are: 'output'\.$"):
+        refer(lambda x: x, batches, naming("x"))
+    assert refer(Several(), batches, naming("0", "output.3.more")).scores is not None
+    assert refer(lambda x: x, batches, naming("output")).scores is not None
+    assert refer(lambda x: {"output": x, "more": x}, batches, naming("output")).scores is not None
+    for odd in ("logits", 5, [0]):
+        with pytest.raises(UsageError, match=r"^Evaluation outputs is .*; give a tuple of names, such as \('logits',\)\.$"):
+            Evaluation(data=[], score=lambda o, t: t == 0, outputs=odd)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("look", "found"),
-    [
-        (lambda o: o[0].argmax(1), ("output.1", "output.3.more")),
-        (lambda o: np.asarray(o[0]).argmax(1), ("output.1", "output.3.more")),
-        (lambda o: torch.stack([*o[:2]])[0].argmax(1), ("output.3.more",)),
-        (lambda o: torch.zeros(len(o[3]["more"])), ("output.0", "output.1")),
-        (lambda o: torch.tensor([row.tolist().index(max(row.tolist())) for row in o[0]]), ("output.1", "output.3.more")),
-        (lambda o: tuple(leaf.clone() for leaf in (o[1], o[3]["more"], o[0]))[2].argmax(1), ()),
-        (lambda o: torch.zeros(20), ()),
-        (lambda o: (o[2] if type(o[0]) is torch.Tensor else None) + 0, ()),
-    ],
-    ids=["one", "array", "two", "length", "rows", "all", "none", "unwatchable"],
+    ("outputs", "lost"),
+    [(None, "output.1"), (("0",), None), ((), None), (("0", "1"), "output.1"), (("3.more",), "output.3.more")],
+    ids=["unsaid", "another", "none", "both", "nested"],
 )
-def test_outputs_that_a_score_does_not_look_at_are_known(look: Any, found: tuple[str, ...], tmp_path: pathlib.Path) -> None:
-    def model(x: torch.Tensor) -> Any:
-        return x[:, :3], x[:, 3:6], x[:, 6].long(), {"more": x[:, 7:]}
+def test_the_outputs_that_count_are_not_lost_whatever_the_score_says(outputs: Any, lost: str | None) -> None:
+    candidate = Candidate.of(Several().eval(), (torch.randn(2, 8),), dynamic=BATCH)
+    batches = [Batch(torch.randn(20, 8), torch.zeros(20), rows=20)]
+    evaluation = Evaluation(data=[], score=lambda o, t: t == 0, outputs=outputs)
+    reference = refer(Several(), batches, evaluation)
+    found = [(a, 0 * b, c, {"more": 0 * d["more"]}) for a, b, c, d in reference.nested()]
+    parity = faithful(reference, found, candidate.signature, evaluation, exact=False, max_error=0.05)
+    assert parity.ok is (lost is None)
+    assert lost is None or str(parity.reason).startswith(f"{lost!r} has a centred error of 1")
+    assert not faithful(reference, found, candidate.signature, evaluation, exact=True, max_error=0.05).ok
 
-    batches = [Batch(torch.randn(20, 8), torch.zeros(20), rows=20) for _ in range(2)]
-    reference = refer(model, batches, watched_score(look))
-    assert reference.unlooked == found
-    reference.save(tmp_path)
-    assert Reference.load(tmp_path).unlooked == found
-    assert refer(lambda x: x, batches, watched_score(lambda o: o[:, 0])).unlooked == ()
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_run_makes_is_made_for_the_score_unless_it_is_named(named: bool) -> None:
+    model, batches, run = answering(lambda y: (y, y + 1))
+    evaluation = Evaluation(data=[], score=lambda o, t: t == 0, run=run, outputs=("1",) if named else None)
+    reference = refer(model, batches, evaluation)
+    signature = Candidate.of(model, (torch.randn(2, 8),)).signature
+    found = [(0 * a, 0 * b) for a, b in reference.nested()]
+    assert faithful(reference, found, signature, evaluation, exact=False, max_error=0.05).ok is not named
 
 
 def test_what_run_makes_may_have_methods_as_it_makes_it_for_every_runtime() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 import runpy
 
@@ -14,9 +15,8 @@ from trimtab.study.sources import MODEL, code_of
 
 TEXT = """
 import time
-KNOWN = {"a", "b", "c", "d"}
 def helper(x):
-    return x in {"cos", "sin", "tan"}
+    return x in y
 class Net:
     def forward(self, x):
         return helper(x)
@@ -32,16 +32,15 @@ def of_file(folder: pathlib.Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("before", "after", "same"),
     [
-        ("return helper(x)", "return helper(x)  # as ever", True),
-        ("class Net", "\n\n\nclass Net", True),
-        ("class Net", "if __name__ == '__main__':\n    print(1)\nclass Net", True),
+        ("class Net", "if __name__ == '__main__':\n    print(1)\n\n    print(2)\nclass Net", True),
+        ("class Net", "if __name__ == 'net':\n    print(1)\nclass Net", False),
+        ("return helper(x)", "return helper(x)  # as ever", False),
         ("return helper(x)", "time.sleep(0.02)\n        return helper(x)", False),
         ("return x in", "time.sleep(0.02)\n    return x in", False),
         ("import time", "import time, torch\ntorch.set_flush_denormal(True)", False),
-        ('"tan"', '"exp"', False),
     ],
 )
-def test_what_a_file_does_is_compared_and_not_how_it_looks(tmp_path, before: str, after: str, *, same: bool) -> None:
+def test_files_are_compared_but_for_what_they_do_as_programs(tmp_path, before: str, after: str, *, same: bool) -> None:
     assert (of_file(tmp_path, TEXT) == of_file(tmp_path, TEXT.replace(before, after))) is same
 
 
@@ -75,3 +74,16 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("made", [torch.fx.symbolic_trace, torch.jit.script], ids=["fx", "script"])
 def test_a_graph_is_known_by_its_operations(made) -> None:
     assert code_of(made(Sum()), {}) == code_of(made(Sum()), {}) != code_of(made(Twice()), {})
+
+
+def test_of_a_class_that_was_imported_the_file_counts(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "net_of_a_file.py"
+    text = "from torch import nn\nclass Net(nn.Module):\n    pass\n"
+    file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module(file.stem).Net()
+    found = []
+    for more in ("", "if __name__ == '__main__':\n    print(1)\n", "known = 1\n"):
+        file.write_text(text + more)
+        found.append(code_of(nn.Sequential(model), {})[MODEL])
+    assert found[0] == found[1] != found[2]

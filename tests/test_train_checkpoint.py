@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import time
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -326,14 +326,15 @@ def test_a_folder_that_is_let_go_while_another_run_asks_for_it_is_kept_from_a_th
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock of a file that was removed keeps nobody off the one that the next run makes."""
-    real, took = pytest.importorskip("fcntl").lockf, []
+    fcntl, took = pytest.importorskip("fcntl"), []
+    real = fcntl.lockf
 
-    def lock(file: IO[str], how: int) -> None:
+    def lock(file: int, how: int) -> None:
         if not took:
             (tmp_path / held.NAME).unlink()
         took.append(real(file, how))
 
-    monkeypatch.setattr(held.fcntl, "lockf", lock)
+    monkeypatch.setattr(fcntl, "lockf", lock)
     ours = held.hold(tmp_path)
     assert ours is not None
     assert len(took) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pathlib
 import shutil
@@ -19,7 +18,7 @@ def set_aside(folder: pathlib.Path, old: Sequence[str], aside: pathlib.Path, new
     """
     try:
         for name in old:
-            moved(folder / name, aside / name)
+            os.replace(folder / name, aside / name)
         yield
     except BaseException:
         for name in set(new) - set(old):
@@ -32,26 +31,8 @@ def put_back(aside: pathlib.Path, folder: pathlib.Path) -> None:
     """Have everything in ``folder`` that was set aside from it, instead of what has its name there; ``aside`` is gone then."""
     for entry in list(aside.iterdir()):
         removed(folder / entry.name)
-        moved(entry, folder / entry.name)
+        os.replace(entry, folder / entry.name)
     aside.rmdir()
-
-
-def moved(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Rename ``source`` to ``target``, where nothing is. A folder that cannot be, since it belongs to a lower layer of a
-    container's file system, is copied and then deleted; half a copy never has the name of ``target``."""
-    try:
-        os.replace(source, target)
-    except OSError as error:
-        if error.errno != errno.EXDEV or source.is_symlink() or not source.is_dir():
-            raise
-        copy = target.with_name(f".{target.name}.tmp")
-        removed(copy)
-        try:
-            shutil.copytree(source, copy, symlinks=True)
-            os.replace(copy, target)
-        finally:
-            removed(copy)
-        shutil.rmtree(source)
 
 
 def removed(path: pathlib.Path) -> None:

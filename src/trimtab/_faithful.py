@@ -29,13 +29,16 @@ def faithful(
 ) -> Parity:
     """How far ``outputs`` are from those of ``reference``, held against it as far as no score judges them.
 
-    ``full`` is the signature of the original model.
+    ``full`` is the signature of the original model. What the evaluation's own ``run`` makes is made for the score, so that of
+    it only outputs that are named are judged beside the score.
     """
     scored = evaluation is not None
     specs = full.outputs if evaluation is None or evaluation.run is None else None  # what run makes of them has others
+    gated: Sequence[str] | None = () if specs is None else None
+    if evaluation is not None and evaluation.outputs is not None:
+        gated = [form for name in evaluation.outputs for form in (name, f"output.{name}")]
     most = None if scored or exact else max_error
-    held = reference.nested(), outputs
-    return compare_outputs(*held, exact=exact, max_error=most, scored=scored, specs=specs, unlooked=reference.unlooked)
+    return compare_outputs(reference.nested(), outputs, exact=exact, max_error=most, scored=scored, specs=specs, gated=gated)
 
 
 def writes_otherwise(

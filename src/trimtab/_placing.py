@@ -13,8 +13,6 @@ from trimtab._aside import set_aside
 from trimtab._manifest import MANIFEST, read_manifest
 from trimtab.errors import ArtifactError
 
-NEW, OLD = "new", "old"
-
 
 @contextlib.contextmanager
 def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
@@ -22,16 +20,16 @@ def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         refuse_others(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        inside = _stays(folder)
-        place = folder if inside else folder.parent
-        scratch = pathlib.Path(tempfile.mkdtemp(dir=place, prefix=f".{folder.name}.", suffix=".tmp"))
+        scratch = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
+        new, old = scratch / "new", scratch / "old"
         try:
-            (scratch / NEW).mkdir()
-            yield scratch / NEW
-            (scratch / OLD).mkdir()
-            (_fill if inside else _replace)(folder, scratch)
+            new.mkdir()
+            yield new
+            old.mkdir()
+            with set_aside(folder.parent, [folder.name] if folder.exists() else [], old, [folder.name]):
+                os.replace(new, folder)
         except BaseException:
-            if not (scratch / OLD).exists():  # else it holds what could not be put back
+            if not old.exists():  # else it holds what could not be put back
                 shutil.rmtree(scratch, ignore_errors=True)
             raise
         # some file systems keep what another has open, of the old artifact, once the new one is in its place
@@ -39,33 +37,8 @@ def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     except OSError as error:
         raise ArtifactError(
             f"The artifact cannot be written to {folder}: {error.strerror or error}. Nothing was left half-written. Make room, "
-            "or choose a folder that can be written."
+            "or choose a folder that can be written: one below it, where something is mounted."
         ) from error
-
-
-def _replace(folder: pathlib.Path, scratch: pathlib.Path) -> None:
-    """Put what was made in ``scratch``, which lies beside ``folder``, in its place."""
-    with set_aside(folder.parent, [folder.name] if folder.exists() else [], scratch / OLD, [folder.name]):
-        os.replace(scratch / NEW, folder)
-
-
-def _fill(folder: pathlib.Path, scratch: pathlib.Path) -> None:
-    """Put what was made in ``scratch``, which lies in ``folder``, in the place of whatever else does. The manifest is the first
-    to go and the last to come: without it nothing is taken for an artifact."""
-    there = sorted({*os.listdir(folder)} - {scratch.name}, key=MANIFEST.__ne__)
-    made = sorted(os.listdir(scratch / NEW), key=MANIFEST.__eq__)
-    with set_aside(folder, there, scratch / OLD, made):
-        for name in made:
-            os.replace(scratch / NEW / name, folder / name)
-
-
-def _stays(folder: pathlib.Path) -> bool:
-    """Whether ``folder`` is filled and not replaced. Nothing takes the place of what is mounted, as an empty one may be too."""
-    return folder.is_dir() and (not any(folder.iterdir()) or os.path.ismount(folder) or not _writable(folder.parent))
-
-
-def _writable(folder: pathlib.Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def refuse_others(folder: pathlib.Path) -> None:
@@ -82,5 +55,5 @@ def refuse_others(folder: pathlib.Path) -> None:
         names = sorted(path.relative_to(folder).as_posix() for path in paths if path.is_symlink() or not path.is_dir())
         if strange := [name for name in names if name not in listed]:
             raise ArtifactError(f"{folder} holds {strange[0]!r} beside an artifact. Move it away, or choose another folder.")
-    if not _writable(folder):
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise ArtifactError(f"{folder} may not be written, so no artifact can take its place. Let this user write to it.")

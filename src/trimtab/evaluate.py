@@ -129,8 +129,6 @@ def _line(
     figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
     if not figures["parity"].ok:
         return State.MISMATCH, figures["parity"].reason
-    if aside := figures["parity"].aside:
-        figures["notes"] += (f"{aside[0].upper()}{aside[1:]}.",)
     if reason := writes_otherwise(executable, subject.model, candidate, exact=exact, max_error=most):
         return State.MISMATCH, reason
 

@@ -231,8 +231,6 @@ class Parity:
     """Batches with other sizes than the reference's, where these follow from data: the score alone judges them."""
     still: bool = False
     """Whether random numbers, as those of dropout, fall differently, so that trainings were compared that draw none."""
-    aside: str | None = None
-    """A clause on the outputs that the score does not look at, where they are off by more than rounding."""
 
     @property
     def of(self) -> str:

@@ -18,14 +18,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None  # type: ignore[assignment]
-
 from trimtab._aside import put_back, removed, set_aside
 from trimtab._disk import UNLOCKED, refused
 from trimtab._json import write_json
+from trimtab._locks import locked
 from trimtab._paths import path_of
 from trimtab._placing import refuse_others
 from trimtab._said import of_type
@@ -303,18 +299,9 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
         StorageError: nobody can tell, because files cannot be locked there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        _tidy(folder)
-        yield
-        return
     with (folder / LOCK).open("a") as held:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out (in "
-                "Python, out=...)."
-            ) from None
+            free = locked(held.fileno())
         except OSError as error:
             if error.errno not in UNLOCKED:
                 raise
@@ -322,6 +309,11 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
                 f"The run folder {folder} lies where files cannot be locked ({error.strerror}), which is what keeps two runs, "
                 "and their databases, apart. Use --out (in Python, out=...) with a folder on a local disk."
             ) from None
+        if not free:
+            raise UsageError(
+                f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out (in "
+                "Python, out=...)."
+            )
         _tidy(folder)
         yield
 

@@ -19,8 +19,7 @@ from trimtab._joined import example_counts, joined, spared
 from trimtab._json import from_json, write_json
 from trimtab._numbers import number, numbers, shown
 from trimtab._ties import is_discrete
-from trimtab._tree import Structure, classes, cloned, flatten, handed_on, unflatten
-from trimtab._watched import unlooked
+from trimtab._tree import Structure, classes, cloned, flatten, handed_on, names, unflatten
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.stats import SEED, UNUSABLE, bootstrap_drop, paired_drop, refuse_memory
 from trimtab.measure.structures import unlike
@@ -59,8 +58,6 @@ class Reference:
     structures: list[Structure]
     """One per batch: numbers in them may follow its size."""
     scores: Scores | None = None
-    unlooked: tuple[str, ...] = ()
-    """The outputs, by name, that the score does not look at."""
 
     def nested(self) -> list[Any]:
         """The outputs in the model's own structure."""
@@ -74,7 +71,7 @@ class Reference:
         save_file(flat, folder / "outputs.safetensors")
         kinds = {structure: number for number, structure in enumerate(dict.fromkeys(self.structures))}
         which = [kinds[structure] for structure in self.structures]
-        facts = {"structures": list(kinds), "which": which, "scores": self.scores, "unlooked": self.unlooked}
+        facts = {"structures": list(kinds), "which": which, "scores": self.scores}
         write_json(folder / "reference.json", facts)
 
     @classmethod
@@ -86,7 +83,7 @@ class Reference:
         structures = [kinds[number] for number in facts["which"]]
         outputs = [[flat[f"{i}.{j}"] for j in range(structure.tensors)] for i, structure in enumerate(structures)]
         scores = None if facts["scores"] is None else from_json(Scores, facts["scores"])
-        return cls(outputs=outputs, structures=structures, scores=scores, unlooked=tuple(facts["unlooked"]))
+        return cls(outputs=outputs, structures=structures, scores=scores)
 
 
 def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> Reference:
@@ -95,6 +92,7 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
     Raises:
         WorkloadError: the outputs hold NaN, are not the same twice, or the score is not usable, or only with the model's own
             classes; says what and where.
+        UsageError: the evaluation names outputs that there are not.
     """
     try:
         with user_code("The model failed on the data", BY_HAND):
@@ -108,6 +106,8 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
     kept = [[leaf.clone() for leaf in leaves] for leaves, _ in flat]  # a score may work in place on what it is given
     structures = [structure for _, structure in flat]
     _check_outputs(kept, structures[0], *flatten(again[0], "the output"))
+    if evaluation is not None and evaluation.outputs is not None:
+        _check_names(evaluation.outputs, kept, structures)
     try:
         scores = None if evaluation is None else score(evaluation, nested, batches)
     except WorkloadError as error:
@@ -119,10 +119,20 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
         _ask_again(evaluation, found, batches)
     elif evaluation is not None and all(map(torch.equal, flatten(again, "the output")[0], kept[0])):
         _score_again(evaluation, found, again, batches)
-    if evaluation is None or evaluation.run is not None:
-        return found
-    nested = found.nested()
-    return dataclasses.replace(found, unlooked=unlooked(evaluation, nested, batches, _counts(nested, batches)))
+    return found
+
+
+def _check_names(stated: Sequence[str], outputs: Sequence[Sequence[torch.Tensor]], structures: Sequence[Structure]) -> None:
+    """Refuse an evaluation that names an output which there is not, or whose values have no error, such as class numbers."""
+    known = dict[str, None]()
+    for leaves, structure in zip(outputs, structures, strict=True):
+        every = zip(names(structure, "output"), leaves, strict=True)
+        known |= dict.fromkeys(name for name, leaf in every if not is_discrete(leaf.dtype))
+    if unknown := [name for name in stated if known.keys().isdisjoint((name, f"output.{name}"))]:
+        raise UsageError(
+            f"Evaluation outputs names {unknown[0]!r}, which is no floating-point output of the model. Those are: "
+            f"{', '.join(repr(name.removeprefix('output.')) for name in known) or 'none'}."
+        )
 
 
 def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:

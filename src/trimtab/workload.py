@@ -53,6 +53,13 @@ class Evaluation:
     over frames, a Siamese pair). Items are then never taken apart."""
     test: Any = None
     """Data kept for what is confirmed alone; without it a part of ``data`` is set aside."""
+    outputs: Sequence[str] | None = None
+    """Names of the floating-point outputs that must not be lost, whatever the score says of them, such as ``("logits",)``: a
+    recipe that may lose accuracy is refused where the error of one reaches what it varies by, in all of it or in a tenth of its
+    slices. ``None``: all, if the model has several, but for those whose sizes follow from data, and for what ``run`` makes.
+    ``()``: none, so that the score alone judges. Exact recipes are held to the model's own values in every output. A name
+    is that of the signature, without ``output.``: a key, a field or a position such as ``"0"``; a single tensor is
+    ``"output"``."""
     higher_is_better: bool = True
     """False for an error, of which less is better."""
     batch_size: int = 64
@@ -69,6 +76,9 @@ class Evaluation:
                 raise UsageError(f"Evaluation {name} is {value!r}, which cannot be called. Give a function.")
         if not isinstance(self.higher_is_better, bool):
             raise UsageError(f"Evaluation higher_is_better is {self.higher_is_better!r}; it can be True or False.")
+        named = self.outputs is None or isinstance(self.outputs, (list, tuple))
+        if not named or not all(isinstance(name, str) for name in self.outputs or ()):
+            raise UsageError(f"Evaluation outputs is {self.outputs!r}; give a tuple of names, such as ('logits',).")
         for name in ("batch_size", "max_examples"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise UsageError(f"Evaluation {name} is {value!r}; give a whole number of 1 or more.")

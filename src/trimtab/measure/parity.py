@@ -33,7 +33,7 @@ SLICE_ROUNDINGS = 64.0
 PART = 1 << 24
 """Elements of one batch that are looked at together, at most."""
 SCORE = "Give an evaluation, whose score then judges it."
-LOOK = "Let the score look at it, or have the model not return it."
+UNNEEDED = "If nobody needs it, name the outputs that count: Evaluation(outputs=...)."
 """What to do about an output of which something is lost."""
 
 Tensor = torch.Tensor
@@ -57,7 +57,7 @@ def compare_outputs(
     max_error: float | None = None,
     scored: bool = False,
     specs: Sequence[TensorSpec] | None = None,
-    unlooked: Collection[str] = (),
+    gated: Collection[str] | None = (),
 ) -> Parity:
     """Hold ``outputs`` against ``reference``: one nested value of tensors per batch, dimension 0 being the examples.
 
@@ -81,8 +81,9 @@ def compare_outputs(
     size that follows one of the inputs stays held, and so do texts and numbers, which a runtime keeps as it was built. Values
     are compared in those batches only whose sizes are the reference's; ``left_out`` counts the others.
 
-    ``unlooked`` are the names of outputs that the score does not look at. Of a recipe that is not ``exact`` these must not be
-    lost: no error of theirs may reach what they vary by, nor those of a tenth of their slices. ``aside`` says how far they are.
+    ``gated`` are the names of floating-point outputs that must not be lost although a score judges the recipe: no error of
+    theirs may reach what they vary by, nor those of a tenth of their slices. ``None`` means all those whose sizes follow no
+    data, if there are several floating-point outputs: of a single one a score says enough. ``exact`` recipes are held in all.
     """
     if len(reference) != len(outputs):
         return _refused(f"There are outputs for {len(outputs)} batches and references for {len(reference)}.", 0)
@@ -91,7 +92,8 @@ def compare_outputs(
     left, right = [flatten(v, "reference") for v in reference], [flatten(v, "output") for v in outputs]
     n = _examples([leaves for leaves, _ in left])
     lenient = scored and not exact
-    rows, left_out, reason = _gathered(left, right, lenient, specs)
+    free = _following_data(left, specs) if lenient else {}
+    rows, left_out, reason = _gathered(left, right, free, lenient and specs is None)
     if reason is not None:
         return _refused(reason, n)
     masks = {}
@@ -99,24 +101,29 @@ def compare_outputs(
         if not is_discrete(key[1]):
             mine[:], masks[key] = without_masks(mine, other)
     figures = [figures_of(name, *pair) for (name, _), pair in rows.items()]
-    aside = [each for each in figures if lenient and each.continuous and each.name in unlooked]
-    reasons = _judged(rows, masks, figures, aside, exact, max_error, scored)
+    kept = [each for each in figures if each.continuous] if lenient else []
+    if gated is None:
+        loose = {name for (name, _), axes in free.items() if axes}
+        gated = {each.name for each in kept if each.name not in loose} if len(kept) > 1 else ()
+    reasons = _judged(rows, masks, figures, [each for each in kept if each.name in gated], exact, max_error, scored)
     reason = next((each for each in reasons if each is not None), None)
-    return dataclasses.replace(_worst(figures, reason, n), left_out=left_out, aside=_aside(aside))
+    return dataclasses.replace(_worst(figures, reason, n), left_out=left_out)
 
 
 def _gathered(
     left: Sequence[tuple[Sequence[Tensor], Structure]],
     right: Sequence[tuple[Sequence[Tensor], Structure]],
-    lenient: bool,
-    specs: Sequence[TensorSpec] | None,
+    free: Mapping[tuple[str, int], Collection[int]],
+    loose: bool,
 ) -> tuple[_Rows, int, str | None]:
-    """The values of each output in all batches, how many batches were left out, and why the two sides cannot be compared."""
-    free = _following_data(left, specs) if lenient else {}
+    """The values of each output in all batches, how many batches were left out, and why the two sides cannot be compared.
+
+    Sizes of the axes that are ``free`` may differ, and where it is ``loose`` texts, numbers and the lengths of lists.
+    """
     rows: _Rows = {}
     left_out = 0
     for number, ((ours, expected), (theirs, found)) in enumerate(zip(left, right, strict=True)):
-        reason = unlike(expected, found, lenient and specs is None)
+        reason = unlike(expected, found, loose)
         pairs = [] if reason else _pairs(ours, expected, theirs, found)
         reason = reason or _gates(pairs, free) or _nan_in_more(ours, theirs)
         if reason is not None:
@@ -135,7 +142,7 @@ def _judged(
     rows: _Rows,
     masks: Mapping[tuple[str, torch.dtype], float],
     figures: Sequence[Figures],
-    aside: Sequence[Figures],
+    gated: Sequence[Figures],
     exact: bool,
     max_error: float | None,
     scored: bool,
@@ -150,7 +157,7 @@ def _judged(
     if exact or (max_error is not None and max_error < REACHED):
         for (name, _), pair in rows.items():
             yield _judge_slices(name, *pair, exact)
-    for each in aside:
+    for each in gated:
         yield _lost(each, *rows[each.name, each.dtype])
 
 
@@ -336,20 +343,10 @@ def _judge_slices(
 
 
 def _lost(found: Figures, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
-    """Why an output that the score does not look at is not good enough: nothing is left of it, or of a part of it."""
+    """Why an output beside the score is not good enough: nothing is left of it, or of a part of it."""
     if found.centred >= REACHED:
         return (
-            f"{found.name!r}, which the score does not look at, has a centred error of {found.centred:.3g}, relative to "
-            f"{WORDS[found.relative_to]}: a constant would do as well. {LOOK}"
+            f"{found.name!r} has a centred error of {found.centred:.3g}, relative to {WORDS[found.relative_to]}: a constant "
+            f"would do as well. {UNNEEDED}"
         )
-    return _judge_slices(found.name, reference, outputs, exact=False, advice=LOOK)
-
-
-def _aside(found: Sequence[Figures]) -> str | None:
-    """A clause on the outputs that the score does not look at, where they are off by more than rounding."""
-    found = [each for each in found if each.centred > TOLERANCE.get(each.dtype, TOLERANCE[torch.float32])[0]]
-    if not found:
-        return None
-    worst = max(found, key=lambda each: each.centred)
-    said = f"the score does not look at {worst.name!r}, which is off by {worst.centred:.2%} of {WORDS[worst.relative_to]}"
-    return said + (f", nor at {len(found) - 1} more that are off" if len(found) > 1 else "")
+    return _judge_slices(found.name, reference, outputs, exact=False, advice=UNNEEDED)

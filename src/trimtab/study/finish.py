@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab._aside import moved, removed
+from trimtab._aside import removed
 from trimtab._json import dumps, from_json
 from trimtab.environment import Peaks
 from trimtab.errors import StorageError, UsageError, WorkloadError
@@ -187,13 +188,13 @@ def _kept_beside(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
     """A block that may write another ``artifact``, which is what it was afterwards, unless the block gives it up."""
     beside = artifact.with_name(f".{artifact.name}.kept.tmp")  # which the next run deletes if this one is killed
     removed(beside)
-    moved(artifact, beside)
+    os.replace(artifact, beside)
     try:
         yield lambda: removed(beside)
     finally:
         if beside.exists():
             removed(artifact)
-            moved(beside, artifact)
+            os.replace(beside, artifact)
 
 
 def _first(trials: Sequence[Trial], *, without: Collection[str] = ()) -> list[Trial]:

@@ -92,7 +92,9 @@ def fingerprint(subject: Subject, reference: Reference | None = None) -> str:
     outputs = () if reference is None else reference.outputs[0]
     _absorb(digest, (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))))
     if reference is not None:
-        digest.update(repr(reference.scores).encode())  # data, labels and the score itself
+        evaluation = subject.workload.evaluation
+        gated = None if evaluation is None else evaluation.outputs
+        digest.update(repr((reference.scores, gated and tuple(gated))).encode())  # data, labels and the score itself
     return digest.hexdigest()
 
 

@@ -44,8 +44,6 @@ def _cost(study: Study, found: Best) -> str:
         held = f" (limit {limits.max_error:.3g}; without labels max_drop {limits.max_drop} cannot be looked at)"
         shown = f"{error:.2%}" if error >= 1e-4 else f"{error:.1g}"
         words += f"; its outputs are off by {shown} of {parity.of}" + held * (limits.max_drop is not None)
-    if parity is not None and parity.aside is not None:
-        words += f"; {parity.aside}"
     first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
     if study.options.objective == "size" and first is not None and first.size_mb and found.trial.size_mb:
         words += f"; it has {found.trial.size_mb:.3g} MB, where the original has {first.size_mb:.3g} MB"

@@ -1,16 +1,15 @@
 """Of which code a study's figures are: equal weights and outputs may come of code that takes another time.
 
-What is compared is what Python makes of the code, so that comments and layout may change, and so may what a file does only
-where it is run as a program.
+Files are compared as they lie, but for what they do only where they are run as a program. A comment counts as a change.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
 import os
 import pathlib
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,12 +22,14 @@ from trimtab.contracts import BACKENDS, PASSES
 
 MODEL = "the model's classes"
 """What the code that lies in no file of the user's is called: an installed package's, a graph's, a notebook's."""
+_PROGRAM = re.compile(rb"""^if __name__ == ["']__main__["']:.*(?:\r?\n(?:[ \t].*)?)*""", re.MULTILINE)
+"""The block that is not run where a file is read."""
 
 
 def code_of(model: nn.Module, files: Mapping[str, str]) -> dict[str, str]:
-    """Sixteen hexadecimal digits of the code in each of ``files`` and of the plug-ins, by name, and of that of the classes of
+    """Sixteen hexadecimal digits of each of ``files`` and of the plug-ins, by name, and of the code of the classes of
     ``model``."""
-    found = {name: _digest(_of_file(pathlib.Path(path))) for name, path in sorted({**_of_plugins(), **files}.items())}
+    found = {name: _digest([_read(path)]) for name, path in sorted({**_of_plugins(), **files}.items())}
     return found | {MODEL: _digest(_of_model(model))}
 
 
@@ -40,84 +41,55 @@ def _of_plugins() -> dict[str, str]:
     return {name: file for name, file in modules if file and name.partition(".")[0] in packages and os.path.isfile(file)}
 
 
-def _of_file(path: pathlib.Path) -> Iterator[str]:
-    text = path.read_bytes()
-    try:
-        tree = ast.parse(text)
-        tree.body = [item for item in tree.body if not _is_program(item)]
-        yield from _words(compile(tree, path.name, "exec", dont_inherit=True))
-    except (SyntaxError, ValueError):  # an extension that is no Python
-        yield text.hex()
-
-
-def _is_program(item: ast.stmt) -> bool:
-    """Whether it is the block ``if __name__ == "__main__"``, which is not run where a file is read."""
-    return isinstance(item, ast.If) and ast.unparse(item.test) == "__name__ == '__main__'" and not item.orelse
-
-
-def _of_model(model: nn.Module) -> Iterator[str]:
-    seen = set[Any]()
-    for cls in sorted({type(module) for module in model.modules()}, key=lambda cls: (cls.__module__, cls.__qualname__)):
-        for each in cls.__mro__:
-            yield from _of_class(each, seen)
+def _of_model(model: nn.Module) -> Iterator[bytes]:
+    seen, files = set[Any](), set[str]()
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)):
+        if cls.__module__.partition(".")[0] in ("torch", "builtins"):  # whose version is compared anyway
+            continue
+        yield cls.__qualname__.encode()
+        home = sys.modules.get(cls.__module__)
+        file = getattr(home, "__file__", None)
+        if getattr(home, cls.__qualname__, None) is cls and file is not None and os.path.isfile(file):
+            files.add(file)
+        else:
+            yield from _of_value(cls, cls.__module__, seen)
+    yield from map(_read, sorted(files))
     for module in model.modules():
         if isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule)):
-            yield str(getattr(module, "code", ""))
+            yield str(getattr(module, "code", "")).encode()
 
 
-def _of_class(cls: type, seen: set[Any]) -> Iterator[str]:
-    if cls in seen or cls.__module__.partition(".")[0] in ("torch", "builtins"):  # whose version is compared anyway
+def _of_value(value: Any, module: str, seen: set[Any]) -> Iterator[bytes]:
+    """What a class or function of ``module`` does that came without its file, as a notebook's, with what it uses beside it."""
+    if isinstance(value, (property, staticmethod, classmethod)):
+        value = value.fget if isinstance(value, property) else value.__func__
+    if isinstance(value, types.FunctionType):
+        value = inspect.unwrap(value)
+    if not isinstance(value, (type, types.FunctionType)) or value.__module__ != module or value in seen:
         return
-    seen.add(cls)
-    yield cls.__qualname__
-    for name, value in sorted(vars(cls).items()):
-        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if inspect.isroutine(function):
-            yield name
-            yield from _of_function(inspect.unwrap(function), seen)
+    seen.add(value)
+    if isinstance(value, types.FunctionType):
+        yield from _of_code(value.__code__)
+    for _, each in sorted((vars(value) if isinstance(value, type) else value.__globals__).items()):
+        yield from _of_value(each, module, seen)
 
 
-def _of_function(function: Any, seen: set[Any]) -> Iterator[str]:
-    """What a function does, with what it calls in its own module: that of a notebook has no file."""
-    if not isinstance(function, types.FunctionType) or function in seen:
-        return
-    seen.add(function)
-    yield from _words(function.__code__)
-    for name in sorted(_names(function.__code__)):
-        used = function.__globals__.get(name)
-        if getattr(used, "__module__", None) != function.__module__:
-            continue
-        yield from _of_class(used, seen) if isinstance(used, type) else _of_function(used, seen)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def _words(code: types.CodeType) -> Iterator[str]:
-    """What the code does, without the places where it stands."""
-    yield code.co_code.hex()
-    yield repr((code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags))
+def _of_code(code: types.CodeType) -> Iterator[bytes]:
+    yield repr((code.co_name, code.co_code, code.co_names)).encode()
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            yield from _words(each)
-        else:
-            yield _steady(each)
+            yield from _of_code(each)
+        else:  # a set has another order in each process
+            yield repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each).encode("utf-8", "surrogatepass")
 
 
-def _steady(value: object) -> str:
-    """``value`` in words that are the same in every process: a set has no order."""
-    if isinstance(value, frozenset):
-        return f"frozenset({sorted(map(_steady, value))})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_steady, value))})"
-    return repr(value)
+def _read(path: str) -> bytes:
+    return _PROGRAM.sub(b"", pathlib.Path(path).read_bytes())
 
 
-def _digest(words: Iterable[str]) -> str:
+def _digest(parts: Iterable[bytes]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for each in words:
-        digest.update(each.encode("utf-8", "surrogatepass"))
-        digest.update(b"\0")
+    for each in parts:
+        digest.update(each + b"\0")
     return digest.hexdigest()

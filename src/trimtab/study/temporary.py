@@ -16,10 +16,7 @@ import shutil
 import tempfile
 import time
 
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None  # type: ignore[assignment]
+from trimtab._locks import locked
 
 _PREFIX = "trimtab-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{12}}")
@@ -62,18 +59,15 @@ def no_longer(name: str | pathlib.Path) -> None:
 
 def _locked(name: str) -> int | None:
     """The open file that holds the lock of folder ``name`` from now on; ``None`` if another process has it, or nobody can."""
-    if fcntl is None:
-        return None
     try:
-        folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+        folder = os.open(name, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:  # Windows opens no folders
         return None
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(folder)
-        return None
-    return folder
+    with contextlib.suppress(OSError):
+        if locked(folder):
+            return folder
+    os.close(folder)
+    return None
 
 
 def _sweep(place: str) -> None:

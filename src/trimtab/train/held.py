@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pathlib
+import platform
 from typing import IO
 
+from trimtab._locks import locked
 from trimtab.errors import UsageError
-
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None  # type: ignore[assignment]
 
 NAME = ".in-use"
 
@@ -28,26 +24,25 @@ def hold(folder: pathlib.Path) -> IO[str] | None:
         UsageError: another process has it.
         OSError: the file cannot be made.
     """
-    if fcntl is None:
-        return None
     held = (folder / NAME).open("a+", encoding="utf-8")
     try:
-        fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        free = locked(held.fileno(), inherited=False)
+    except OSError:  # as where a network's file system has no locks
+        held.close()
+        return None
+    if not free:
         held.seek(0)
         by = held.read(200).strip()
         held.close()
-        if error.errno not in (errno.EACCES, errno.EAGAIN):  # as where a network's file system has no locks
-            return None
         raise UsageError(
             f"Another run writes its checkpoints into {folder} now{f' ({by})' if by else ''}. Wait for it, end it with Ctrl-C "
             "there, or give another checkpoint folder."
-        ) from None
+        )
     if not os.fstat(held.fileno()).st_nlink:  # who had it has removed it meanwhile, and the next run would make another
         held.close()
         return hold(folder)
     held.truncate(0)
-    held.write(f"process {os.getpid()} of {os.uname().nodename}")
+    held.write(f"process {os.getpid()} of {platform.node()}")
     held.flush()
     return held
 
