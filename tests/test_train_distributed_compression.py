@@ -102,7 +102,6 @@ def test_optimizers_that_adapt_their_steps_are_warned_of(found: list[dict[str, A
     cautions = {name: [note for note in notes if "Caution" in note] for name, notes in found[0]["notes"].items()}
     assert {name: len(notes) for name, notes in cautions.items()} == dict.fromkeys(CAUTION, 0) | {"powersgd RMSprop": 1}
     assert "communication='powersgd' with RMSprop" in cautions["powersgd RMSprop"][0]
-    assert "1.19 times the loss" in cautions["powersgd RMSprop"][0]
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

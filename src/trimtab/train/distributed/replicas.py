@@ -150,8 +150,8 @@ class Replicas(Group):
         if sent.kind == "powersgd" and self._doubted is not None:
             notes.append(
                 f"Caution: communication='powersgd' with {self._doubted}. What is left out of a gradient comes with a later "
-                "one, and optimizers that adapt the size of their steps make too much of that: with AdamW 1.19 times the loss "
-                "was measured. Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
+                "one, and optimizers that adapt the size of their steps make too much of that. "
+                "Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
             )
         full = 2 * (self.size - 1) / self.size * sum(p.numel() * 4 for p in self._parameters if p.requires_grad)
         each = sent.bytes / sent.updates
