@@ -137,7 +137,7 @@ def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
 
 
 def test_float16_is_not_tried_where_communication_keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = trainer(Settings(threads=1, autocast="auto", communication="topk"), world=Two())
+    made = trainer(Settings(threads=1, autocast="auto", communication="powersgd"), world=Two())
     made.device = torch.device("cuda")  # where float16 would be tried
     decisions = auto._Decisions(made, [], 1000)
     decisions.candidate = double.candidate(

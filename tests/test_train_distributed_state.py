@@ -212,7 +212,7 @@ def copied(folder: pathlib.Path) -> bool:
 def refused() -> list[str]:
     sentences = []
     for settings in (
-        {"sharding": "shard", "communication": "topk"},
+        {"sharding": "shard", "communication": "powersgd"},
         {"exact_batchnorm": True},
         {"sharding": "shard", "memory_format": "channels_last"},
         {"model": Scaled(), "sharding": "shard"},
@@ -309,7 +309,7 @@ def test_one_process_goes_on_with_what_two_have_written(
 
 
 def test_what_does_not_go_together_is_refused(found: list[dict[str, Any]]) -> None:
-    topk, batchnorm, layout, scalar, earlier, device, optimizer, name = found[0]["refused"]
+    powersgd, batchnorm, layout, scalar, earlier, device, optimizer, name = found[0]["refused"]
     assert layout.startswith("memory_format='channels_last' cannot be combined with a model that is shared out: FSDP2 takes")
     assert scalar == (
         "The parameter scale is a number without a dimension along which it could be shared out. Make it of shape (1,), or "
@@ -322,7 +322,7 @@ def test_what_does_not_go_together_is_refused(found: list[dict[str, Any]]) -> No
         "Settings device is 'cuda', but the mesh is of processes on 'cpu'. Make it with the settings of the run: mesh(model=2, "
         "settings=settings)."
     )
-    assert topk.startswith("Settings communication='topk' needs sharding='replicate', because FSDP2 scatters gradients")
+    assert powersgd.startswith("Settings communication='powersgd' needs sharding='replicate', because FSDP2 scatters gradients")
     assert batchnorm.startswith("exact_batchnorm over several processes is torch's SyncBatchNorm, which runs on GPUs only.")
     assert optimizer.endswith("or give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters).")
     assert name.startswith("No module of Transformer is called '*.nothing'; there are")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import pathlib
-import types
 import weakref
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.futures import Future
 
 from _nets import Nested
 from _ranks import failure, on_ranks
@@ -23,8 +21,7 @@ from trimtab.errors import PeerError
 from trimtab.measure.timer import uncollected
 from trimtab.train import batch_size, budget, step
 from trimtab.train.batch_size import find_batch
-from trimtab.train.distributed import processes, replicas
-from trimtab.train.distributed.exchange import Exchange
+from trimtab.train.distributed import processes
 from trimtab.train.distributed.processes import join
 from trimtab.train.trainer import Trainer
 
@@ -105,20 +102,12 @@ def updates() -> dict[str, Any]:
     held = trainer(model := Held())
     with uncollected():
         found["freed"] = [held.fit(batches(2), epochs=1).updates, model.kept]
-    with replicas._Thin():
-        zeros = made.world.engine.reducer._get_zeros_like_grad_buckets()
-    found["zeros"] = [bucket.buffer().untyped_storage().nbytes() for bucket in zeros]
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(step, "Kept", full_at(3, step.Kept))
         found["kept"] = trainer(settings=Settings(nonfinite="skip")).fit(Sized(5), epochs=1).updates
     found["short"] = failure(lambda: trainer().fit(Sized(on_second(2, 5)), epochs=1))
-    exchange, done, on_gpu = Exchange(), Future(), types.SimpleNamespace(is_cuda=True)
-    done.set_result(torch.zeros(1))
-    exchange.add_up = lambda parameters, flat: done
-    exchange.bucket(types.SimpleNamespace(buffer=lambda: on_gpu, parameters=list, is_last=lambda: True))
-    exchange.landed()
-    return found | {"hidden": exchange.meter.hidden}
+    return found
 
 
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
@@ -144,8 +133,6 @@ def test_what_fails_in_one_process_leaves_nobody_waiting(ranks: list[dict[str, A
     for each in (rank["updates"] for rank in ranks):
         assert each["small"] == each["kept"] == 5
         assert each["freed"] == [1, False]
-        assert set(each["zeros"]) == {4}  # bytes, before they are sent
-        assert each["hidden"] is None
     assert ranks[0]["updates"]["short"][0] == PeerError.__name__
     assert ranks[1]["updates"]["short"][1].startswith("The loader gave the batches of 2 updates in this epoch, but its len()")
 
@@ -155,14 +142,13 @@ def full(name: str, folder: pathlib.Path) -> list[str]:
     processes.TIMEOUT = dt.timedelta(seconds=60)
     join(Settings())
     second, call = dist.get_rank() == 1, {"shares": 2, "zeros": 3}.get(name, 100)
-    kinds = {"shares": Settings(sharding="shard"), "bucket": Settings(communication="powersgd")}
-    made = trainer(Nested(on_second(5), call), settings=kinds.get(name, Settings()))
+    made = trainer(Nested(on_second(5), call), settings=Settings(sharding="shard" if name == "shares" else "replicate"))
     if name == "optimizer" and second:
         made.optimizer.step = full_at(3, made.optimizer.step)
     if name == "zeros" and second:
-        replicas._Thin.__enter__ = full_at(1, replicas._Thin.__enter__)
+        made.world.release = full_at(1, made.world.release)
     if name == "bucket" and second:
-        made.world.exchange.add_up = full_at(3, made.world.exchange.add_up)
+        made.world.exchange.begin = full_at(3, made.world.exchange.begin)
     return failure(lambda: made.fit(batches(), epochs=1))
 
 

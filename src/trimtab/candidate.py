@@ -87,12 +87,12 @@ class Settings:
     nonfinite: Literal["raise", "skip", "stop", "ignore"] = "raise"
     """What a loss or gradient that is not finite leads to: an error, an update left out, the end of the run, or nothing:
     then nobody looks, which saves reading every gradient."""
-    communication: Literal["float16", "bfloat16", "powersgd", "topk"] | None = None
+    communication: Literal["float16", "bfloat16", "powersgd"] | None = None
     """How gradients are compressed between processes."""
     bucket_mb: float | None = None
-    """Most gradients that cross between processes at once, in MiB; ``None`` leaves DDP's own choice of 25."""
+    """Most gradients that cross between processes at once, in MiB; ``None`` stands for 25."""
     sharding: Literal["replicate", "shard", "hybrid"] = "replicate"
-    """Whether every process holds the whole model (DDP), a share of it (FSDP2), or a share within its host."""
+    """Whether every process holds the whole model, a share of it (FSDP2), or a share within its host."""
     adjust: bool = False
     """Whether workers, micro-batch and compilation are tuned again while the run goes on, where its steps slow down."""
 

@@ -174,7 +174,7 @@ class _Decisions:
         field, value = self._set_by(technique)
         if value == "float16" and self.trainer.device.type == "cpu":
             return "float16 pays on GPUs only; bfloat16 is the one that some CPUs multiply."
-        if value == "float16" and self.trainer.world.size > 1 and self.trainer.settings.communication in ("powersgd", "topk"):
+        if value == "float16" and self.trainer.world.size > 1 and self.trainer.settings.communication == "powersgd":
             return "what communication leaves out for later updates would be in units of a scale that changes."
         if field == "optimizer" and (reason := why_not(self.trainer.optimizer, value)):
             return reason

@@ -14,7 +14,7 @@ from trimtab.errors import WorkloadError
 from trimtab.measure.memory import PeakMemory, PeakUse
 from trimtab.train.additive import ADVICE, Additive
 from trimtab.train.batch_size import micro_batch, parts, plan_for
-from trimtab.train.distributed.group import AgainError, PeerMemoryError
+from trimtab.train.distributed.group import PeerMemoryError
 from trimtab.train.draws import set_states, states_of
 from trimtab.train.feed import split
 from trimtab.train.memory_errors import out_of_memory, said
@@ -32,10 +32,6 @@ AGAIN_AFTER = 100
 """Updates after which whole batches are tried again where memory did not suffice; twice as many after each failure."""
 _SLACK = 1.05
 """A batch of so many times the elements of the one that the plan was made for gets a new plan."""
-_AGAIN = (
-    "Parameters that got a gradient in the first update got none in another. That was made again, and from now on the "
-    "processes look in each update for those without one."
-)
 _LARGER = (
     "A later batch is larger than those of the first update, which several processes plan activation_mb by, once: it may take "
     "more. Begin with the largest, or have batches of one size."
@@ -223,19 +219,14 @@ class Fitting:
                 update = step(group)
                 break
             except (RuntimeError, MemoryError) as error:
-                again = isinstance(error, AgainError)
-                if not (again or out_of_memory(error)):
+                if not out_of_memory(error):
                     raise
-                if not again:
-                    size = size or _largest(group)  # which nobody needs where all goes well
-                    self._may_split(step, size, group, error)
+                size = size or _largest(group)  # which nobody needs where all goes well
+                self._may_split(step, size, group, error)
             step.discard()  # outside the except block, whose traceback keeps the step's tensors alive
             if before is not None:
                 before.put_back()
-            if again:
-                self.trainer.note_once(_AGAIN)
-                continue
-            size = -(-(size or 1) // 2)
+            size = -(-size // 2)
             group = parts(group, size)
         self._fitted = max(self._fitted, elements)
         if self.limit is not None or size is not None:

@@ -68,8 +68,6 @@ def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     made = Ready(feed, step, scheduler, clock, move, trainer.run.planned)
     if trainer.resuming is not None:
         _load_rest(trainer, made, given.over(trainer, trainer.resuming))
-        if not trainer.world.take_unsent(trainer.resuming.get("unsent")):
-            trainer.note("What the run before had left out of its compressed gradients is dropped: this one compresses none.")
     elif trainer.step_state is not None:
         made.step.load_state_dict(trainer.step_state)
     rates.fit_batches(trainer, scheduler)
@@ -235,7 +233,6 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "batches": lengths.batches_in_all(ready.feed.batches, world),
         "random": world.gathered(epoch.random_of(trainer, ready.feed.batches)),
         "epoch_random": world.gathered(trainer.epoch_random),
-        "unsent": world.unsent(),
         "processes": world.size,
         "seed": world.seed,
         "decided": trainer.decided,

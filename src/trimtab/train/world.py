@@ -195,14 +195,6 @@ class World:
         """This process's part of a whole tensor, as ``of`` is one."""
         return value
 
-    def unsent(self) -> list[dict[str, Any]] | None:
-        """What the exchange of gradients holds back for later updates, of every process; only the one that leads gets it."""
-        return None
-
-    def take_unsent(self, states: list[dict[str, Any]] | None) -> bool:
-        """Go on with what :meth:`unsent` gave; whether nothing of it is lost, as it is where gradients do not cross."""
-        return not any(states or ())
-
     def notes(self) -> list[str]:
         """What there is to tell about the exchange of gradients, a sentence each."""
         return []

@@ -26,17 +26,13 @@ from trimtab.train.world import World, weighted
 
 T = TypeVar("T")
 
-FINE, AGAIN, OUT_OF_MEMORY, FAILED = range(4)
+FINE, OUT_OF_MEMORY, FAILED = range(3)
 """How an update went in a process; what goes on with the worst of them is what all do."""
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed")
 
 
 class PeerMemoryError(torch.OutOfMemoryError):
     """Another process ran out of memory in this update, so that all of them try it again in smaller parts."""
-
-
-class AgainError(RuntimeError):
-    """All processes must make this update again, as it is."""
 
 
 class Group(World):
@@ -57,6 +53,8 @@ class Group(World):
         self.repeats = not (self.shared or settings.exact_batchnorm)  # there they wait for each other within layers
         self.everyone = dist.new_group(backend="gloo", timeout=_patience())
         self.counts = True
+        self.lacking = False
+        """Whether a parameter got no gradient in this update: here, and after it in any process that counts."""
         self._wish = self._stopping = False
         self._told: BaseException | None = None
         """What failed here last, and is not to be told again."""
@@ -143,7 +141,6 @@ class Group(World):
         Raises:
             PeerMemoryError: another process ran out of memory in it.
             PeerError: another process failed in it.
-            AgainError: the update must be made again, because another process said so.
             WorkloadError: this one ran out of memory in an update, where the others cannot be told of it.
         """
         if update:  # what an earlier try has told keeps its frames, and what memory they hold
@@ -154,9 +151,9 @@ class Group(World):
             self._failed(error, update=update)
             raise
         try:
-            stopping, used = map(bool, self._most(int(self._wish), int(self.counts)))
-            self._stopping, self.used = stopping, used or not update
-        except (PeerError, PeerMemoryError, AgainError):
+            stopping, used = self._most(int(self._wish), self.counts + self.lacking)
+            self._stopping, self.used, self.lacking = bool(stopping), used > 0 or not update, used > 1
+        except (PeerError, PeerMemoryError):
             if update:
                 self.renew()
             raise
@@ -277,12 +274,14 @@ class Group(World):
         """The largest that any process gives, of each value.
 
         Raises:
-            AgainError: a process needs the update to be made again instead.
             PeerMemoryError: a process ran out of memory instead.
             PeerError: a process failed instead.
         """
         state, who, first, second = self._exchanged(FINE, 0, first, second)
-        _fail_as(state, who)
+        if state == OUT_OF_MEMORY:
+            raise PeerMemoryError(f"The process of rank {who - 1} ran out of memory.")
+        if state == FAILED:
+            raise PeerError(f"The process of rank {who - 1} failed; its own message says why.")
         return first, second
 
     def _failed(self, error: BaseException, *, update: bool) -> None:
@@ -291,9 +290,7 @@ class Group(World):
         Where that cannot be done, they are ended with this one: by torchrun, or because their connection to it breaks.
 
         Raises:
-            PeerMemoryError: the update was to be made again as it is, but another process ran out of memory in it.
-            PeerError: the same, but another process failed in it.
-            WorkloadError: it cannot be made again, because the others cannot be told that it failed here.
+            WorkloadError: memory ran out, and the update cannot be made again, because the others cannot be told.
         """
         if lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or _is(error, self._told):
             return
@@ -302,15 +299,10 @@ class Group(World):
             self._unheard = error
             if out_of_memory(error):
                 raise no_second_try(error) from error
-            if isinstance(error, AgainError):
-                raise WorkloadError(str(error)) from error
             return
-        again, state, who = isinstance(error, AgainError), FINE, 0
-        own = AGAIN if again else OUT_OF_MEMORY if out_of_memory(error) else FAILED
+        own = OUT_OF_MEMORY if out_of_memory(error) else FAILED
         with contextlib.suppress(RuntimeError):  # the others may be gone too; what failed here is what counts
-            state, who, *_ = self._exchanged(own, dist.get_rank() + 1, 0, 0)
-        if again and state > own:
-            _fail_as(state, who)
+            self._exchanged(own, dist.get_rank() + 1, 0, 0)
 
     def _released(self) -> bool:
         """Whether the others, who may be in the midst of an update, now come to where they can be told that it failed here."""
@@ -346,16 +338,6 @@ def hand_out(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> Non
     dist.broadcast(in_bytes(whole), group=group, group_src=0)
     if not value.is_contiguous():
         value.copy_(whole)
-
-
-def _fail_as(state: int, who: int) -> None:
-    """Fail as the process before number ``who`` has told; not at all where all is fine."""
-    if state == AGAIN:
-        raise AgainError(f"The process of rank {who - 1} needs this update to be made again.")
-    if state == OUT_OF_MEMORY:
-        raise PeerMemoryError(f"The process of rank {who - 1} ran out of memory.")
-    if state == FAILED:
-        raise PeerError(f"The process of rank {who - 1} failed; its own message says why.")
 
 
 def _patience() -> dt.timedelta | None:

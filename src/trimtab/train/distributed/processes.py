@@ -150,15 +150,15 @@ def _leave() -> None:
 
 def _check(settings: Settings, mesh: DeviceMesh | None) -> None:
     sharded = settings.sharding != "replicate"
-    if sharded and settings.communication in ("powersgd", "topk"):
+    if sharded and settings.communication == "powersgd":
         raise UsageError(
-            f"Settings communication={settings.communication!r} needs sharding='replicate', because FSDP2 scatters gradients "
-            "as it adds them up. Take 'bfloat16' or 'float16', or replicate the model."
+            "Settings communication='powersgd' needs sharding='replicate', because FSDP2 scatters gradients as it adds them "
+            "up. Take 'bfloat16' or 'float16', or replicate the model."
         )
-    if settings.autocast == "float16" and settings.communication in ("powersgd", "topk"):
+    if settings.autocast == "float16" and settings.communication == "powersgd":
         raise UsageError(
-            f"Settings communication={settings.communication!r} keeps what it leaves out for later updates, which with "
-            "autocast='float16' scale their gradients otherwise. Take autocast='bfloat16', or communication='float16'."
+            "Settings communication='powersgd' keeps what it leaves out for later updates, which with autocast='float16' scale "
+            "their gradients otherwise. Take autocast='bfloat16', or communication='float16'."
         )
     if (sharded or (mesh is not None and mesh["data"].size() > 1)) and settings.memory_format == "channels_last":
         raise UsageError(

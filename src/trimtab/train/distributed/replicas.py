@@ -1,129 +1,113 @@
-"""Every process holds the whole model: torch's DDP."""
+"""Every process holds the whole model, and gradients cross bucket by bucket while the backward pass goes on."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.candidate import Settings
-from trimtab.errors import UsageError, WorkloadError
+from trimtab.errors import UsageError
 from trimtab.train.clock import Clock
-from trimtab.train.distributed.exchange import Exchange, Narrow, in_a_row, shaped
-from trimtab.train.distributed.group import AgainError, Group, hand_out
-from trimtab.train.distributed.powersgd import PowerSgd
-from trimtab.train.distributed.topk import TopK
-from trimtab.train.memory_errors import final
+from trimtab.train.distributed.exchange import Bucket, Exchange, in_a_row, shaped
+from trimtab.train.distributed.group import Group, hand_out
 
-T = TypeVar("T")
-
-COMMUNICATION: dict[str | None, Callable[[], Exchange]] = {
-    None: Exchange,
-    "float16": lambda: Narrow(torch.float16),
-    "bfloat16": lambda: Narrow(torch.bfloat16),
-    "powersgd": PowerSgd,
-    "topk": TopK,
-}
-"""What ``Settings.communication`` means."""
-
-_NO_ROOM = (
-    "The gradients fit into memory, but what their exchange takes beside them does not ({words}). Leave "
-    "Settings(communication=...) out, share the model out with sharding='shard', or use a smaller one."
+_MIB = 2**20
+_TWICE = (
+    "{} got a second gradient in one backward pass, after the first had been sent to the other processes. torch's checkpoint() "
+    "with use_reentrant=True does that: give use_reentrant=False."
 )
-_NO_GRADIENT = (
-    "Some parameters got no gradient in this update, though all got one in the first. With several processes let them take "
-    "part in every update, for example by adding 0 * parameter.sum() to the loss."
+_SPARSE = (
+    "The gradient of {} is sparse, and several processes exchange dense ones only. Make the embedding with sparse=False, or "
+    "train in one process."
 )
-_LATE: dict[str | None, str] = {"topk": "3.6 times", "powersgd": "1.19 times"}
-"""What sends later what it leaves out now, and what AdamW makes of the loss then (``benchmarks/communication.py``)."""
 _SUMS = (torch.optim.SGD, torch.optim.ASGD)
 """Optimizers whose steps are sums of gradients, to which it makes little difference which of them a part came with."""
-_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
-_BUFFERS_STAY: dict[str, Any] = {
-    (
-        "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
-    ): False  # the first from torch 2.13 on
-}
 
 
 class Replicas(Group):
-    """Processes with a copy of the model each, whose gradients are added up while the backward pass goes on.
+    """Processes with a copy of the model each, whose gradients get their mean while the backward pass goes on.
 
-    The first update runs without DDP: it shows whether some parameters get no gradient, which DDP must know, and whether a
-    batch fits at all. An update that fails somewhere is tried again in that way, too. Then the gradients cross after everybody
-    has said that he has his; a process that fails under DDP first sends zeros for what the others still wait for.
+    torch's DDP does the same, but a process that fails under it leaves the others waiting in their backward pass. Here that
+    process sends zeros for all buckets that they still wait for. Then all are told, and can make the update again.
 
-    What the first update shows may not hold for a later one, as where layers are left out at random. The first in which that
-    shows is tried again too, and from then on DDP looks for parameters without a gradient in every update.
+    Buckets cross in one order, which is the same in all processes. A parameter without a gradient holds up the rest until the
+    backward pass is over. So those that were ever without one cross last. Where no process has a gradient for it, a parameter
+    gets none, as in one process.
     """
+
+    averages = True
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.exchange = COMMUNICATION[settings.communication]()
-        self.engine: DistributedDataParallel | None = None
-        self._called: nn.Module = nn.Identity()
+        self.exchange = Exchange(settings.communication)
+        self._clock: Clock | None = None
+        self._model: nn.Module = nn.Identity()
         self._parameters: list[nn.Parameter] = []
-        self._trained: list[bool] = []
-        """Which of them :attr:`engine` knows to be trained."""
-        self._delays, self._optimizer = False, ""
-        self._inside = self._rehearsing = False
-        """Whether an update is under way, and whether it is only tried."""
-        self._idle: bool | None = None
-        """Whether some parameters get no gradient, at least at times; ``None`` until an update has shown it."""
+        self._trained: list[bool] | None = None
+        """Which of them had hooks last."""
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._buckets: list[list[int]] = []
+        self._place: dict[int, int] = {}
+        """The bucket of each parameter that is trained."""
+        self._late: set[int] = set()
+        self._doubted: str | None = None
+        """The optimizer, where it makes much of what comes late."""
+        self._updating = self._sending = self._torn = False
+        """Whether an update is under way; its gradients cross as they come; sending one failed midway."""
+        self._due: list[set[int]] = []
+        """The gradients that each bucket still waits for."""
+        self._without: set[int] = set()
+        """Parameters that got none here."""
+        self._flights: list[Future[torch.Tensor]] = []
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
-        """The model as DDP has it; all begin with the parameters of the first, and draw random numbers of their own."""
+        """The model as it is; all begin with the parameters of the first, and draw random numbers of their own."""
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 hand_out(value)
         if fresh:
             torch.manual_seed(torch.initial_seed() + self.rank)
-        self.engine, self._idle, self._called, self._parameters = None, None, model, list(model.parameters())
-        return _Replica(self, model)
+        self._model, self._parameters, self._trained, self._late = model, list(model.parameters()), None, set()
+        return model
 
     def timed(self, clock: Clock) -> None:
-        """Tell ``clock`` when the last bucket is on its way: what is left of the backward pass is waiting."""
-        self.exchange.clock = clock
+        """Tell ``clock`` when the backward pass is over: what is left is waiting."""
+        self._clock = clock
 
     @contextlib.contextmanager
     def together(self, *, update: bool = False) -> Iterator[None]:
-        """A block that succeeds in all processes or in none; after that of an update, all have the sum of the gradients."""
-        self._rebuild(update)
-        engine = self.engine
+        """A block that succeeds in all processes or in none; after that of an update, all have the mean of the gradients."""
+        if update:
+            self._begin()
         with super().together(update=update):
-            self._inside = update
             yield
-            if update and engine is not None and not self.exchange.complete:
-                if self._idle or self._rehearsing:  # DDP has looked for them, or nobody could make the update again
-                    raise WorkloadError(_NO_GRADIENT)
-                self._idle = True
-                raise AgainError(_NO_GRADIENT)
             if update:
-                self.exchange.landed()
-            self._inside = False
-        if update and engine is None:
-            self._add_up()
-            with super().together(update=update):
-                self.engine = self._engaged()
+                if self._clock is not None:
+                    self._clock.enter("communication")
+                while len(self._flights) < len(self._buckets):
+                    self._send()
+                self.exchange.land(self._flights)
+                self.lacking = bool(self._without)
+        if update:
+            self._updating = False
+            self._flights.clear()
+            if self.lacking:
+                self._leave_out()
 
     @contextlib.contextmanager
     def exchanging(self, *, now: bool) -> Iterator[None]:
-        """A block whose backward pass exchanges gradients only if ``now``."""
-        with contextlib.nullcontext() if now or self.engine is None else self.engine.no_sync():
+        """A block whose backward pass sends gradients only if ``now``."""
+        self._sending = now and self._updating
+        try:
             yield
-
-    def asked(self, ask: Callable[[], T]) -> T:
-        """What ``ask`` gives; it runs within DDP as a whole, whichever methods of the model it calls, and however often."""
-        found: T = ask() if self.engine is None else self.engine(ask)
-        return found
+        finally:
+            self._sending = False
 
     def release(self) -> None:
         """Send zeros for the buckets that the others wait for.
@@ -131,190 +115,146 @@ class Replicas(Group):
         Raises:
             RuntimeError: there is no memory for them, or one was sent in part.
         """
-        self._rebuild(not self._inside)  # else the others do that first
-        if (engine := self.engine) is not None:
-            if self.exchange.torn:
-                raise RuntimeError("A bucket was sent in part.")
-            with _Thin():  # type: ignore[no-untyped-call]
-                buckets = engine.reducer._get_zeros_like_grad_buckets()
-            missing = buckets[self.exchange.launched :]
-            for bucket in missing:  # one after the other: there may not be memory for zeros in all of them
-                thin = bucket.buffer()
-                bucket.set_buffer(thin.contiguous())
-                engine.reducer._run_comm_hook(bucket).wait()
-                bucket.set_buffer(thin)
-            if missing and engine.find_unused_parameters:
-                engine._match_unused_params_allreduce()  # type: ignore[no-untyped-call]
+        if self._torn:
+            raise RuntimeError("A bucket was sent in part.")
+        if not self._updating:
+            self._begin()
+        while len(self._flights) < len(self._buckets):
+            self._send(nothing=True)
+            self._flights[-1].wait()  # one after the other: there may not be memory for zeros in all of them
         self.renew()
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember whether the updates are such as take ill what comes late."""
-        self._delays = not isinstance(optimizer, _SUMS) and self.settings.communication in _LATE
-        self._optimizer = type(optimizer).__name__
-
     def renew(self) -> None:
-        """Take DDP away, whose hooks stand in the middle of an update; it is made anew after the next."""
-        self._disengage()
-        self._inside = False
+        """Forget an update that failed, and what earlier ones have left out, which holds a part of it."""
+        self._updating = self._sending = self._torn = self.lacking = False
+        self._flights.clear()
         self.exchange.reset()
 
     @contextlib.contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """A block whose updates leave nothing behind that is sent later; the next one is a first one again, without DDP."""
-        parameters = dict(self._called.named_parameters())
-        state = self.exchange.state_dict(parameters)
-        self._rehearsing = True
+        """A block whose updates leave nothing behind that is sent later."""
         try:
             yield
         finally:
-            self._rehearsing = False
-            self._disengage()
-            self.exchange.load_state_dict([state] * self.size, parameters)
+            self.exchange.reset()
 
-    def unsent(self) -> list[dict[str, Any]] | None:
-        """What compression holds back in each process, for the one that leads."""
-        found: list[Any] | None = [None] * self.size if self.leads else None
-        dist.gather_object(self.exchange.state_dict(dict(self._called.named_parameters())), found, group=self.everyone)
-        return found
-
-    def take_unsent(self, states: list[dict[str, Any]] | None) -> bool:
-        """Have the exchange go on with what an earlier run held back; whether nothing of it is lost."""
-        return not states or self.exchange.load_state_dict(states, dict(self._called.named_parameters()))
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember whether the updates are such as take ill what comes late."""
+        self._doubted = None if isinstance(optimizer, _SUMS) else type(optimizer).__name__
 
     def notes(self) -> list[str]:
-        """What crossed, and how much of it was waited for."""
-        meter = self.exchange.meter
-        if not meter.updates:
-            return []
-        parameters = [p for p in self._called.parameters() if p.requires_grad]
-        full = 2 * (self.size - 1) / self.size * sum(p.numel() * 4 for p in parameters)
-        each = meter.bytes / meter.updates
-        told = f"Each process sent {each / 1e6:.3g} MB of gradients per update, {each / full:.2f} of what float32 takes"
-        if meter.hidden is None:
-            return [*self._doubts(), f"{told}."]
-        ms = 1e3 * meter.flight_s / meter.updates
-        hidden = f"that took {ms:.3g} ms, of which {meter.hidden:.0%} passed behind the backward pass"
-        return [*self._doubts(), f"{told}; {hidden}."]
-
-    def _doubts(self) -> list[str]:
-        """A sentence where the optimizer makes much of what was left out and comes later."""
-        if not self._delays:
-            return []
-        kind = self.settings.communication
-        return [
-            f"Caution: communication={kind!r} with {self._optimizer}. What is left out of a gradient comes with a later one, "
-            f"and optimizers that adapt the size of their steps make too much of that: with AdamW {_LATE[str(kind)]} the loss "
-            "was measured. Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
-        ]
-
-    def _add_up(self) -> None:
-        """Exchange the gradients that an update without DDP has left, in one bucket per dtype."""
-        parameters = [p for p in self._called.parameters() if p.requires_grad]
-        self._idle = self.any(bool(self._idle) or any(p.grad is None for p in parameters))
-        if self._idle:
-            used = torch.tensor([p.grad is not None for p in parameters])
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.everyone)
-            parameters = [p for p, some in zip(parameters, used.tolist(), strict=True) if some]
-        buckets = [[p for p in parameters if p.dtype is dtype] for dtype in sorted({p.dtype for p in parameters}, key=str)]
-        with super().together():  # a copy of all gradients may be too much for memory, which all must know before one sends
-            packed = [self._packed(bucket) for bucket in buckets]
-        with final(_NO_ROOM):
-            for bucket, (grads, flat) in zip(buckets, packed, strict=True):
-                parts = torch.split(self.exchange.cross(bucket, flat).wait(), [p.numel() for p in bucket])
-                for parameter, grad, part in zip(bucket, grads, parts, strict=True):
-                    parameter.grad = grad.copy_(shaped(part, parameter))
-
-    def _rebuild(self, due: bool) -> None:
-        """Have DDP order its buckets as gradients come, once, where that is ``due``: the processes talk about it.
-
-        It is done before anything of an update can fail. Where other parameters are trained than before, as where layers thaw,
-        DDP, which looks for them only as it is made, is made anew.
-        """
-        if due and self.engine is not None:
-            if self._trained == [p.requires_grad for p in self._parameters]:
-                self.engine.reducer._rebuild_buckets()
-            else:
-                self._disengage()
-
-    def _disengage(self) -> None:
-        if self.engine is not None:
-            del self.engine.reducer, self.engine.logger  # both hold torch's reducer, which removes its hooks when it goes
-            self.engine = None
-
-    def _packed(self, parameters: list[nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The gradients, zeros where there are none, or none that count, and all of them in a row."""
-        grads = [p.grad if p.grad is not None and self.counts else torch.zeros_like(p) for p in parameters]
-        sparse = [name for name, p in self._called.named_parameters() if p.grad is not None and p.grad.is_sparse]
-        if sparse:
-            raise UsageError(
-                f"The gradient of {sparse[0]} is sparse, and several processes exchange dense ones only. Make the embedding "
-                "with sparse=False, or train in one process."
+        """What crossed, and how long the backward passes stood still for it."""
+        sent, notes = self.exchange, list[str]()
+        if not sent.bytes:
+            return notes
+        if sent.kind == "powersgd" and self._doubted is not None:
+            notes.append(
+                f"Caution: communication='powersgd' with {self._doubted}. What is left out of a gradient comes with a later "
+                "one, and optimizers that adapt the size of their steps make too much of that. "
+                "Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
             )
-        return grads, torch.cat([in_a_row(grad, parameter) for grad, parameter in zip(grads, parameters, strict=True)])
+        full = 2 * (self.size - 1) / self.size * sum(p.numel() * 4 for p in self._parameters if p.requires_grad)
+        each = sent.bytes / sent.updates
+        told = f"Each process sent {each / 1e6:.3g} MB of gradients per update, {each / full:.2f} of what float32 takes"
+        on_cpu = all(p.device.type == "cpu" for p in self._parameters)
+        waited = f"; the backward pass stood still {1e3 * sent.waited_s / sent.updates:.3g} ms for that" if on_cpu else ""
+        return [*notes, f"{told}{waited}."]
 
-    def _engaged(self) -> DistributedDataParallel:
-        """DDP, with the exchange in its hands."""
-        on_gpu = next(self._called.parameters()).device.type == "cuda"
-        engine = DistributedDataParallel(
-            _Asked(self._called),
-            device_ids=[next(self._called.parameters()).device] if on_gpu else None,
-            **_BUFFERS_STAY,  # settle() gives them their mean where they are read
-            init_sync=False,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=bool(self._idle),
-            bucket_cap_mb=self.settings.bucket_mb,
-        )
-        engine.register_comm_hook(None, lambda _, bucket: self._crossing(bucket))
-        self._trained = [p.requires_grad for p in self._parameters]
-        return engine
+    def _begin(self) -> None:
+        """Make ready for an update; where other parameters are trained than before, as where layers thaw, with new buckets."""
+        trained = [p.requires_grad for p in self._parameters]
+        if trained != self._trained:
+            self._trained = trained
+            for hook in self._hooks:
+                hook.remove()
+            world = weakref.ref(self)
+            kept = [(index, p) for index, p in enumerate(self._parameters) if p.requires_grad]
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(_arrival(world, index))  # type: ignore[no-untyped-call]
+                for index, p in kept
+            ]
+            self._arrange()
+        self._updating, self.lacking = True, False
+        self._flights.clear()
+        self._without.clear()
+        self._due = [set(bucket) for bucket in self._buckets]
 
-    def _crossing(self, bucket: Any) -> Future[torch.Tensor]:
-        """Exchange the gradients of a bucket; what only keeps step has none, not even where they are no numbers."""
-        if not self.counts:
-            bucket.buffer().zero_()
-        return self.exchange.bucket(bucket)
+    def _arrange(self) -> None:
+        """Put the parameters into buckets of one type, the last first, as their gradients come; the first bucket is small."""
+        self._buckets, most = [], (self.settings.bucket_mb or 25) * _MIB
+        for late in (False, True):
+            filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+            for index in reversed(range(len(self._parameters))):
+                parameter = self._parameters[index]
+                if not parameter.requires_grad or (index in self._late) is not late:
+                    continue
+                kind = (parameter.dtype, parameter.device)
+                bucket = filling.setdefault(kind, [])
+                bucket.append(index)
+                if sum(self._parameters[each].nbytes for each in bucket) >= (most if self._buckets else min(most, _MIB)):
+                    self._buckets.append(filling.pop(kind))
+            self._buckets += filling.values()
+        self._place = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self.exchange.reset()
+
+    def _arrived(self, index: int) -> None:
+        """A gradient is there: send the buckets that are full now."""
+        if not self._sending:
+            return
+        if self._place[index] < len(self._flights):
+            raise UsageError(_TWICE.format(self._named(index)))
+        self._due[self._place[index]].discard(index)
+        while len(self._flights) < len(self._buckets) and not self._due[len(self._flights)]:
+            self._send()
+
+    @torch.no_grad()
+    def _send(self, *, nothing: bool = False) -> None:
+        """Begin to bring the next bucket to all, whose gradients become views of it; or zeros, if ``nothing``."""
+        number = len(self._flights)
+        indices = self._buckets[number]
+        parameters = [self._parameters[index] for index in indices]
+        grads = []
+        for index, parameter in zip(indices, parameters, strict=True):
+            grad = None if nothing else parameter.grad
+            if grad is not None and grad.is_sparse:
+                raise UsageError(_SPARSE.format(self._named(index)))
+            if grad is None and self.counts:
+                self._without.add(index)
+            # what only keeps step has no gradient, not even where it is no number
+            grads.append(torch.zeros_like(parameter) if grad is None or not self.counts else grad)
+        flat = torch.cat([in_a_row(grad, parameter) for grad, parameter in zip(grads, parameters, strict=True)])
+        if not nothing:
+            for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+                parameter.grad = shaped(part, parameter)
+        self._torn = True
+        self._flights.append(self.exchange.begin(Bucket(number, parameters, flat, number == len(self._buckets) - 1)))
+        self._torn = False
+
+    def _leave_out(self) -> None:
+        """Take the gradient of parameters away that got one in no process; those that lacked one anywhere cross last."""
+        found = torch.zeros(2, len(self._parameters), dtype=torch.uint8)
+        if self.counts:
+            for index in self._place:
+                found[int(index in self._without), index] = 1
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
+        there, lacked = found.bool().tolist()
+        for index in self._place:
+            if not there[index]:
+                self._parameters[index].grad = None
+        late = {index for index, some in enumerate(lacked) if some}
+        if not late <= self._late:
+            self._late |= late
+            self._arrange()
+
+    def _named(self, index: int) -> str:
+        return next(name for name, parameter in self._model.named_parameters() if parameter is self._parameters[index])
 
 
-class _Thin(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A block in which zeros like another tensor are one zero, seen in all places: DDP would make those of all buckets."""
+def _arrival(world: weakref.ref[Replicas], index: int) -> Callable[[torch.Tensor], None]:
+    """What a parameter calls when its gradient is there; it does not keep the processes' world alive."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """One zero in place of many."""
-        if func is torch.ops.aten.zeros_like.default:
-            return args[0].new_zeros(()).expand(args[0].shape)
-        return func(*args, **(kwargs or {}))
+    def arrived(_: torch.Tensor) -> None:
+        if (found := world()) is not None:
+            found._arrived(index)
 
-
-class _Asked(nn.Module):
-    """What DDP wraps: it has the parameters of ``model``, and its forward pass is whatever is asked for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ask: Callable[[], T]) -> T:
-        """What ``ask`` gives."""
-        return ask()
-
-
-class _Replica(nn.Module):
-    """The model, which answers whatever is asked of it."""
-
-    def __init__(self, world: Replicas, model: nn.Module) -> None:
-        super().__init__()
-        self.module = model
-        self._world = [world]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
-        if self._world[0].engine is None:
-            return self.module(*args, **kwargs)
-        # torch.compile makes this branch anew, within DDP: in parts, whose gradients cross while the others are computed.
-        return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """What the model has under ``name``, for losses that call its methods."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+    return arrived
