@@ -212,9 +212,7 @@ def test_a_schedule_that_is_another_and_of_another_length_is_refused(tmp_path: p
 
     trainer(schedule=steps(0.5), checkpoint=tmp_path).fit(loader(), epochs=1)
     resumed = trainer(schedule=steps(0.8), checkpoint=tmp_path).resume()
-    said = (
-        r"The run has 16 updates now, and had 8: .* The StepLR's gamma is 0\.8 in the script, and was 0\.5 in .* Give those,"
-    )
+    said = r"The run has 16 updates now, and had 8: .* The StepLR's gamma is 0\.8 in the script, and was 0\.5 in .* Give those,"
     with pytest.raises(UsageError, match=said):
         resumed.fit(loader(), epochs=2)
     resumed.schedule = steps(0.5)

@@ -18,7 +18,6 @@ from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.passes.channels_last import lay_out
 from trimtab.train import epoch, given, lengths, optimizer_state, own_loss, rates, schedule_state, states
-from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.callables import refuses
 from trimtab.train.checkpoint import refuse_strange
@@ -62,7 +61,7 @@ def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     trainer.world.timed(clock)
     called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None and not trainer.position.update)
     step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock, trainer.log_every)
-    scheduler = trainer.scheduler = _scheduler(trainer, trainer.run.planned)
+    scheduler = trainer.scheduler = schedule_state.scheduler_for(trainer, trainer.run.planned)
     trainer.options = trainer.options or given.options_of(trainer.optimizer)
     if trainer.resuming is not None:
         scheduler = trainer.scheduler = _load_rest(trainer, step, scheduler, trainer.resuming)
@@ -344,60 +343,6 @@ def _redecide(trainer: Trainer, decided: Mapping[str, Any]) -> None:
         trainer.note(f"{shown}: as decided when the run began.")
 
 
-def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
-    """The schedule of a run of ``updates`` in all; of one that goes on from a checkpoint, as the script has it."""
-    schedule, before, state = trainer.schedule, trainer.scheduler, trainer.resuming
-    if schedule is None or isinstance(schedule, LRScheduler):
-        if schedule is not None:
-            schedules.refuse_foreign(schedule, trainer.optimizer)
-            schedule_state.begun(schedule)
-        return schedule
-    if updates is None:
-        raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
-    last, now = trainer.scheduled, (schedule, updates)
-    kept = last is not None and last[0] is schedule
-    if state is not None:  # to compare it with what it was, it is made for the run that it was
-        found = _made(trainer, schedule, state["planned"] or updates, anew=before is not None)
-    elif before is None:
-        found = _made(trainer, schedule, updates)
-    else:
-        found = before if kept and last == now else _fitted(trainer, schedule, before, updates, kept=kept)
-    trainer.scheduled = now
-    return found
-
-
-def _made(trainer: Trainer, schedule: schedules.Schedule, updates: int, *, anew: bool = False) -> LRScheduler:
-    """What ``schedule`` makes for a run of ``updates``, if ``anew`` of the rates with which the optimizer began."""
-    groups = trainer.optimizer.param_groups
-    rates.scale(trainer.optimizer, None, 1.0)  # some schedules state their rates themselves: those that are made have one scale
-    if anew:
-        rates.put(groups, [float(group.pop("initial_lr", group["lr"])) for group in groups])
-    made = schedules.made(schedule, trainer.optimizer, updates)
-    schedule_state.begun(made)
-    return made
-
-
-def _fitted(
-    trainer: Trainer, schedule: schedules.Schedule, before: LRScheduler, updates: int, *, kept: bool = True
-) -> LRScheduler:
-    """In place of ``before`` what ``schedule`` makes for a run of ``updates``, stepped through those that are made.
-
-    Args:
-        kept: whether it has made ``before`` too. Rates that it states itself then have the size that they have by now.
-    """
-    if kept and isinstance(before, ReduceLROnPlateau):  # it goes by the validation, and has no length
-        return before
-    rates.scale(trainer.optimizer, None, 1.0)
-    had = [float(group[rates.chosen(group)]) for group in trainer.optimizer.param_groups]
-    made = _made(trainer, schedule, updates, anew=True)
-    schedule_state.refuse_other(made, schedule_state.begun(before))
-    if kept:
-        rates.multiply(trainer.optimizer, made, list(map(rates.factor, trainer.optimizer.param_groups, had)))
-    if not isinstance(made, ReduceLROnPlateau):
-        schedule_state.catch_up(made, trainer.position.update - trainer.position.skipped)
-    return made
-
-
 def _load_rest(trainer: Trainer, step: Step, scheduler: LRScheduler | None, state: Mapping[str, Any]) -> LRScheduler | None:
     """Put what a run makes anew where it stood in the checkpoint; returns the schedule, for as many updates as it has now.
 
@@ -424,5 +369,5 @@ def _load_rest(trainer: Trainer, step: Step, scheduler: LRScheduler | None, stat
                 f"The run has {planned} updates now, and had {state['planned']}: its schedule fits another number only with "
                 f"the options that it had. {both} Give those, and lengths that follow the updates it is made for."
             )
-        return _fitted(trainer, schedule, scheduler, planned)
+        return schedule_state.fitted(trainer, schedule, scheduler, planned)
     return scheduler

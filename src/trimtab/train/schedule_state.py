@@ -6,14 +6,19 @@ import copy
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.errors import UsageError
+from trimtab.train import rates
 from trimtab.train.given import same, told
-from trimtab.train.schedule import advance, inside, take_in
+from trimtab.train.schedule import Schedule, advance, inside, refuse_foreign, take_in
+from trimtab.train.schedule import made as made_by
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
 
 _PLACE = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "_schedulers", "kind")
 """What says where a scheduler stands, or is compared otherwise."""
@@ -65,6 +70,58 @@ def load(scheduler: LRScheduler | None, state: Mapping[str, Any] | None, before:
         told(f"The {kind}'s {name.strip('_')}", reprlib.repr(one), reprlib.repr(other), None)
         for kind, name, one, other in _differences(now, before)
     ]
+
+
+def scheduler_for(trainer: Trainer, updates: int | None) -> LRScheduler | None:
+    """The schedule of a run of ``updates`` in all; of one that goes on from a checkpoint, as the script has it."""
+    schedule, before, state = trainer.schedule, trainer.scheduler, trainer.resuming
+    if schedule is None or isinstance(schedule, LRScheduler):
+        if schedule is not None:
+            refuse_foreign(schedule, trainer.optimizer)
+            begun(schedule)
+        return schedule
+    if updates is None:
+        raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
+    last, now = trainer.scheduled, (schedule, updates)
+    kept = last is not None and last[0] is schedule
+    if state is not None:  # to compare it with what it was, it is made for the run that it was
+        found = _made(trainer, schedule, state["planned"] or updates, anew=before is not None)
+    elif before is None:
+        found = _made(trainer, schedule, updates)
+    else:
+        found = before if kept and last == now else fitted(trainer, schedule, before, updates, kept=kept)
+    trainer.scheduled = now
+    return found
+
+
+def _made(trainer: Trainer, schedule: Schedule, updates: int, *, anew: bool = False) -> LRScheduler:
+    """What ``schedule`` makes for a run of ``updates``, if ``anew`` of the rates with which the optimizer began."""
+    groups = trainer.optimizer.param_groups
+    rates.scale(trainer.optimizer, None, 1.0)  # some schedules state their rates themselves: those that are made have one scale
+    if anew:
+        rates.put(groups, [float(group.pop("initial_lr", group["lr"])) for group in groups])
+    made = made_by(schedule, trainer.optimizer, updates)
+    begun(made)
+    return made
+
+
+def fitted(trainer: Trainer, schedule: Schedule, before: LRScheduler, updates: int, *, kept: bool = True) -> LRScheduler:
+    """In place of ``before`` what ``schedule`` makes for a run of ``updates``, stepped through those that are made.
+
+    Args:
+        kept: whether it has made ``before`` too. Rates that it states itself then have the size that they have by now.
+    """
+    if kept and isinstance(before, ReduceLROnPlateau):  # it goes by the validation, and has no length
+        return before
+    rates.scale(trainer.optimizer, None, 1.0)
+    had = [float(group[rates.chosen(group)]) for group in trainer.optimizer.param_groups]
+    made = _made(trainer, schedule, updates, anew=True)
+    refuse_other(made, begun(before))
+    if kept:
+        rates.multiply(trainer.optimizer, made, list(map(rates.factor, trainer.optimizer.param_groups, had)))
+    if not isinstance(made, ReduceLROnPlateau):
+        catch_up(made, trainer.position.update - trainer.position.skipped)
+    return made
 
 
 def catch_up(scheduler: LRScheduler, updates: int) -> None:

@@ -203,13 +203,10 @@ class Trainer:
                     return (yield from self._run(train, validate, epochs, steps))
 
     def resume(self, *, missing_ok: bool = False, override: Mapping[str, Any] | None = None) -> Self:
-        """Take up the newest whole checkpoint; the :meth:`fit` that follows goes on from there.
-
-        The checkpoint wins over the script, and a note tells of each option that is another in the script by now.
+        """Take up the newest whole checkpoint, which wins over the script; the :meth:`fit` that follows goes on from there.
 
         Args:
-            missing_ok: begin anew where there is no checkpoint, so that a script that is started again after a failure, by
-                torchrun or a batch system, needs to know nothing of the time before.
+            missing_ok: begin anew where there is no checkpoint, as in a script that is started again after a failure.
             override: what the run is to have instead, for all groups of the optimizer: its options that are numbers, by name,
                 such as ``{"lr": 3e-4}``. The rates of the schedule are multiplied by as much.
 
