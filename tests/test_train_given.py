@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
 
-from _runs import EPOCH, loader, told, trainer
+from _runs import EPOCH, Line, loader, told, trainer
 from trimtab import Trainer
 from trimtab.errors import UsageError
 from trimtab.train.events import Event, Validated
@@ -61,9 +60,15 @@ def thawing(callback: Any, **options: Any) -> Trainer:
 @pytest.mark.parametrize(
     ("callback", "notes"),
     [
-        (by_flags, ["requires_grad is True for 0.weight, 0.bias, as the run before left it."]),
-        (by_group, ["requires_grad is True for 0.weight, 0.bias, as the run before left it."]),
-        (back, ["requires_grad is False for 1.bias, as the run before left it."]),
+        (
+            by_flags,
+            ["requires_grad is True for 0.weight, 0.bias, as the run before left it. To change it, set it after resume()."],
+        ),
+        (
+            by_group,
+            ["requires_grad is True for 0.weight, 0.bias, as the run before left it. To change it, set it after resume()."],
+        ),
+        (back, ["requires_grad is False for 1.bias, as the run before left it. To change it, set it after resume()."]),
     ],
 )
 def test_what_a_callback_has_thawed_or_frozen_is_so_in_the_run_that_goes_on(
@@ -88,13 +93,18 @@ def test_what_a_callback_has_thawed_or_frozen_is_so_in_the_run_that_goes_on(
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
 
 
-def test_what_is_thawed_in_the_script_stays_thawed(tmp_path: pathlib.Path) -> None:
+def test_what_is_thawed_in_the_script_is_told_of_and_can_be_thawed_after_resume(tmp_path: pathlib.Path) -> None:
     thawing(lambda *_: None, checkpoint=tmp_path).fit(loader(), epochs=1)
     torch.manual_seed(0)
     model = halves().requires_grad_(True)
     again = trainer(model, optimizer=over_all(model), checkpoint=tmp_path).resume()
-    assert again.notes == []
-    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert again.notes == [
+        "requires_grad is False for 0.weight, 0.bias, as the run before left it. To change it, set it after resume()."
+    ]
+    before = model[0].weight.detach().clone()
+    model.requires_grad_(True)
+    again.fit(loader(), epochs=2)
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_groups_that_are_missing_are_added_only_where_those_before_are_the_same(tmp_path: pathlib.Path) -> None:
@@ -172,62 +182,135 @@ def cut(schedule: Any, folder: pathlib.Path, **options: Any) -> Trainer:
     return made
 
 
+def differs(name: str, now: Any, was: Any) -> str:
+    return f"{name} is {now} in the script, and was {was} in the run so far: it stays so. "
+
+
+def changes(name: str, now: Any, was: Any) -> str:
+    return differs(name, now, was) + f"resume(override={{'{name}': {now}}}) changes it."
+
+
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_rate_that_is_another_in_the_script_takes_effect(name: str, tmp_path: pathlib.Path) -> None:
+def test_the_rate_of_the_checkpoint_goes_before_that_of_the_script_unless_it_is_overridden(
+    name: str, tmp_path: pathlib.Path
+) -> None:
     slow, fast = functools.partial(SGD, lr=RATE / 4), functools.partial(SGD, lr=RATE)
     want = told(whole := trainer(optimizer=fast, schedule=CHAINS[name]), "rate")
     whole.fit(loader(), epochs=2)
-    cut(CHAINS[name], tmp_path, optimizer=fast)
-    same = told(unchanged := trainer(optimizer=fast, schedule=CHAINS[name], checkpoint=tmp_path).resume(), "rate")
-    assert unchanged.fit(loader(), epochs=2).notes == ()
-    assert same == want[6:]
-    cut(CHAINS[name], tmp_path / "slow", optimizer=fast)
-    rest = told(resumed := trainer(optimizer=slow, schedule=CHAINS[name], checkpoint=tmp_path / "slow").resume(), "rate")
-    resumed.callbacks.append(lambda made, event: made.stop("enough") if event.update == 9 else None)
-    note = "The optimizer's learning rate in the script was 0.0078125 when the run began. It goes on with what is there now: "
-    assert resumed.fit(loader(), epochs=2).notes == (f"{note}0.00195312.",)
-    again = told(last := trainer(optimizer=slow, schedule=CHAINS[name], checkpoint=tmp_path / "slow").resume(), "rate")
-    assert last.fit(loader(), epochs=2).notes == ()  # it has taken effect
+    for script, notes in ((fast, ()), (slow, (changes("lr", RATE / 4, RATE),))):
+        folder = tmp_path / str(len(notes))
+        cut(CHAINS[name], folder, optimizer=fast)
+        rest = told(resumed := trainer(optimizer=script, schedule=CHAINS[name], checkpoint=folder).resume(), "rate")
+        assert resumed.fit(loader(), epochs=2).notes == notes
+        assert rest == want[6:]
+        assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+    cut(CHAINS[name], tmp_path / "other", optimizer=fast)
+    over = trainer(optimizer=fast, schedule=CHAINS[name], checkpoint=tmp_path / "other").resume(override={"lr": RATE / 4})
+    rest = told(over, "rate")
+    over.callbacks.append(lambda made, event: made.stop("enough") if event.update == 9 else None)
+    assert over.fit(loader(), epochs=2).notes == (f"lr is {RATE / 4} from here on, by resume(override=...), and was {RATE}.",)
+    for base in getattr(over.scheduler, "base_lrs", ()):
+        assert base == RATE / 4
+    again = told(last := trainer(optimizer=slow, schedule=CHAINS[name], checkpoint=tmp_path / "other").resume(), "rate")
+    assert last.fit(loader(), epochs=2).notes == ()  # it is the run's by now
     assert rest + again == [rate / 4 for rate in want[6:]]
 
 
-def test_the_largest_rate_of_a_cycle_takes_effect_and_the_rate_that_it_goes_without_does_not(tmp_path: pathlib.Path) -> None:
+def test_the_largest_rate_of_a_cycle_is_what_is_overridden_and_stays_so_in_a_longer_run(tmp_path: pathlib.Path) -> None:
     want = told(whole := trainer(schedule=one_cycle(RATE)), "rate")
     whole.fit(loader(), epochs=2)
     cut(one_cycle(RATE), tmp_path)
-    other = functools.partial(SGD, lr=7.0)
-    rest = told(resumed := trainer(optimizer=other, schedule=one_cycle(RATE / 4), checkpoint=tmp_path).resume(), "rate")
-    assert len(resumed.fit(loader(), epochs=2).notes) == 1
+    other = functools.partial(SGD, lr=7.0)  # without which the cycle goes
+    resumed = trainer(optimizer=other, schedule=one_cycle(RATE), checkpoint=tmp_path).resume(override={"lr": RATE / 4})
+    rest = told(resumed, "rate")
+    assert resumed.fit(loader(), epochs=2).notes == (
+        f"lr is {RATE / 4} from here on, by resume(override=...), and was {RATE}.",
+    )
     assert rest == [rate / 4 for rate in want[6:]]
+    want = told(whole := trainer(schedule=one_cycle(RATE / 4)), "rate")
+    whole.fit(loader(), epochs=3)
+    longer = trainer(schedule=one_cycle(RATE), checkpoint=tmp_path).resume()
+    rest = told(longer, "rate")
+    said = differs("max_lr", RATE, RATE / 4) + f"resume(override={{'lr': {RATE}}}) changes it."
+    assert longer.fit(loader(), epochs=3).notes == (said,)
+    assert rest == pytest.approx(want[2 * EPOCH :])
 
 
-def test_other_options_take_effect_and_what_the_run_had_changed_stays(tmp_path: pathlib.Path) -> None:
+def test_other_options_are_told_of_and_can_be_overridden(tmp_path: pathlib.Path) -> None:
     def lower(made: Trainer, event: Event) -> None:
         made.optimizer.param_groups[0]["lr"] = 0.003
 
-    def options(decay: float, betas: tuple[float, float]) -> dict[str, Any]:
-        optimizer = functools.partial(AdamW, lr=0.01, weight_decay=decay, betas=betas)
+    def options(decay: float, betas: tuple[float, float], *, maximize: bool = False) -> dict[str, Any]:
+        optimizer = functools.partial(AdamW, lr=0.01, weight_decay=decay, betas=betas, maximize=maximize)
         return {"optimizer": optimizer, "checkpoint": tmp_path, "callbacks": [lower], "log_every": 1}
 
     trainer(**options(0.0, (0.9, 0.99))).fit(loader(), epochs=1)
-    resumed = trainer(**options(0.25, (0.8, 0.99))).resume()
+    resumed = trainer(**options(0.25, (0.8, 0.99), maximize=True)).resume()
     assert resumed.fit(loader(), steps=EPOCH + 1).notes == (
-        "The optimizer's betas in the script was 0.9, 0.99 when the run began. It goes on with what is there now: 0.8, 0.99.",
-        "The optimizer's weight_decay in the script was 0 when the run began. It goes on with what is there now: 0.25.",
+        changes("betas", (0.8, 0.99), (0.9, 0.99)),
+        differs("maximize", True, False) + "A new run can have it.",
+        changes("weight_decay", 0.25, 0.0),
     )
     group = resumed.optimizer.param_groups[0]
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.003, (0.8, 0.99), 0.25)
+    assert (group["lr"], group["betas"], group["weight_decay"], group["maximize"]) == (0.003, (0.9, 0.99), 0.0, False)
+    over = trainer(**options(0.25, (0.8, 0.99))).resume(override={"weight_decay": 0.5, "betas": (0.7, 0.9)})
+    assert over.fit(loader(), steps=EPOCH + 2).notes == (
+        "weight_decay is 0.5 from here on, by resume(override=...), and was 0.0.",
+        "betas is (0.7, 0.9) from here on, by resume(override=...), and was (0.9, 0.99).",
+    )
+    group = over.optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.003, (0.7, 0.9), 0.5)
+    again = trainer(**options(0.5, (0.7, 0.9))).resume()
+    assert again.fit(loader(), steps=EPOCH + 3).notes == ()
 
 
-def test_an_optimizer_that_was_used_before_has_what_it_was_given(tmp_path: pathlib.Path) -> None:
-    def lower(made: Trainer, event: Event) -> None:
-        made.optimizer.param_groups[0]["lr"] = 0.003
+def test_of_several_groups_the_one_that_differs_is_named_and_all_are_overridden(tmp_path: pathlib.Path) -> None:
+    def made(rate: float) -> Trainer:
+        model = Line()
+        optimizer = SGD([{"params": [model.layer.weight]}, {"params": [model.layer.bias], "lr": rate}], lr=0.5)
+        return trainer(model, optimizer=optimizer, checkpoint=tmp_path)
 
-    def made(optimizer: Callable[..., Optimizer] | Optimizer, model: nn.Module) -> Trainer:
-        return trainer(model, optimizer=optimizer, checkpoint=tmp_path, callbacks=[lower], log_every=1)
+    made(0.25).fit(loader(), steps=1)
+    assert made(0.125).resume().fit(loader(), steps=2).notes == (
+        differs("lr of the optimizer's group 1", 0.125, 0.25) + "resume(override={'lr': 0.125}) changes it.",
+    )
+    over = made(0.25).resume(override={"lr": 0.0625})
+    over.fit(loader(), steps=3)
+    assert [group["lr"] for group in over.optimizer.param_groups] == [0.0625, 0.0625]
 
-    first = made(functools.partial(SGD, lr=0.01), nn.Linear(1, 1))
-    first.fit(loader(), epochs=1)
-    again = made(first.optimizer, first.model).resume()
-    assert again.fit(loader(), epochs=2).notes == ()
-    assert again.optimizer.param_groups[0]["lr"] == 0.003
+
+def test_a_run_that_has_no_checkpoint_yet_has_what_is_overridden_from_its_beginning(tmp_path: pathlib.Path) -> None:
+    for epochs, notes in ((1, ("lr is 0.5 from here on, by resume(override=...), and was 0.01.",)), (2, ())):
+        made = trainer(checkpoint=tmp_path).resume(missing_ok=True, override={"lr": 0.5})
+        assert made.fit(loader(), epochs=epochs).notes == notes
+        assert made.optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            {"rate": 0.1},
+            "override has 'rate', which is no number that SGD takes. Those are dampening, lr, momentum, weight_decay.",
+        ),
+        ({"nesterov": True}, "override has 'nesterov', which is no number that SGD takes. Those are dampening, lr, momentum"),
+        ({"lr": "small"}, "override has lr='small'. Give what 0.01 is, in numbers of at least 0."),
+        ({"lr": (0.1, 0.2)}, "override has lr=(0.1, 0.2). Give what 0.01 is, in numbers of at least 0."),
+        ({"lr": -0.1}, "override has lr=-0.1. Give what 0.01 is, in numbers of at least 0."),
+        ([0.1], "override is a list; give values by name, such as {'lr': 3e-4}."),
+    ],
+)
+def test_what_cannot_be_overridden_is_refused(override: Any, said: str, tmp_path: pathlib.Path) -> None:
+    cut(None, tmp_path)
+    made = trainer(checkpoint=tmp_path)
+    with pytest.raises(UsageError) as caught:
+        made.resume(override=override)
+    assert said in str(caught.value)
+    assert made.position.update == 0
+
+
+def test_a_momentum_that_the_cycle_sets_cannot_be_overridden(tmp_path: pathlib.Path) -> None:
+    cut(one_cycle(RATE), tmp_path)
+    resumed = trainer(schedule=one_cycle(RATE), checkpoint=tmp_path).resume(override={"momentum": 0.5})
+    with pytest.raises(UsageError, match=r"override has momentum, which OneCycleLR sets in each update\. Leave it out\."):
+        resumed.fit(loader(), epochs=2)

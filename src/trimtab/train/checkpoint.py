@@ -31,7 +31,7 @@ from trimtab.errors import StorageError, UsageError
 from trimtab.train.held import hold
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
-SCHEMA = 4
+SCHEMA = 5
 SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),

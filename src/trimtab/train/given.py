@@ -1,22 +1,20 @@
-"""What the script has given a run, and what a run that goes on makes of it where it is another by now.
+"""What a run that goes on has from its checkpoint, and what the script says otherwise by now.
 
-A checkpoint goes before the script wherever the run itself has changed something since it began: a rate that a schedule has
-lowered, a part that a callback has thawed. What was changed in the script goes before the checkpoint. To tell the two apart, a
-checkpoint keeps what the script had given beside what became of it.
+The checkpoint wins. What is another in the script is told of in a note, with how to have it: ``resume(override=...)``.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab._said import of_type
 from trimtab.candidate import Settings
@@ -29,32 +27,12 @@ from trimtab.train.world import World
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
 
-_OPTIONS: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
-"""Of each optimizer as its first run found it: the next one finds what that has made of them."""
-
-
-@dataclasses.dataclass
-class Given:
-    """What a trainer began with, before a checkpoint was put into it."""
-
-    flags: dict[str, bool]
-    """Which parameters are trained."""
-    groups: int
-    """Of the optimizer."""
-    options: list[dict[str, Any]] | None = None
-    """Of those groups, with what the schedule has made of them for the first update; ``None`` until there is one."""
-
-    @classmethod
-    def to(cls, trainer: Trainer) -> Given:
-        """What ``trainer`` has now."""
-        return cls(_flags(trainer), len(trainer.optimizer.param_groups))
-
-    def take_options(self, optimizer: Optimizer) -> None:
-        """Remember the options of ``optimizer``, once."""
-        if self.options is None:
-            groups, left = optimizer.param_groups[: self.groups], {"params", "param_names", rates.SCALE}
-            now = [{name: copy.deepcopy(group[name]) for name in group.keys() - left} for group in groups]
-            self.options = _OPTIONS.setdefault(optimizer, now)
+Options = list[dict[str, Any]]
+"""Of each group of an optimizer, by name."""
+_HOW = frozenset({"params", "param_names", rates.SCALE, "foreach", "fused", "capturable", "differentiable"})
+"""What is in a group and changes no result."""
+_OWN = frozenset({*rates.RATES, "base_momentum", "max_momentum"} - {"lr"})
+"""What a schedule keeps there."""
 
 
 def check_kinds(settings: object, early_stopping: object, metrics: object, ema: object, world: object) -> None:
@@ -77,8 +55,8 @@ def check_kinds(settings: object, early_stopping: object, metrics: object, ema: 
 def state_of(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint keeps to compare a later script with."""
     return {
-        "trained": _flags(trainer),
-        "given": {"trained": trainer.given.flags, "options": trainer.given.options},
+        "trained": {name: parameter.requires_grad for name, parameter in _parameters(trainer)},
+        "given": trainer.options,
         "names": _names(trainer),
         "watched": _watched(trainer.early_stopping),
     }
@@ -98,18 +76,19 @@ def missing_groups(trainer: Trainer, state: Mapping[str, Any]) -> list[dict[str,
 
 
 def restore_flags(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Freeze and thaw what the run had frozen and thawed by then; what is another in the script stays as it is there."""
-    kept, before = state.get("trained", {}), state.get("given", {}).get("trained", {})
+    """Freeze and thaw what the run had frozen and thawed by then, with a note for what is not so in the script."""
     changed: dict[bool, list[str]] = {True: [], False: []}
     for name, parameter in _parameters(trainer):
-        flag = kept.get(name, parameter.requires_grad)
-        if flag != parameter.requires_grad and before.get(name) == trainer.given.flags.get(name):
+        flag = state["trained"].get(name, parameter.requires_grad)
+        if flag != parameter.requires_grad:
             parameter.requires_grad_(flag)
             changed[flag].append(name.partition(".")[2])
     for flag, names in changed.items():
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            trainer.note(f"requires_grad is {flag} for {shown}, as the run before left it.")
+            trainer.note(
+                f"requires_grad is {flag} for {shown}, as the run before left it. To change it, set it after resume()."
+            )
 
 
 def restore_best(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -133,48 +112,84 @@ def watches_another(trainer: Trainer, state: Mapping[str, Any]) -> bool:
     return tuple(state["watched"])[:2] != _watched(trainer.early_stopping)[:2]
 
 
-def over(trainer: Trainer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``state``, a checkpoint, with the options of the optimizer that are others in the script by now, each with a note.
+def options_of(optimizer: Optimizer) -> Options:
+    """What ``optimizer`` was given, and what a schedule has made of it for the first update."""
+    groups = optimizer.param_groups
+    return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _HOW} for group in groups]
 
-    A learning rate is wherever a schedule has got to: all that is made of it is multiplied by as much as it has changed.
+
+def differences(before: Options, now: Options, override: Collection[str]) -> Iterator[tuple[bool, str]]:
+    """What is another in the script ``now`` and in no ``override``: whether it is the schedule's, and a sentence about it."""
+    for place, (was, has) in enumerate(zip(before, now, strict=False)):
+        rate, of = rates.chosen(has), f" of the optimizer's group {place}" if len(now) > 1 else ""
+        factor = float(has[rate]) / float(was[rate]) if was.get(rate) and has.get(rate) else 1.0
+        for name in sorted(was.keys() & has.keys() - ({"lr"} - {rate})):  # under a schedule that is another in each update
+            one, other, own = was[name], has[name], name in _OWN and name != rate
+            follows = own and name in rates.RATES and math.isclose(other, one * factor)
+            option = "lr" if name == rate else name
+            if not (same(one, other) or follows or option in override):
+                said = option if name == "initial_lr" else name
+                yield own, told(said + of, one, other, option if numbers(other) and not own else None)
+
+
+def told(what: str, before: object, now: object, option: str | None) -> str:
+    """A sentence about what is another in the script ``now``, and which ``option`` to override to have it."""
+    fix = f"resume(override={{{option!r}: {now}}}) changes it." if option else "A new run can have it."
+    return f"{what} is {now} in the script, and was {before} in the run so far: it stays so. {fix}"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two options are alike."""
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError, TypeError):  # rows of numbers, of which each is compared
+        return bool(np.array_equal(one, other))
+
+
+def checked_override(optimizer: Optimizer, override: object) -> dict[str, Any]:
+    """What a run that goes on is to have another way than its checkpoint.
+
+    Raises:
+        UsageError: ``optimizer`` has no such option, or not of that form.
     """
-    kept, now = state.get("given", {}).get("options") or [], trainer.given.options or []
-    if (groups := groups_of(state["optimizer"])) is None:  # it is the optimizer's own affair
-        return state
-    groups, told = [dict(group) for group in groups], list[str]()
-    factors = [1.0] * len(groups)
-    for place, (before, after) in enumerate(zip(kept, now, strict=False)):
-        rate = rates.chosen(before)
-        if rate == rates.chosen(after) and _differ(before.get(rate), after.get(rate)) and float(before[rate]):
-            factors[place] = float(after[rate]) / float(before[rate])
-            groups[place] |= rates.multiplied(groups[place], factors[place])
-            told.append(_told("learning rate", before[rate], after[rate]))
-        for name in sorted({"initial_lr", "min_lr"} & before.keys() & after.keys() - {rate}):  # of one cycle
-            wanted = float(before[name]) * factors[place]
-            if wanted and not math.isclose(after[name], wanted):
-                groups[place][name] *= after[name] / wanted
-                told.append(_told(name, before[name], after[name]))
-        for option in sorted((before.keys() & after.keys()) - set(rates.RATES)):
-            if _differ(before[option], after[option]):
-                groups[place][option] = copy.deepcopy(after[option])
-                told.append(_told(option, before[option], after[option]))
-    for text in told:
-        trainer.note_once(text)
-    optimizer = {**state["optimizer"], "param_groups": groups}
-    return {**state, "optimizer": optimizer, "scheduler": _multiplied(state["scheduler"], factors)} if told else state
+    if not isinstance(override, Mapping):
+        raise UsageError(f"override is {of_type(override)}; give values by name, such as {{'lr': 3e-4}}.")
+    group, kind = optimizer.param_groups[0], type(optimizer).__name__
+    known = sorted(name for name in group.keys() - _OWN - _HOW if numbers(group[name]))
+    for name, value in override.items():
+        if name not in known:
+            raise UsageError(f"override has {name!r}, which is no number that {kind} takes. Those are {', '.join(known)}.")
+        if len(found := numbers(value)) != len(numbers(group[name])) or not all(0 <= number < math.inf for number in found):
+            raise UsageError(f"override has {name}={value!r}. Give what {group[name]!r} is, in numbers of at least 0.")
+    return dict(override)
 
 
-def _multiplied(schedule: Any, factors: Sequence[float]) -> Any:
-    """The state of a schedule, and of those in it, with the rates that it keeps for each group so many times as large."""
-    if schedule is None:
-        return None
-    found = dict(schedule)
-    for name in rates.KEPT:
-        if values := found.get(name):
-            found[name] = [value * factor for value, factor in zip(values, factors, strict=False)]
-    if "_schedulers" in found:
-        found["_schedulers"] = [_multiplied(inner, factors) for inner in found["_schedulers"]]
-    return found
+def put_override(trainer: Trainer, scheduler: LRScheduler | None) -> None:
+    """Give every group of the optimizer what it was told to have in place of what the checkpoint has.
+
+    All that a schedule makes of a rate is multiplied by as much, so that a rate of 0 stays under one.
+
+    Raises:
+        UsageError: the schedule would write over it.
+    """
+    groups, trainer.options = trainer.optimizer.param_groups, copy.deepcopy(trainer.options or [])
+    for name, value in trainer.override.items():
+        if name in ("momentum", "betas") and "base_momentum" in groups[0]:
+            raise UsageError(f"override has {name}, which {type(scheduler).__name__} sets in each update. Leave it out.")
+        was = groups[0][name]
+        if name == "lr":
+            was = float(groups[0][rates.chosen(groups[0])]) / groups[0].get(rates.SCALE, 1.0)
+            scaled = [value * group.get(rates.SCALE, 1.0) for group in groups]
+            rates.multiply(trainer.optimizer, scheduler, list(map(rates.factor, groups, scaled)))
+            if scheduler is None or rates.chosen(groups[0]) == "lr":
+                rates.put(groups, scaled)  # to the last digit
+            for each in trainer.options:
+                each |= rates.multiplied(each, rates.factor(each, value)) | {rates.chosen(each): value}
+        else:
+            for each in (*groups, *trainer.options):
+                each[name] = copy.deepcopy(value)
+        if not same(value, was):
+            trainer.note_once(f"{name} is {value} from here on, by resume(override=...), and was {was}.")
 
 
 def _parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -182,10 +197,6 @@ def _parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
     yield from ((f"model.{name}", parameter) for name, parameter in trainer.model.named_parameters())
     if (loss := trainer.objective.module) is not None:
         yield from ((f"loss.{name}", parameter) for name, parameter in loss.named_parameters())
-
-
-def _flags(trainer: Trainer) -> dict[str, bool]:
-    return {name: parameter.requires_grad for name, parameter in _parameters(trainer)}
 
 
 def _names(trainer: Trainer) -> list[list[str | None]]:
@@ -204,25 +215,8 @@ def _said(metric: str, mode: str, stops: bool) -> str:
     return f"early stopping by {metric!r} (mode={mode!r})" if stops else "no early stopping"
 
 
-def _differ(before: Any, after: Any) -> bool:
-    """Whether two options are numbers, or rows of them, and others; what else there is says how an optimizer is made."""
-    a, b = _numbers(before), _numbers(after)
-    return a is not None and b is not None and a != b
-
-
-def _numbers(value: Any) -> list[float] | None:
-    """The numbers that an option is made of; ``None`` where it is something else."""
-    if isinstance(value, (tuple, list)):
-        return [float(item) for item in value] if all(map(_is_number, value)) else None
-    return [float(value)] if _is_number(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _told(option: str, before: Any, after: Any) -> str:
-    was, now = (", ".join(f"{number:g}" for number in _numbers(value) or ()) for value in (before, after))
-    return f"The optimizer's {option} in the script was {was} when the run began. It goes on with what is there now: {now}."
+def numbers(value: Any) -> list[float]:
+    """Those that an option is made of; none where it is something else."""
+    found = value if isinstance(value, (tuple, list)) else [value]
+    one = all(isinstance(item, (int, float)) or (isinstance(item, torch.Tensor) and item.numel() == 1) for item in found)
+    return list(map(float, found)) if one and not any(isinstance(item, bool) for item in found) else []

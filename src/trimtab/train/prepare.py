@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,6 @@ from trimtab.candidate import Settings
 from trimtab.errors import UsageError
 from trimtab.passes.channels_last import lay_out
 from trimtab.train import epoch, given, lengths, optimizer_state, own_loss, rates, schedule_state, states
-from trimtab.train import schedule as schedules
 from trimtab.train.adjust import adjuster
 from trimtab.train.callables import refuses
 from trimtab.train.checkpoint import refuse_strange
@@ -63,18 +61,20 @@ def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     trainer.world.timed(clock)
     called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None and not trainer.position.update)
     step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock, trainer.log_every)
-    scheduler = trainer.scheduler = _scheduler(trainer, trainer.run.planned)
-    trainer.given.take_options(trainer.optimizer)
-    made = Ready(feed, step, scheduler, clock, move, trainer.run.planned)
+    scheduler = trainer.scheduler = schedule_state.scheduler_for(trainer, trainer.run.planned)
+    trainer.options = trainer.options or given.options_of(trainer.optimizer)
     if trainer.resuming is not None:
-        _load_rest(trainer, made, given.over(trainer, trainer.resuming))
+        scheduler = trainer.scheduler = _load_rest(trainer, step, scheduler, trainer.resuming)
     elif trainer.step_state is not None:
-        made.step.load_state_dict(trainer.step_state)
+        step.load_state_dict(trainer.step_state)
+    if trainer.resuming is not None or not trainer.position.update:
+        given.put_override(trainer, scheduler)
     rates.fit_batches(trainer, scheduler)
     refuse_unkept(trainer)
     trainer.note_once(own_loss.told(trainer))
     if settings.optimizer is not None and settings.optimizer != "auto":
         use_kernels(trainer.optimizer, settings.optimizer)
+    made = Ready(feed, step, scheduler, clock, move, trainer.run.planned)
     if isinstance(made.step, CompiledStep):
         trainer.watchers.append(CompileWatch(made.step))
     if settings.adjust:
@@ -222,6 +222,7 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "optimizer": world.whole(trainer.optimizer.state_dict()),
         "scheduler": schedule_state.state_of(ready.scheduler),
         "schedule_begun": schedule_state.begun(ready.scheduler),
+        "planned": ready.updates,
         "step": ready.step.state_dict(),
         "ema": None if trainer.ema is None else world.whole(trainer.ema.shadow),
         "ema_updates": None if trainer.ema is None else trainer.ema.updates,
@@ -339,39 +340,31 @@ def _redecide(trainer: Trainer, decided: Mapping[str, Any]) -> None:
         trainer.note(f"{shown}: as decided when the run began.")
 
 
-def _scheduler(trainer: Trainer, updates: int | None) -> LRScheduler | None:
-    schedule = trainer.schedule
-    if schedule is None or isinstance(schedule, LRScheduler):
-        if schedule is not None:
-            schedules.refuse_foreign(schedule, trainer.optimizer)
-            schedule_state.begun(schedule)
-        return schedule
-    if updates is None:
-        raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
-    before, groups = trainer.scheduler, trainer.optimizer.param_groups
-    if before is None:  # some schedules state their rates themselves, so those that are made have one scale
-        rates.scale(trainer.optimizer, None, 1.0)
-    kept = [dict(group) for group in groups]
-    for group in groups if before is not None else ():  # a second run shapes the rates that the first one began with
-        group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
-    made = schedules.made(schedule, trainer.optimizer, updates)
-    schedule_state.begun(made)
-    if before is not None:
-        for group, values in zip(groups, kept, strict=True):
-            group.update(values)
-        if trainer.resuming is None:
-            schedule_state.load(made, schedule_state.state_of(before), schedule_state.begun(before))
-    return made
+def _load_rest(trainer: Trainer, step: Step, scheduler: LRScheduler | None, state: Mapping[str, Any]) -> LRScheduler | None:
+    """Put what a run makes anew where it stood in the checkpoint; returns the schedule, for as many updates as it has now.
 
-
-def _load_rest(trainer: Trainer, made: Ready, state: Mapping[str, Any]) -> None:
-    kept, named = state["model"], trainer.model.named_parameters()
+    Raises:
+        UsageError: the schedule is of another kind than the checkpoint's, or has another length and other options too.
+    """
+    kept, named, planned = state["model"], trainer.model.named_parameters(), trainer.run.planned
     before: dict[torch.Tensor, torch.dtype] = {parameter: kept[name].dtype for name, parameter in named if name in kept}
     # Not before, because making a scheduler changes the learning rates.
     optimizer_state.load(trainer.optimizer, state["optimizer"], trainer.world, before)
-    made.step.load_state_dict(state["step"])
-    told = schedule_state.load(made.scheduler, state["scheduler"], state["schedule_begun"])
-    for text in (*told, *trainer.modes.restore(state["modes"])):
+    step.load_state_dict(state["step"])
+    told = [(True, text) for text in schedule_state.load(scheduler, state["scheduler"], state["schedule_begun"])]
+    script, trainer.options = trainer.options or [], state["given"]
+    told += given.differences(state["given"], script, trainer.override)
+    for text in (*(text for _, text in told), *trainer.modes.restore(state["modes"])):
         trainer.note_once(text)
-    if isinstance(made.scheduler, ReduceLROnPlateau) and given.watches_another(trainer, state):
-        made.scheduler._reset()  # its best is of that figure
+    schedule = trainer.schedule
+    if isinstance(scheduler, ReduceLROnPlateau):
+        if given.watches_another(trainer, state):  # its best is of that figure
+            scheduler.best, scheduler.num_bad_epochs, scheduler.cooldown_counter = scheduler.mode_worse, 0, 0
+    elif scheduler is not None and callable(schedule) and planned is not None and planned != state["planned"]:
+        if both := next((text for own, text in told if own), None):
+            raise UsageError(
+                f"The run has {planned} updates now, and had {state['planned']}: its schedule fits another number only with "
+                f"the options that it had. {both} Give those, and lengths that follow the updates it is made for."
+            )
+        return schedule_state.fitted(trainer, schedule, scheduler, planned)
+    return scheduler

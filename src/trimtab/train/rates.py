@@ -42,26 +42,32 @@ def fit_batches(trainer: Trainer, scheduler: LRScheduler | None) -> None:
         )
     wanted = {None: 1.0, "linear": float(batches), "sqrt": math.sqrt(batches)}[rule]
     if scale(trainer.optimizer, scheduler, wanted):
-        trainer.note(f"scale_lr={rule!r}: updates are from {batches} batches, with {wanted:.4g} times the learning rate given.")
+        trainer.note_once(
+            f"scale_lr={rule!r}: updates are from {batches} batches, with {wanted:.4g} times the learning rate given."
+        )
 
 
-@torch.no_grad()
 def scale(optimizer: Optimizer, scheduler: LRScheduler | None, wanted: float) -> bool:
     """Make the rates ``wanted`` times those that were given, whatever they are multiplied by now; whether that changes any."""
     factors = [wanted / group.get(SCALE, 1.0) for group in optimizer.param_groups]
     if all(factor == 1.0 for factor in factors):
         return False
-    for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        for name in RATES:
-            if (rate := group.get(name)) is None:
-                continue
-            if name == "lr" and isinstance(rate, torch.Tensor):
-                rate.mul_(factor)  # a compiled or captured update reads that very tensor
-            else:
-                group[name] = rate * factor
+    multiply(optimizer, scheduler, factors)
+    for group in optimizer.param_groups:
         group[SCALE] = wanted
-    _scale_schedule(scheduler, factors)
     return True
+
+
+@torch.no_grad()
+def multiply(optimizer: Optimizer, scheduler: LRScheduler | None, factors: Sequence[float]) -> None:
+    """Multiply the rates of each group, and those that ``scheduler`` keeps of it, by its factor."""
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        for name, rate in multiplied(group, factor).items():
+            if name == "lr" and isinstance(group["lr"], torch.Tensor):
+                group["lr"].copy_(rate)  # a compiled or captured update reads that very tensor
+            else:
+                group[name] = rate
+    _scale_schedule(scheduler, factors)
 
 
 @torch.no_grad()
@@ -79,12 +85,18 @@ def chosen(group: Mapping[str, Any]) -> str:
     return next((name for name in ("max_lr", "initial_lr") if group.get(name) is not None), "lr")
 
 
+def factor(group: Mapping[str, Any], rate: float) -> float:
+    """By how much to multiply the rates of a group for the chosen one to be ``rate``; a rate of 0 stays."""
+    base = float(group[chosen(group)])
+    return rate / base if base else 1.0
+
+
 def multiplied(group: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """The rates of a group, ``factor`` times as large."""
     return {name: group[name] * factor for name in RATES if group.get(name) is not None}
 
 
-def _scale_schedule(scheduler: Any, factors: list[float]) -> None:
+def _scale_schedule(scheduler: Any, factors: Sequence[float]) -> None:
     """The rates that a scheduler, and those inside it, keep for themselves, one for each group."""
     for name in KEPT:
         if rates := getattr(scheduler, name, None):

@@ -1,44 +1,31 @@
-"""Where a schedule stands, and how a run that goes on has it where the script's schedule is another by now.
-
-As with what else the script gives (see :mod:`trimtab.train.given`), what the run itself has changed goes on as it was, and what
-was changed in the script since the run began goes before it: how long the schedule lasts, by how much it multiplies.
-"""
+"""Where a schedule stands, and how a later run has it: as it was, over as many updates as that run has."""
 
 from __future__ import annotations
 
-import bisect
 import copy
-import math
 import reprlib
+import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CosineAnnealingWarmRestarts,
-    LambdaLR,
-    LRScheduler,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.errors import UsageError
 from trimtab.train import rates
-from trimtab.train.schedule import inside, take_in
+from trimtab.train.given import same, told
+from trimtab.train.schedule import Schedule, advance, inside, refuse_foreign, take_in
+from trimtab.train.schedule import made as made_by
 
-_LENGTHS = (
-    *("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones"),
-    *("step_size", "milestones", "total_size", "step_ratio"),
-)
-"""What torch's schedulers call how long they last, which follows from how long the run is."""
-_DERIVED = ("T_i", "mode_worse", "default_min_lr")
-"""What they make of other options, which are told of."""
-_PLACE = ("last_epoch", "_step_count", "_schedulers", "kind", *rates.KEPT)
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+_PLACE = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "_schedulers", "kind")
 """What says where a scheduler stands, or is compared otherwise."""
-_BEGUN: WeakKeyDictionary[LRScheduler, dict[str, Any]] = WeakKeyDictionary()
-"""Of each scheduler how the script made it."""
+_DERIVED = ("T_i", "mode_worse", "default_min_lr")
+"""What torch's schedulers make of other options, which are told of."""
+_BEGUN: WeakKeyDictionary[LRScheduler, Mapping[str, Any]] = WeakKeyDictionary()
+"""Of each scheduler how the script made it, or that one which it goes on for."""
 
 
 def state_of(scheduler: LRScheduler | None) -> dict[str, Any] | None:
@@ -51,7 +38,7 @@ def state_of(scheduler: LRScheduler | None) -> dict[str, Any] | None:
     return {**state, "kind": type(scheduler).__qualname__}
 
 
-def begun(scheduler: LRScheduler | None) -> dict[str, Any] | None:
+def begun(scheduler: LRScheduler | None) -> Mapping[str, Any] | None:
     """The state in which this was first asked for, which has to be before the first update and before :func:`load`."""
     if scheduler is None:
         return None
@@ -61,143 +48,121 @@ def begun(scheduler: LRScheduler | None) -> dict[str, Any] | None:
 
 
 def load(scheduler: LRScheduler | None, state: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> list[str]:
-    """Put ``scheduler``, made for the run as it is now, where the one stood that ``state`` is of.
-
-    The optimizer has its state already: where the schedule has another shape now, its rate is that of the shape.
+    """Put ``scheduler`` where the one stood that ``state`` is of, with the options of that one.
 
     Args:
         before: how that one had :func:`begun`.
 
     Returns:
-        A sentence for each option that is another in the script by now; not for lengths, which follow the run.
+        A sentence for each option that is another in the script by now.
 
     Raises:
         UsageError: they are of different kinds, or made of different schedulers.
     """
-    _refuse_other(scheduler, state)
+    refuse_other(scheduler, before)
     now = begun(scheduler)
     if scheduler is None or state is None or before is None or now is None:
         return []
-    scheduler.load_state_dict(_loadable(scheduler, state, now, before))
+    scheduler.load_state_dict(_loadable(scheduler, state))
     take_in(scheduler)
-    _reshape(scheduler, now, before)
-    silent = (*_LENGTHS, *_DERIVED)
+    _BEGUN[scheduler] = before
     return [
-        f"The {kind}'s {name.strip('_')} in the script was {reprlib.repr(was)} when the run began. It goes on with what is "
-        f"there now: {reprlib.repr(value)}."
-        for kind, name, was, value in _differences(now, before)
-        if name not in silent
+        told(f"The {kind}'s {name.strip('_')}", reprlib.repr(one), reprlib.repr(other), None)
+        for kind, name, one, other in _differences(now, before)
     ]
 
 
-def _refuse_other(scheduler: LRScheduler | None, state: Mapping[str, Any] | None) -> None:
-    now = "no schedule" if scheduler is None else type(scheduler).__qualname__
-    was = "no schedule" if state is None else state["kind"]
-    if now != was:
-        raise UsageError(f"The run began with {was}, and this is {now}. Give the schedule that it began with.")
-
-
-def _loadable(
-    scheduler: LRScheduler, state: Mapping[str, Any], now: Mapping[str, Any], before: Mapping[str, Any]
-) -> dict[str, Any]:
-    """``state`` with what torch expects in place of functions, and with what the script has changed since ``before``."""
-    found = {name: value for name, value in state.items() if name != "kind"} | _changed(now, before)
-    if (factors := _peaks(now, before)) and "max_lrs" in found:
-        found["max_lrs"] = [rate * factor for rate, factor in zip(found["max_lrs"], factors, strict=False)]
-    if (functions := getattr(scheduler, "lr_lambdas", None)) is not None:
-        found["lr_lambdas"] = [None] * len(functions)
-    inner, kept = inside(scheduler), state.get("_schedulers", ())
-    if len(inner) != len(kept):
-        raise UsageError(
-            f"This {type(scheduler).__name__} is made of {len(inner)} schedulers, and that of the run was of {len(kept)}. Give "
-            "the schedule that the run began with."
-        )
-    if inner:
-        for pair in zip(inner, kept, strict=True):
-            _refuse_other(*pair)
-        parts = zip(inner, kept, now["_schedulers"], before["_schedulers"], strict=True)
-        found["_schedulers"] = [_loadable(*part) for part in parts]
+def scheduler_for(trainer: Trainer, updates: int | None) -> LRScheduler | None:
+    """The schedule of a run of ``updates`` in all; of one that goes on from a checkpoint, as the script has it."""
+    schedule, before, state = trainer.schedule, trainer.scheduler, trainer.resuming
+    if schedule is None or isinstance(schedule, LRScheduler):
+        if schedule is not None:
+            refuse_foreign(schedule, trainer.optimizer)
+            begun(schedule)
+        return schedule
+    if updates is None:
+        raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
+    last, now = trainer.scheduled, (schedule, updates)
+    kept = last is not None and last[0] is schedule
+    if state is not None:  # to compare it with what it was, it is made for the run that it was
+        found = _made(trainer, schedule, state["planned"] or updates, anew=before is not None)
+    elif before is None:
+        found = _made(trainer, schedule, updates)
+    else:
+        found = before if kept and last == now else fitted(trainer, schedule, before, updates, kept=kept)
+    trainer.scheduled = now
     return found
 
 
-def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What a scheduler was made with ``now``, without those in it, where that is another than ``before``."""
-    return {n: value for n, value in now.items() if n not in _PLACE and not (n in before and _same(value, before[n]))}
+def _made(trainer: Trainer, schedule: Schedule, updates: int, *, anew: bool = False) -> LRScheduler:
+    """What ``schedule`` makes for a run of ``updates``, if ``anew`` of the rates with which the optimizer began."""
+    groups = trainer.optimizer.param_groups
+    rates.scale(trainer.optimizer, None, 1.0)  # some schedules state their rates themselves: those that are made have one scale
+    if anew:
+        rates.put(groups, [float(group.pop("initial_lr", group["lr"])) for group in groups])
+    made = made_by(schedule, trainer.optimizer, updates)
+    begun(made)
+    return made
 
 
-def _same(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except (ValueError, RuntimeError, TypeError):  # rows of numbers, of which each is compared
-        return bool(np.array_equal(one, other))
+def fitted(trainer: Trainer, schedule: Schedule, before: LRScheduler, updates: int, *, kept: bool = True) -> LRScheduler:
+    """In place of ``before`` what ``schedule`` makes for a run of ``updates``, stepped through those that are made.
+
+    Args:
+        kept: whether it has made ``before`` too. Rates that it states itself then have the size that they have by now.
+    """
+    if kept and isinstance(before, ReduceLROnPlateau):  # it goes by the validation, and has no length
+        return before
+    rates.scale(trainer.optimizer, None, 1.0)
+    had = [float(group[rates.chosen(group)]) for group in trainer.optimizer.param_groups]
+    made = _made(trainer, schedule, updates, anew=True)
+    refuse_other(made, begun(before))
+    if kept:
+        rates.multiply(trainer.optimizer, made, list(map(rates.factor, trainer.optimizer.param_groups, had)))
+    if not isinstance(made, ReduceLROnPlateau):
+        catch_up(made, trainer.position.update - trainer.position.skipped)
+    return made
 
 
-def _peaks(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[float] | None:
-    """By how much the largest rate of each group has grown in the script, beyond what its smallest has."""
-    if not (peaks := now.get("max_lrs")):
-        return None
-    bases = (after / base if base else 1.0 for after, base in zip(now["base_lrs"], before["base_lrs"], strict=False))
-    grown = (after / peak if peak else 1.0 for after, peak in zip(peaks, before["max_lrs"], strict=False))
-    found = [float(peak / base) if base else 1.0 for peak, base in zip(grown, bases, strict=False)]
-    return None if all(math.isclose(factor, 1.0) for factor in found) else found
+def catch_up(scheduler: LRScheduler, updates: int) -> None:
+    """Step ``scheduler``, which was just made, as often as the run has made ``updates``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it takes these for updates that were left out
+        for _ in range(updates):
+            advance(scheduler)
+
+
+def refuse_other(scheduler: LRScheduler | None, before: Mapping[str, Any] | None) -> None:
+    """Refuse a schedule that is of another kind than the one that ``before`` is of, or made of others.
+
+    Raises:
+        UsageError: it is.
+    """
+    if (now := _kind(begun(scheduler))) != (was := _kind(before)):
+        raise UsageError(f"The run began with {was}, and this is {now}. Give the schedule that it began with.")
+
+
+def _kind(state: Mapping[str, Any] | None) -> str:
+    if state is None:
+        return "no schedule"
+    inner = ", ".join(map(_kind, state.get("_schedulers", ())))
+    return f"{state['kind']}({inner})" if inner else str(state["kind"])
+
+
+def _loadable(scheduler: LRScheduler, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with what torch expects in place of functions."""
+    found = {name: value for name, value in state.items() if name != "kind"}
+    if (functions := getattr(scheduler, "lr_lambdas", None)) is not None:
+        found["lr_lambdas"] = [None] * len(functions)
+    if inner := inside(scheduler):
+        found["_schedulers"] = [_loadable(*pair) for pair in zip(inner, state["_schedulers"], strict=True)]
+    return found
 
 
 def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
     """The kind of scheduler, the option, what it was and what it is, in a scheduler and all that it is made of."""
-    for name, value in _changed(now, before).items():
-        yield now["kind"], name, before.get(name), value
-    if _peaks(now, before) and not _same(now["max_lrs"], before["max_lrs"]):
-        yield now["kind"], "max_lrs", before["max_lrs"], now["max_lrs"]
+    for name in now.keys() & before.keys() - {*_PLACE, *_DERIVED}:
+        if not same(now[name], before[name]):
+            yield now["kind"], name, before[name], now[name]
     for inner in zip(now.get("_schedulers", ()), before.get("_schedulers", ()), strict=False):
         yield from _differences(*inner)
-
-
-def _reshape(scheduler: LRScheduler, now: Mapping[str, Any], before: Mapping[str, Any], *, moved: bool = False) -> None:
-    """Give the optimizer the rate of ``scheduler`` where it stands, if ``before`` it had another shape, or has ``moved``.
-
-    Otherwise it has that rate: what most schedulers compute from the rate before differs from their formula in the last digits.
-
-    Raises:
-        UsageError: there is no telling what the rate would be.
-    """
-    changed = _changed(now, before)
-    if isinstance(scheduler, ChainedScheduler):
-        found = [f"the {kind} in it has {name}={value!r}, was {was!r}" for kind, name, was, value in _differences(now, before)]
-        if moved or found:
-            what = found[0] if found else "its place"
-            raise UsageError(
-                f"There is no telling the rate of a ChainedScheduler that has changed: {what}. Give what it had in the run so "
-                "far, or schedule=cosine(...), which fits itself to the run."
-            )
-    elif isinstance(scheduler, SequentialLR):
-        place = bisect.bisect_right(scheduler._milestones, scheduler.last_epoch)
-        inner, moved = inside(scheduler)[place], moved or bool(changed)
-        if moved:
-            inner.last_epoch = scheduler.last_epoch - [0, *scheduler._milestones][place]
-        _reshape(inner, now["_schedulers"][place], before["_schedulers"][place], moved=moved)
-        scheduler._last_lr = inner.get_last_lr()
-    elif isinstance(scheduler, ReduceLROnPlateau):  # which goes on from the rate that there is
-        if "mode" in changed:
-            scheduler._reset()
-    elif scheduler.last_epoch > getattr(scheduler, "total_steps", math.inf):
-        return  # the run is over already, and OneCycleLR has no rate for what comes after
-    elif isinstance(scheduler, LambdaLR):  # whose shape is in its functions, and whose rates are its formula's
-        scheduler._update_lr(scheduler.last_epoch)
-    elif moved or changed or _peaks(now, before):
-        if isinstance(scheduler, CosineAnnealingWarmRestarts):
-            scheduler.step(scheduler.last_epoch)
-        else:
-            _to_formula(scheduler)
-
-
-def _to_formula(scheduler: LRScheduler) -> None:
-    """Give the optimizer the rate that ``scheduler`` has at its place, unless it makes every rate from the one before."""
-    groups = scheduler.optimizer.param_groups
-    kept, found = [float(group["lr"]) for group in groups], list[list[float]]()
-    for other in (False, True):
-        rates.put(groups, [2 * rate + 1 if other else rate for rate in kept])
-        scheduler._update_lr(scheduler.last_epoch)
-        found.append([float(group["lr"]) for group in groups])
-    if found[0] != found[1]:
-        rates.put(groups, kept)
-        scheduler._last_lr = list(kept)

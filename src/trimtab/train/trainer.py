@@ -20,7 +20,7 @@ from trimtab.train.distributed import alike
 from trimtab.train.distributed.processes import join
 from trimtab.train.events import Callback, Ended, Event, Remarked, Validated
 from trimtab.train.feed import check_loader
-from trimtab.train.given import Given, check_kinds
+from trimtab.train.given import Options, check_kinds, checked_override
 from trimtab.train.interrupt import interruptible
 from trimtab.train.memory import Room
 from trimtab.train.memory_errors import telling_stops
@@ -104,7 +104,6 @@ class Trainer:
         self.world.place(self.model, settings)
         self.objective = Objective(prepare.loss_on(loss, self.device))
         self.optimizer = prepare.optimizer_for(model, optimizer, self.objective.module, processes=self.world.processes)
-        self.given = Given.to(self)
         self.early_stopping, self.schedule = early_stopping, schedule
         self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
@@ -123,8 +122,14 @@ class Trainer:
         """Of the best validation, where early stopping puts them back."""
         self.epoch_random: dict[str, Any] = {}
         self.resuming: dict[str, Any] | None = None
+        self.override: dict[str, Any] = {}
+        """What :meth:`resume` was told to have another way than the checkpoint."""
+        self.options: Options | None = None
+        """Of the optimizer when the run began; ``None`` until it has."""
         self.scheduler: LRScheduler | None = None
         """What was made of ``schedule`` for the last run; the next one goes on from it."""
+        self.scheduled: tuple[Any, int] | None = None
+        """The function that it was made by, and for how many updates."""
         self.step_state: dict[str, Any] | None = None
         """Of the last run's step, such as float16's scale, which the next one need not find again."""
         self.modes = Modes(model)
@@ -197,18 +202,21 @@ class Trainer:
                 with running(self.settings), run.room:
                     return (yield from self._run(train, validate, epochs, steps))
 
-    def resume(self, *, missing_ok: bool = False) -> Self:
-        """Take up the newest whole checkpoint; the :meth:`fit` that follows goes on from there.
+    def resume(self, *, missing_ok: bool = False, override: Mapping[str, Any] | None = None) -> Self:
+        """Take up the newest whole checkpoint, which wins over the script; the :meth:`fit` that follows goes on from there.
 
-        With ``missing_ok`` a run without any begins anew, so that a script that is started again after a failure, by torchrun
-        or a batch system, needs to know nothing of the time before.
+        Args:
+            missing_ok: begin anew where there is no checkpoint, as in a script that is started again after a failure.
+            override: what the run is to have instead, for all groups of the optimizer: its options that are numbers, by name,
+                such as ``{"lr": 3e-4}``. The rates of the schedule are multiplied by as much.
 
         Raises:
-            UsageError: there is no checkpoint folder, or it is of another model or optimizer.
+            UsageError: there is no checkpoint folder, it is of another model or optimizer, or there is no such option.
             StorageError: no checkpoint in it is whole.
         """
         if self.checkpoints is None:
             raise UsageError("resume() needs to know where the checkpoints are: Trainer(..., checkpoint='folder').")
+        self.override = checked_override(self.optimizer, override or {})
         found = self.world.gathered(self.checkpoints.update())
         if missing_ok and set(found) == {None}:
             return self
