@@ -114,8 +114,8 @@ def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move
 
 
 def step_for(settings: Settings) -> type[Step]:
-    """The kind of step that ``settings`` ask for; one that is adjusted may be compiled later."""
-    return CompiledStep if settings.compile is True or settings.adjust else Step
+    """The kind of step that ``settings`` ask for."""
+    return CompiledStep if settings.compile is True else Step
 
 
 def optimizer_for(
