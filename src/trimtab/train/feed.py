@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -40,6 +40,17 @@ class Seekable(Protocol):
 
     def seek(self, epoch: int, batch: int) -> None:
         """Make the next iteration begin at that batch of that epoch."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader that keeps its own position, as torchdata's StatefulDataLoader does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, after the batches that it has given."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next iteration go on from there."""
 
 
 class Feed:
@@ -78,35 +89,55 @@ class Feed:
         """Whether the loader had fewer batches than were to be skipped."""
         self.cut = False
         """Whether a signal has ended the loader's workers in the running epoch."""
-        self.drew = False
-        """Whether reading has drawn from torch's random numbers in the middle of the epoch, between those that the model draws:
-        gone through again without the model, the loader then gives something else."""
-        self.renewed: bool | None = None
-        """Whether workers that stay are started anew for each epoch, once that is known."""
+        self._loaded = False
+        """Whether the loader was put where the next epoch goes on."""
+        self._between = False
+        """Whether the loader stands between two groups: it was begun, and none was read in part."""
         self._told = False
         """Whether it was told that the loader ends early."""
         self._transfer = transfer or Transfer(move)
         self._running: Iterator[Any] = iter(())
 
     def begin(self, epoch: int, skip: int = 0) -> None:
-        """Start epoch ``epoch`` after its first ``skip`` batches."""
+        """Start epoch ``epoch`` after its first ``skip`` batches.
+
+        Persistent workers have copies of the dataset, which hear no ``set_epoch()``: if it has one, others are started.
+        """
         self.clock.enter("data")
         batches = self.batches
-        _set_epoch(batches, epoch)
-        self.taken, self.cut, self.short = skip, False, False
-        self._running = iter(())  # of the epoch before, which is not gone on with where this one cannot begin
+        self.taken, self.cut, self.short, self._between = skip, False, False, False
+        self._running = iter(())  # of the epoch before: it is not gone on with if this one fails, and it holds the workers
+        if self._loaded:
+            skip = 0
+        else:
+            _set_epoch(batches, epoch)
+            if hears_epochs(batches):
+                set_workers(batches, running=False)
+        self._loaded = False
         if isinstance(batches, Seekable):
             batches.seek(epoch, skip)
             skip = 0
         with _READING:
-            running = self._watched(iter(batches)) if _draws_here(batches) else iter(batches)
+            running = iter(batches)
             self.short = sum(1 for _ in itertools.islice(running, skip)) < skip
         self._running = self._transfer.start(_read(running), ahead=_may_run_ahead(batches))
+        self._between = True
 
-    def renew(self) -> None:
-        """Have workers that stay go, so that the next epoch starts others."""
-        self._running = iter(())  # which holds them, and would be part of those that are forked next
-        set_workers(self.batches, running=False)
+    def finish(self) -> None:
+        """Have a loader that keeps its position see the end of the epoch, if its length alone has told it so far."""
+        if is_stateful(self.batches):
+            next(self._running, _END)
+
+    def state(self) -> dict[str, Any] | None:
+        """The position of a :class:`Stateful` loader, if it is :attr:`taken` batches into the epoch."""
+        return state_of(self.batches) if self._between else None
+
+    def load(self, epoch: int, state: dict[str, Any]) -> None:
+        """Put the loader where :meth:`state` was asked, in epoch ``epoch``; the next :meth:`begin` skips nothing."""
+        self._running = iter(())
+        _set_epoch(self.batches, epoch)
+        load_state(self.batches, state)
+        self._loaded = self._between = True
 
     def length(self) -> int | None:
         """How many groups are left of the epoch, where the loader can say."""
@@ -136,16 +167,6 @@ class Feed:
         if not self.taken:
             raise WorkloadError(f"The loader gave no batch. {_why_empty(self.batches)}")
 
-    def _watched(self, running: Iterator[Batch]) -> Iterator[Batch]:
-        """``running``, watching what is drawn after the first batch: before that the model draws nothing."""
-        for number in itertools.count():
-            before = torch.get_rng_state()
-            batch = next(running, _END)
-            if batch is _END:
-                return
-            self.drew |= number > 0 and not torch.equal(before, torch.get_rng_state())
-            yield batch
-
     def _group(self) -> list[Batch]:
         group: list[Batch] = []
         while len(group) < self.accumulate:
@@ -154,9 +175,10 @@ class Feed:
                 coming = next(self._running, _END)
                 if coming is _END:
                     break
-                self.taken += 1
+                self.taken, self._between = self.taken + 1, False
                 self.clock.enter("copy")
                 group.append(self._transfer.arrive(coming))
+        self._between = True
         self.clock.enter("other")
         if self.joined and len(group) > 1:
             try:
@@ -202,14 +224,39 @@ def _set_epoch(batches: Any, epoch: int) -> None:
 
 
 def _may_run_ahead(batches: Any) -> bool:
-    """Whether a batch can be read before its turn without drawing random numbers that belong to somebody else."""
-    return isinstance(batches, Seekable) or bool(getattr(batches, "num_workers", 0))
+    """Whether a batch can be read before its turn: that draws no random numbers here, and moves no position that is saved."""
+    return isinstance(batches, Seekable) or (bool(getattr(batches, "num_workers", 0)) and not is_stateful(batches))
 
 
-def _draws_here(batches: Any) -> bool:
-    """Whether what comes next may be drawn in this process when its turn comes, and not as the epoch begins."""
+def is_stateful(batches: Any) -> TypeGuard[Stateful]:
+    """Whether a resumed run goes by the position that the loader keeps, not by :meth:`Seekable.seek` or by reading again."""
+    return isinstance(batches, Stateful) and not isinstance(batches, Seekable)
+
+
+def state_of(batches: Any) -> dict[str, Any] | None:
+    """The position of a :class:`Stateful` loader; ``None`` for others."""
+    if is_stateful(batches):
+        with user_code("The loader's state_dict() raised"):
+            return batches.state_dict()
+    return None
+
+
+def load_state(batches: Any, state: dict[str, Any]) -> None:
+    """Put ``batches`` where ``state`` says, now: torchdata's loader would do it, and draw, when it is next gone through."""
+    with user_code("The loader's load_state_dict() raised"):
+        batches.load_state_dict(state)
+        batches.state_dict()
+
+
+def draws_here(batches: Any) -> bool:
+    """Whether batches may be drawn in this process when their turn comes, and not as the epoch begins."""
     streams = isinstance(getattr(batches, "dataset", None), torch.utils.data.IterableDataset)
     return isinstance(batches, Iterator) or (streams and not getattr(batches, "num_workers", 0))
+
+
+def hears_epochs(batches: Any) -> bool:
+    """Whether its dataset, or a part of it, has a ``set_epoch()``."""
+    return any(hasattr(dataset, "set_epoch") for dataset in datasets_of(batches))
 
 
 def keeps_workers(batches: Any) -> bool:

@@ -84,8 +84,8 @@ def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     return made
 
 
-def refuse_unkept(trainer: Trainer) -> None:
-    """Refuse what no checkpoint could hold now, and not after an epoch.
+def refuse_unkept(trainer: Trainer, feed: Feed | None = None) -> None:
+    """Refuse what no checkpoint could hold now, and not after an epoch; with a ``feed`` that has begun, its position too.
 
     Raises:
         UsageError: there is such a thing.
@@ -94,6 +94,7 @@ def refuse_unkept(trainer: Trainer) -> None:
         optimizer_state.refuse_left_out(trainer.optimizer)
         given = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
         refuse_strange(given | {"scheduler": schedule_state.state_of(trainer.scheduler), "loss": own_loss.state_of(trainer)})
+        refuse_strange({"loader": None if feed is None else feed.state()})
 
 
 def feed_for(batches: Iterable[Any], settings: Settings, clock: Clock, move: Move, transfer: Transfer | None = None) -> Feed:
@@ -235,6 +236,7 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "batches": lengths.batches_in_all(ready.feed.batches, world),
         "random": world.gathered(epoch.random_of(trainer, ready.feed.batches)),
         "epoch_random": world.gathered(trainer.epoch_random),
+        "loader": world.gathered(epoch.place_of(trainer, ready.feed)),
         "unsent": world.unsent(),
         "processes": world.size,
         "seed": world.seed,

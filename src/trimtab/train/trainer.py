@@ -127,6 +127,8 @@ class Trainer:
         """What was made of ``schedule`` for the last run; the next one goes on from it."""
         self.step_state: dict[str, Any] | None = None
         """Of the last run's step, such as float16's scale, which the next one need not find again."""
+        self.loader_place: dict[str, Any] | None = None
+        """Where a loader with ``state_dict()`` stood when the last run ended."""
         self.modes = Modes(model)
         self._last: tuple[Any, Any] | None = None
         """The training data that the last run was given, and what it went through: of an iterator, what is left."""
@@ -295,7 +297,7 @@ class Trainer:
             update, remarks = self._update(ready, group)
             if not self.world.used:
                 break
-            position.batch, position.update, position.drew = feed.taken, position.update + 1, feed.drew
+            position.batch, position.update = feed.taken, position.update + 1
             position.skipped += not update.applied
             with kept:
                 for remark in remarks:
@@ -339,7 +341,7 @@ class Trainer:
             self.ema.update(self.model)
         if update.applied and not self.run.kept:
             self.run.kept = True
-            prepare.refuse_unkept(self)
+            prepare.refuse_unkept(self, ready.feed)
         return update, remarks
 
     def _validate(self, held_out: Iterable[Batch] | None, ready: prepare.Ready) -> None:
@@ -381,7 +383,7 @@ class Trainer:
         if made and self.world.any(old):
             saving.save(self, ready)
         prepare.settle(self)
-        self.step_state = ready.step.state_dict()
+        self.step_state, self.loader_place = ready.step.state_dict(), epoch.place_of(self, ready.feed)
         self.shown.show(self.best_parameters)
         self.model.eval()
         count, what = (steps, "update") if steps is not None else (epochs, "epoch")
