@@ -12,20 +12,12 @@ import torch
 
 from trimtab.errors import WorkloadError
 from trimtab.train.draws import generators_of, generators_within, set_states, states_of
-from trimtab.train.feed import (
-    Feed,
-    Seekable,
-    draws_here,
-    has_workers,
-    hears_epochs,
-    is_stateful,
-    keeps_workers,
-    set_workers,
-)
+from trimtab.train.feed import Feed, draws_here, has_workers, hears_epochs, keeps_workers, set_workers
 from trimtab.train.loader import Loader
 from trimtab.train.objective import Batch
 from trimtab.train.peek import first_batches
 from trimtab.train.runtime import random_state, set_random_state
+from trimtab.train.stateful import Seekable, is_stateful
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer

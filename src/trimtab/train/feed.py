@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from trimtab.train.memory_errors import final
 from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
 from trimtab.train.rows import entries, fields_of, inseparable, length, rebuilt, rows_of, uneven
+from trimtab.train.stateful import Seekable, is_stateful, load_state, state_of
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
@@ -29,28 +30,6 @@ _MOVING = final(
 _AS_ONE = "exact_batchnorm runs the batches of an update as one"
 _OTHER_FORM = "Batches that hold different things cannot be joined: give all the same items, tensors in the same places."
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
-
-
-@runtime_checkable
-class Seekable(Protocol):
-    """A loader whose order depends on nothing but the epoch, so that it can begin anywhere without reading what was before.
-
-    It draws from no random generator but its own, so that it does not matter when its batches are read.
-    """
-
-    def seek(self, epoch: int, batch: int) -> None:
-        """Make the next iteration begin at that batch of that epoch."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A loader that keeps its own position, as torchdata's StatefulDataLoader does."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it stands, after the batches that it has given."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next iteration go on from there."""
 
 
 class Feed:
@@ -129,7 +108,7 @@ class Feed:
             next(self._running, _END)
 
     def state(self) -> dict[str, Any] | None:
-        """The position of a :class:`Stateful` loader, if it is :attr:`taken` batches into the epoch."""
+        """The position of a :class:`~trimtab.train.stateful.Stateful` loader, if it is :attr:`taken` batches into the epoch."""
         return state_of(self.batches) if self._between else None
 
     def load(self, epoch: int, state: dict[str, Any]) -> None:
@@ -226,26 +205,6 @@ def _set_epoch(batches: Any, epoch: int) -> None:
 def _may_run_ahead(batches: Any) -> bool:
     """Whether a batch can be read before its turn: that draws no random numbers here, and moves no position that is saved."""
     return isinstance(batches, Seekable) or (bool(getattr(batches, "num_workers", 0)) and not is_stateful(batches))
-
-
-def is_stateful(batches: Any) -> TypeGuard[Stateful]:
-    """Whether a resumed run goes by the position that the loader keeps, not by :meth:`Seekable.seek` or by reading again."""
-    return isinstance(batches, Stateful) and not isinstance(batches, Seekable)
-
-
-def state_of(batches: Any) -> dict[str, Any] | None:
-    """The position of a :class:`Stateful` loader; ``None`` for others."""
-    if is_stateful(batches):
-        with user_code("The loader's state_dict() raised"):
-            return batches.state_dict()
-    return None
-
-
-def load_state(batches: Any, state: dict[str, Any]) -> None:
-    """Put ``batches`` where ``state`` says, now: torchdata's loader would do it, and draw, when it is next gone through."""
-    with user_code("The loader's load_state_dict() raised"):
-        batches.load_state_dict(state)
-        batches.state_dict()
 
 
 def draws_here(batches: Any) -> bool:

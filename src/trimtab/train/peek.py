@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from trimtab.train.draws import generators_of, set_states, states_of
-from trimtab.train.feed import Seekable, load_state, set_workers, state_of
+from trimtab.train.feed import set_workers
 from trimtab.train.objective import Batch
 from trimtab.train.runtime import random_state, set_random_state
+from trimtab.train.stateful import Seekable, load_state, state_of
 from trimtab.workload import user_code
 
 PATIENCE_S = 2.0
