@@ -25,15 +25,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError
 from trimtab.train import auto, double, gradients
-from trimtab.train.adjust import Workers, _window
-from trimtab.train.clock import HostClock
+from trimtab.train.adjust import _window
 from trimtab.train.distributed.data import share
 from trimtab.train.events import Event, Progressed, Remarked
-from trimtab.train.feed import Feed
 from trimtab.train.losses import rounding
 from trimtab.train.own_plans import OwnPlans
 from trimtab.train.peak import flops_share
-from trimtab.train.prefetch import mover
 from trimtab.train.runtime import running
 from trimtab.train.world import World
 
@@ -107,12 +104,6 @@ def test_a_loader_that_is_shared_out_keeps_its_generator_and_its_order() -> None
     assert isinstance(made, DataLoader)
     assert made.generator is generator
     assert not made.in_order
-
-
-def test_a_loader_of_a_class_of_its_own_gets_no_workers() -> None:
-    feed = Feed(Own(DATA, 4), 1, HostClock(), mover(torch.device("cpu")))
-    reason = Workers(feed, trainer(Settings(threads=1)).position, 2).why_not()
-    assert reason == "an Own, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
 
 
 def test_the_examples_of_a_window_are_those_of_one_process_and_agreed() -> None:

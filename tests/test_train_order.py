@@ -16,12 +16,16 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, StackDataset, Subset
 
-from _runs import COUNTED, EPOCH, STAYING, Drawing, Stream, loader, told, trainer
+from _runs import COUNTED, DATA, EPOCH, STAYING, Drawing, Stream, loader, told, trainer
 from trimtab import Settings
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.batch_size import find_batch
+from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.clock import HostClock
 from trimtab.train.draws import generators_of
 from trimtab.train.feed import Feed
+from trimtab.train.loader import Loader
+from trimtab.train.peek import first_batches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,7 +117,7 @@ class Noisy(Dataset[Any]):
         return place + torch.rand(1, generator=self.rng), torch.ones(1)
 
 
-class Own(Sampler[list[int]]):
+class Mixed(Sampler[list[int]]):
     """Batches from a generator of its own."""
 
     def __init__(self, rng: Any) -> None:
@@ -129,11 +133,11 @@ class Own(Sampler[list[int]]):
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "workers": lambda: loader(dataset=Noisy(), batch_size=1, **STAYING),
-    "random": lambda: loader(batch_sampler=Own(random.Random(0)), batch_size=1, shuffle=False),
-    "numpy": lambda: loader(batch_sampler=Own(np.random.default_rng(0)), batch_size=1, shuffle=False),
-    "philox": lambda: loader(batch_sampler=Own(np.random.Generator(np.random.Philox(1))), batch_size=1, shuffle=False),
-    "mersenne": lambda: loader(batch_sampler=Own(np.random.RandomState(0)), batch_size=1, shuffle=False),
+    "workers": lambda: loader(dataset=Noisy(), batch_size=1, num_workers=1),
+    "random": lambda: loader(batch_sampler=Mixed(random.Random(0)), batch_size=1, shuffle=False),
+    "numpy": lambda: loader(batch_sampler=Mixed(np.random.default_rng(0)), batch_size=1, shuffle=False),
+    "philox": lambda: loader(batch_sampler=Mixed(np.random.Generator(np.random.Philox(1))), batch_size=1, shuffle=False),
+    "mersenne": lambda: loader(batch_sampler=Mixed(np.random.RandomState(0)), batch_size=1, shuffle=False),
     "dataset": lambda: loader(dataset=Noisy(torch.Generator()), batch_size=1),
 }
 
@@ -146,10 +150,8 @@ def test_whoever_draws_is_kept_in_the_checkpoint(name: str, steps: int, tmp_path
     cut = trainer(Drawing, checkpoint=tmp_path / "cut")
     cut.fit(LOADERS[name](), steps=steps)
     resumed = trainer(Drawing, checkpoint=tmp_path / "cut").resume()
-    summary = resumed.fit(LOADERS[name](), epochs=3)
+    assert resumed.fit(LOADERS[name](), epochs=3).notes == ()
     assert cut.model.seen + resumed.model.seen == whole.model.seen
-    said = [note for note in summary.notes if note.startswith("The loader's workers stay, and what they draw goes on")]
-    assert len(said) == (name == "workers")
 
 
 def forever() -> Iterator[Any]:
@@ -166,14 +168,132 @@ def buffered(_: int) -> Iterator[Any]:
         yield COUNTED[place], COUNTED[place]
 
 
-@pytest.mark.parametrize(("make", "steps"), [(forever, EPOCH + 3), (lambda: DataLoader(Stream(buffered), 4), 3)])
-def test_what_cannot_be_gone_through_again_is_said(make: Callable[[], Any], steps: int, tmp_path: pathlib.Path) -> None:
+class Placed:
+    """Keeps its own position in numbers that go on from epoch to epoch."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.number, self.left, self.fails_at = 0, 0, fails_at
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __iter__(self) -> Iterator[Any]:
+        self.left = self.left or EPOCH
+        while self.left:
+            if self.number == self.fails_at:
+                raise OSError("The network is down.")
+            self.number, self.left = self.number + 1, self.left - 1
+            yield torch.full((1, 1), float(self.number)), torch.ones(1, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "left": self.left}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.number, self.left = state_dict["number"], state_dict["left"]
+
+
+class Own(DataLoader[Any]):
+    """A DataLoader with a position, of which this one makes nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("again", ["resume", "second fit"])
+@pytest.mark.parametrize("steps", [1, 4, EPOCH, EPOCH + 3])
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_loader_that_keeps_its_position_goes_on_from_it(
+    again: str, steps: int, validated: bool, tmp_path: pathlib.Path
+) -> None:
+    held_out = list(loader()) if validated else None
+    want = told(whole := trainer(Drawing), "loss")
+    whole.fit(Placed(), held_out, epochs=3)
+    assert whole.model.seen == list(range(1, 3 * EPOCH + 1))
+    batches, got = Placed(), told(cut := trainer(Drawing, checkpoint=tmp_path), "loss")
+    cut.fit(batches, held_out, steps=steps)
+    seen = cut.model.seen[:]
+    if again == "resume":
+        batches, cut = Placed(), trainer(Drawing, checkpoint=tmp_path).resume()
+        rest = told(cut, "loss")
+    else:
+        cut.model.seen.clear()
+        rest = []
+    cut.fit(batches, held_out, epochs=3)
+    assert seen + cut.model.seen == whole.model.seen
+    assert got + rest == want
+
+
+def test_a_position_within_an_update_is_not_saved(tmp_path: pathlib.Path) -> None:
+    made = functools.partial(trainer, settings=Settings(accumulate=2), checkpoint=tmp_path)
+    for fails_at, place in ((5, None), (4, {"batch": 4, "state": {"number": 4, "left": 4}})):
+        first = made(checkpoint=tmp_path / str(fails_at))
+        with pytest.raises(WorkloadError, match=r"The network is down\."):
+            first.fit(Placed(fails_at), epochs=1)
+        assert Checkpoints(tmp_path / str(fails_at)).load()["loader"] == [place]
+        resumed = made(checkpoint=tmp_path / str(fails_at)).resume()
+        resumed.fit(Placed(), epochs=1)
+        assert resumed.model.seen[-4:] == [5, 6, 7, 8]
+
+
+def test_a_position_is_taken_up_before_a_validation_that_is_due(tmp_path: pathlib.Path) -> None:
+    class Broken(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise OSError("The network is down.")
+
+    with pytest.raises(WorkloadError, match=r"The network is down\."):
+        trainer(checkpoint=tmp_path).fit(Placed(), Broken(loader()), epochs=2)
+    resumed = trainer(checkpoint=tmp_path).resume()
+    assert resumed.position.due
+    resumed.fit(Placed(), list(loader()), epochs=2)
+    assert resumed.model.seen == list(range(EPOCH + 1, 2 * EPOCH + 1))
+
+
+def test_looking_at_batches_leaves_the_position() -> None:
+    batches = Placed()
+    first, again = first_batches(batches, 2)
+    assert [batch[0].item() for batch in (*first, *again)] == [1, 2, *range(1, EPOCH + 1)]
+
+
+def test_a_position_that_no_checkpoint_holds_is_refused_after_the_first_update(tmp_path: pathlib.Path) -> None:
+    class Strange(Placed):
+        def state_dict(self) -> dict[str, Any]:
+            return {"lock": object()}
+
+    made = trainer(checkpoint=tmp_path)
+    with pytest.raises(UsageError, match=r"The state of the loader cannot be saved\. A builtins\.object cannot be kept"):
+        made.fit(Strange(), epochs=1)
+    assert made.position.update == 0
+
+
+WORKERS = "No checkpoint holds the random generators of the loader's worker processes: if the dataset draws from them, "
+HERE = "If the loader draws from torch's own generator in the middle of an epoch, as the model does, a resumed run may "
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        pytest.param(lambda: loader(**STAYING), WORKERS, id="persistent workers"),
+        pytest.param(lambda: Own(DATA, 4, num_workers=1), WORKERS, id="workers of a loader with a position"),
+        pytest.param(forever, HERE, id="iterator"),
+        pytest.param(lambda: DataLoader(Stream(buffered), 4), HERE, id="stream"),
+        pytest.param(lambda: DataLoader(Stream(buffered), 4, **STAYING), None, id="workers that are told the epoch"),
+        pytest.param(lambda: loader(num_workers=1), None, id="workers"),
+        pytest.param(lambda: Loader(DATA, 4, workers=1), None, id="trimtab"),
+        pytest.param(lambda: Placed(), None, id="position"),
+    ],
+)
+def test_a_run_notes_once_where_a_resumed_one_may_see_something_else(
+    make: Callable[[], Any], told: str | None, tmp_path: pathlib.Path
+) -> None:
     made = functools.partial(trainer, Drawing, checkpoint_every=100)
-    assert made(checkpoint=tmp_path).fit(make(), steps=steps).notes == ()
-    (note,) = made(checkpoint=tmp_path).resume().fit(make(), steps=2 * EPOCH).notes
-    assert note.startswith("The loader draws from torch's random numbers in the middle of an epoch, as the model does")
-    made(checkpoint=tmp_path / "early").fit(forever(), steps=3)
-    assert made(checkpoint=tmp_path / "early").resume().fit(forever(), steps=5).notes == ()
+    first = made(checkpoint=tmp_path).fit(make(), steps=EPOCH + 3).notes
+    resumed = made(checkpoint=tmp_path).resume().fit(make(), steps=2 * EPOCH).notes
+    for notes in (first, resumed):
+        assert [note[: len(told or "")] for note in notes] == ([] if told is None else [told])
+    assert made().fit(make(), steps=EPOCH).notes == ()
 
 
 def test_a_search_for_the_batch_leaves_the_loader_as_it_was() -> None:

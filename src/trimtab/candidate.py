@@ -94,7 +94,7 @@ class Settings:
     sharding: Literal["replicate", "shard", "hybrid"] = "replicate"
     """Whether every process holds the whole model, a share of it (FSDP2), or a share within its host."""
     adjust: bool = False
-    """Whether workers, micro-batch and compilation are tuned again while the run goes on, where its steps slow down."""
+    """Whether the workers of a ``Loader`` and the micro-batch are tuned while the run goes on, where its updates slow down."""
 
     def __post_init__(self) -> None:
         for name, hint in type_hints(Settings).items():

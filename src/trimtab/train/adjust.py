@@ -1,33 +1,35 @@
-"""Adjusting a run while it goes on: where its updates slow down, what may help is tried, measured, and undone if it does not.
+"""Adjusting a run while it goes on: where updates wait for data or slow down, try other workers or micro-batches.
 
 Updates are judged in windows, the stretches between two :class:`~trimtab.train.events.Progressed` (``log_every`` updates). A
-change counts only when it shows in :data:`WINDOWS` of them in a row, and a remedy is kept only if each window with it was
-faster than each before it. Where updates are still slower with it than they usually were, what had slowed them down may have
-passed by itself: the remedy is then taken back once more, and each window without it must be slower again.
+slowdown counts only if :data:`WINDOWS` of them in a row show it. A change is kept only if each of as many windows with it was
+faster than each before it; otherwise it is undone, and the next one is tried.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
+import gc
+import io
+import itertools
 import statistics
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from trimtab._machine import usable_cores
 from trimtab._said import of_type
 from trimtab.errors import WorkloadError
-from trimtab.train.compiling import WORTH_S, CompiledStep
-from trimtab.train.crossing import why_not_read, why_not_shared
-from trimtab.train.draws import drew_in_worker
 from trimtab.train.events import Adjusted, Event, Progressed
-from trimtab.train.feed import Feed, Seekable
+from trimtab.train.feed import Feed
 from trimtab.train.loader import Loader
 
 if TYPE_CHECKING:
@@ -41,11 +43,11 @@ GROWN = 1.3
 """What takes so many times as long as it did has changed."""
 MATTERS = 0.1
 """What makes an update longer by a smaller share than this is left alone."""
-SLACK = 0.01
-"""What is slower than it was by no more than this is as fast."""
 STARVED = 0.25
 """A share of the time that waiting for data may take before something is tried, even where it always did."""
 MOST_WORKERS = 16
+_MOST_LOOKED_AT = 100_000
+"""Objects within a dataset: longer lists hold more of the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Window:
 
 
 class Remedy(Protocol):
-    """A change that may help, and that can be undone."""
+    """A change that may help, which takes effect with the next update, and can be undone."""
 
     what: str
     """In words, such as ``loader workers 0 -> 2``."""
@@ -76,9 +78,6 @@ class Remedy(Protocol):
 
     def undo(self) -> None:
         """Take it back."""
-
-    def works(self, position: Position) -> bool:
-        """Whether updates at ``position`` are made with it."""
 
 
 class Adjuster:
@@ -94,25 +93,28 @@ class Adjuster:
         self.usual: Window | None = None
         """What updates took before anything changed."""
         self._recent: collections.deque[Window] = collections.deque(maxlen=WINDOWS)
-        self._trial: _Trial | None = None
+        self._without: collections.deque[Window] = collections.deque()
+        """The windows before the remedy under trial."""
+        self._trial: Remedy | None = None
         self._queue: list[Remedy] = []
-        self._begun = False
+        self._skip = True
+        """Whether the next window is not counted: it warms up."""
         self._told: set[str] = set()
 
     def __call__(self, trainer: Trainer, event: Event) -> None:
         """Take a window into account."""
         if not isinstance(event, Progressed):
             return
-        if not self._begun:  # the first window warms up
-            self._begun = True
+        if self._skip:
+            self._skip = False
             return
-        window = _window(trainer, event)
-        if self._trial is not None:
-            self._judge(trainer, window, self._trial)
+        self._recent.append(_window(trainer, event))
+        if len(self._recent) < WINDOWS:
             return
-        self._recent.append(window)
-        if len(self._recent) == WINDOWS:
+        if self._trial is None:
             self._look(trainer)
+        else:
+            self._judge(trainer, self._trial)
 
     def _look(self, trainer: Trainer) -> None:
         """Find out whether updates have slowed down, and try the next remedy against it."""
@@ -127,7 +129,8 @@ class Adjuster:
             remedy = self._queue.pop(0)
             if (reason := remedy.why_not()) is None:
                 remedy.apply()
-                self._trial = _Trial(remedy, tuple(self._recent))
+                self._trial, self._without, self._skip = remedy, self._recent.copy(), True
+                self._recent.clear()
                 return
             if reason not in self._told:
                 self._told.add(reason)
@@ -146,27 +149,17 @@ class Adjuster:
         more = getattr(now, phase) - before
         return more > MATTERS * now.step and all(getattr(window, phase) > GROWN * before for window in self._recent)
 
-    def _judge(self, trainer: Trainer, window: Window, trial: _Trial) -> None:
-        """Keep or undo the remedy under trial, once it was seen in enough windows."""
-        if not trial.takes(window, trainer.position):
-            return
-        assert self.usual is not None
-        without = trial.back or trial.before
-        after, before = _typical(trial.after), _typical(without)
-        kept = max(one.step for one in trial.after) < min(one.step for one in without)
-        if kept and not trial.back and after.step > (1 + SLACK) * self.usual.step:
-            trial.remedy.undo()
-            trial.again()
-            return
-        if kept and trial.back:
-            trial.remedy.apply()
-        elif not kept and not trial.back:
-            trial.remedy.undo()
+    def _judge(self, trainer: Trainer, remedy: Remedy) -> None:
+        """Keep or undo the remedy under trial, now that it was seen in enough windows."""
+        after, before, position = _typical(self._recent), _typical(self._without), trainer.position
+        kept = max(window.step for window in self._recent) < min(window.step for window in self._without)
+        if not kept:
+            remedy.undo()
         trainer.emit(
             Adjusted(
-                update=trainer.position.update,
-                epoch=trainer.position.epoch,
-                what=trial.remedy.what,
+                update=position.update,
+                epoch=position.epoch,
+                what=remedy.what,
                 before=before.step,
                 after=after.step,
                 unit="ms per update",
@@ -174,10 +167,9 @@ class Adjuster:
             )
         )
         times = f"{before.step:.3g} -> {after.step:.3g} ms per update"
-        trainer.note(f"{trial.remedy.what}: {times}, {'kept' if kept else 'undone'} at update {trainer.position.update}.")
-        self._trial = None
-        usual, self._recent = self.usual, collections.deque(without, WINDOWS)
-        if kept or not self._queue or (trial.back and self._symptom(usual, before, False) is None):
+        trainer.note(f"{remedy.what}: {times}, {'kept' if kept else 'undone'} at update {position.update}.")
+        self._trial, self._recent = None, self._without
+        if kept or not self._queue:
             self._settle(after if kept else before)
         else:
             self._look(trainer)
@@ -188,60 +180,25 @@ class Adjuster:
         self._recent.clear()
 
 
-@dataclasses.dataclass
-class _Trial:
-    remedy: Remedy
-    before: Sequence[Window]
-    after: list[Window] = dataclasses.field(default_factory=list)
-    back: list[Window] = dataclasses.field(default_factory=list)
-    """Without the remedy again, where that is looked at."""
-    seen: bool = False
-
-    def takes(self, window: Window, position: Position) -> bool:
-        """Whether ``window`` was the last one needed. The first with the remedy does not count: it begins or warms up."""
-        if not self.seen:
-            self.seen = self.remedy.works(position)
-            return False
-        now = self.back if len(self.after) == WINDOWS else self.after
-        now.append(window)
-        return len(now) == WINDOWS
-
-    def again(self) -> None:
-        """The remedy was taken back: the windows that come are without it."""
-        self.seen = False
-
-
 class Workers:
-    """More processes that load: for a loader that can begin anywhere at once, for torch's from the next epoch on."""
+    """Another number of worker processes for a :class:`~trimtab.train.loader.Loader`; its batches stay the same."""
 
     def __init__(self, feed: Feed, position: Position, count: int) -> None:
         self.feed, self.position, self.count = feed, position, count
-        self.loader: Any = feed.batches
-        self.before = workers_of(self.loader) or 0
+        self.before = workers_of(feed.batches) or 0
         self.what = f"loader workers {self.before} -> {count}"
-        self._epoch = position.epoch
 
     def why_not(self) -> str | None:
-        """Nothing but the time may change: neither the order of the examples nor the random numbers in them."""
-        if workers_of(self.loader) is None:
-            return f"the loader, {of_type(self.loader)}, has no workers. Use trimtab.train.Loader."
-        if isinstance(self.loader, Seekable):
-            if not hasattr(self.loader, "retune"):
-                return f"{of_type(self.loader)} has no retune(workers=...)."
-            return why_not_shared(self.loader) or (why_not_read(self.loader) if isinstance(self.loader, Loader) else None)
-        if getattr(type(self.loader), "__iter__", None) is not DataLoader.__iter__:
-            return f"{of_type(self.loader)}, a loader class of its own, cannot be made anew. Use trimtab.train.Loader."
-        if self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset):
-            return "the loader's dataset divides itself, so that other workers would give other batches."
-        if reason := why_not_shared(self.loader):
-            return reason
-        try:
-            random = drew_in_worker(self.loader)
-        except WorkloadError as error:
-            return f"a worker cannot read its dataset. {_last_line(error)}"
-        if random:
-            return "the dataset draws random numbers, which would be others with other workers. Use trimtab.train.Loader."
-        return None
+        """Why the loader gets no other workers: it has none, or its dataset cannot be read in a process that is forked."""
+        loader = self.feed.batches
+        if not isinstance(loader, Loader):
+            return f"the loader is {of_type(loader)}. Use trimtab.train.Loader, whose workers can be changed during a run."
+        if (held := _unshareable((loader.dataset, loader._source))) is not None:
+            return (
+                f"its dataset holds what processes cannot share, {held}. Give the loader workers from the start, and have the "
+                "dataset open such things when it reads its first example."
+            )
+        return _why_not_read(loader)
 
     def apply(self) -> None:
         """Have ``count`` workers."""
@@ -251,17 +208,9 @@ class Workers:
         """Have as many as before."""
         self._use(self.before)
 
-    def works(self, position: Position) -> bool:
-        """At once where the loader can begin anywhere."""
-        return isinstance(self.loader, Seekable) or position.epoch > self._epoch
-
     def _use(self, count: int) -> None:
-        self._epoch = self.position.epoch
-        if isinstance(self.loader, Seekable):
-            self.loader.retune(workers=count)  # type: ignore[attr-defined]
-            self.feed.begin(self.position.epoch, self.feed.taken)
-        else:
-            self.feed.batches = self.loader if count == self.before else with_workers(self.loader, count)
+        self.feed.batches.retune(workers=count)  # type: ignore[attr-defined]
+        self.feed.begin(self.position.epoch, self.feed.taken)
 
 
 class Micro:
@@ -285,42 +234,9 @@ class Micro:
         """As before."""
         self.feed.micro, self.feed.fallback = self.before, None
 
-    def works(self, position: Position) -> bool:
-        """From the next update on."""
-        return True
-
-
-class Compiled:
-    """The model compiled where it was not, or as it was written where it was compiled."""
-
-    def __init__(self, step: CompiledStep, seconds_left: float) -> None:
-        self.step, self.seconds_left = step, seconds_left
-        self.to = step.model is step.plain
-        self.what = f"compile {not self.to} -> {self.to}"
-
-    def why_not(self) -> str | None:
-        """Compiling must be paid back."""
-        if self.to and self.step.failure is not None:
-            return f"the model cannot be compiled. {self.step.failure}"
-        if self.to and self.seconds_left < WORTH_S:
-            return f"about {self.seconds_left:.0f} s are left of the run, too little to pay back what compiling costs."
-        return None
-
-    def apply(self) -> None:
-        """Compile, or leave off."""
-        self.step.use(self.to)
-
-    def undo(self) -> None:
-        """As before."""
-        self.step.use(not self.to)
-
-    def works(self, position: Position) -> bool:
-        """From the next update on."""
-        return True
-
 
 def adjuster(trainer: Trainer, ready: Ready) -> Adjuster:
-    """What adjusts a run by its loader's workers, its micro-batches and its compilation."""
+    """What adjusts a run by the workers of its :class:`~trimtab.train.loader.Loader` and its micro-batches."""
 
     def data(now: Window) -> Iterator[Remedy]:
         count = workers_of(ready.feed.batches) or 0
@@ -329,17 +245,14 @@ def adjuster(trainer: Trainer, ready: Ready) -> Adjuster:
                 yield Workers(ready.feed, trainer.position, more)
 
     def compute(now: Window) -> Iterator[Remedy]:
-        feed, step = ready.feed, ready.step
-        against = functools.partial(trainer.run.room.against_parts, step)
+        feed = ready.feed
+        against = functools.partial(trainer.run.room.against_parts, ready.step)
         whole = round(now.examples / trainer.settings.accumulate)
         micro = min(feed.micro or whole, whole)
         if micro > 1:
             yield Micro(feed, trainer.model, -(-micro // 2), against)
         if micro < whole:
             yield Micro(feed, trainer.model, min(2 * micro, whole), against)
-        if isinstance(step, CompiledStep):
-            left = 0 if ready.updates is None else ready.updates - trainer.position.update
-            yield Compiled(step, left * now.step / 1e3)
 
     return Adjuster({"data": data, "compute": compute})
 
@@ -350,27 +263,47 @@ def workers_of(loader: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def with_workers(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
-    """A loader of the same batches in the same order, with ``count`` workers.
+def _unshareable(dataset: Any) -> str | None:
+    """What ``dataset`` holds that forked processes cannot share: a tensor on a GPU, or something that is open.
 
-    Each epoch torch draws a seed for workers from the generator that the order may come from too, but for workers that stay
-    only once. So this one draws as often as ``loader`` does, and where that has drawn its seed, from elsewhere.
+    An open file has one position for all processes, so that each moves it for the others, who then silently read something
+    else. Connections do not work in a forked process. What has a ``close()`` is taken for such a thing.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # more workers than cores are right where they wait and do not compute: time will tell
-        return DataLoader(
-            loader.dataset,
-            batch_sampler=loader.batch_sampler,
-            num_workers=count,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=torch.Generator() if loader.persistent_workers else loader.generator,
-            persistent_workers=loader.persistent_workers and count > 0,
-            in_order=loader.in_order,
-        )
+    waiting, seen = collections.deque([dataset]), dict[int, Any]()
+    while waiting and len(seen) < _MOST_LOOKED_AT:
+        item = waiting.popleft()
+        if id(item) in seen or isinstance(item, (type, ModuleType, io.BytesIO, io.StringIO)):
+            continue
+        seen[id(item)] = item  # which is held, so that no other gets its id
+        if isinstance(item, torch.Tensor):
+            if item.device.type != "cpu":
+                return f"a tensor on {item.device}"
+        elif isinstance(item, np.ndarray):
+            waiting.extend(item.flat if item.dtype.hasobject else ())
+        elif callable(getattr(type(item), "close", None)):
+            streams = (sys.__stdout__, sys.__stderr__, sys.stdout, sys.stderr)
+            if not getattr(item, "closed", False) and all(item is not stream for stream in streams):
+                return f"{getattr(item, 'name', of_type(item))}, which is open"
+        elif isinstance(item, FunctionType):  # its globals are no part of it
+            waiting.extend((*(item.__closure__ or ()), item.__defaults__, item.__kwdefaults__))
+        else:
+            waiting.extend(itertools.islice(gc.get_referents(item), _MOST_LOOKED_AT))
+    return None
+
+
+def _why_not_read(loader: Loader) -> str | None:
+    """Why a worker of ``loader`` cannot read its dataset, in a sentence; found out by having one read a batch."""
+    trial = copy.copy(loader)
+    trial.persistent = False
+    trial.retune(workers=1, prefetch=1, pin=False)
+    batches = iter(trial)
+    try:
+        next(batches)
+    except WorkloadError as error:
+        return f"a worker cannot read its dataset. {error}"
+    finally:
+        batches.close()  # type: ignore[attr-defined]
+    return None
 
 
 def _window(trainer: Trainer, event: Progressed) -> Window:
@@ -381,11 +314,6 @@ def _window(trainer: Trainer, event: Progressed) -> Window:
     agreed = trainer.world.agreed
     examples = event.examples_per_s * event.step_ms / 1e3 / trainer.world.size  # the event has those of all processes
     return Window(agreed(step), agreed(data), agreed(compute), agreed(examples))
-
-
-def _last_line(error: BaseException) -> str:
-    """What ``error`` comes to; torch puts a worker's whole traceback into its words."""
-    return str(error.__cause__ or error).strip().splitlines()[-1]
 
 
 def _typical(windows: Iterable[Window]) -> Window:

@@ -52,18 +52,11 @@ class CompiledStep(Step):
         self.plain = model
         self.failure: str | None = None
         """Why the model is not compiled after all."""
-        self._compiled: nn.Module | None = None
         self._met: set[tuple[torch.Size, ...]] = set()
         self._called = False
-        self.use(settings.compile is True)
-
-    def use(self, compiled: bool) -> None:
-        """Make the updates that follow with the model compiled, or as it was written."""
-        if compiled and self._compiled is None:
-            made: Any = torch.compile(self.plain)
-            made.register_forward_pre_hook(self._hear)
-            self._compiled = made
-        self.model = self._compiled if compiled and self._compiled is not None else self.plain
+        compiled: Any = torch.compile(model)
+        compiled.register_forward_pre_hook(self._hear)
+        self.model = compiled
 
     def __call__(self, batches: Sequence[Batch]) -> Update:
         """Update the parameters from ``batches``, compiled if that is possible."""
@@ -83,7 +76,7 @@ class CompiledStep(Step):
             self._met.add(shapes)
             if not self._called:
                 self.failure = "The loss calls methods of the model, of which only model(...) itself is compiled."
-                self.use(False)
+                self.model = self.plain
             return update
         self.discard()
         if before is None:  # the loss went another way than with all batches of these shapes before
@@ -92,7 +85,7 @@ class CompiledStep(Step):
             kept, random = before
             kept.put_back()
             set_random_state(random)
-        self.use(False)
+        self.model = self.plain
         return super().__call__(batches)
 
     def _hear(self, *_: object) -> None:

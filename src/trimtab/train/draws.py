@@ -1,4 +1,4 @@
-"""Who draws random numbers in a run: the generators that a loader or a model has, and datasets that draw from everybody's."""
+"""Find the random generators that a loader or a model has, and save and restore their states."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-from trimtab.errors import WorkloadError
-from trimtab.workload import user_code
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -76,76 +72,6 @@ def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None
             _set_state(generator, state["state"])
 
 
-def draws(dataset: Any) -> bool:
-    """Whether getting an example draws from a random generator of this process; they are put back."""
-    count, before = len(dataset), _host_state()
-    try:
-        for index in sorted({0, count // 2, count - 1}):
-            dataset[index]
-        return bool(_comparable(_host_state()) != _comparable(before))
-    finally:
-        torch.default_generator.set_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
-
-
-def draws_in_workers(loader: DataLoader[Any]) -> bool:
-    """Whether the workers of ``loader`` draw random numbers; where that cannot be found out, it is taken for granted."""
-    if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-        return True
-    try:
-        return drew_in_worker(loader)
-    except WorkloadError:  # the run itself will say so
-        return True
-
-
-def drew_in_worker(loader: DataLoader[Any]) -> bool:
-    """Whether a worker of ``loader`` has drawn random numbers for some examples.
-
-    It is in a worker that they are read, because what a dataset opens in this process its workers would share.
-
-    Raises:
-        WorkloadError: they cannot be read there.
-    """
-    asked = DataLoader(
-        _Asked(loader.dataset, loader.collate_fn),
-        batch_size=None,
-        num_workers=1,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        timeout=loader.timeout,
-        generator=torch.Generator(),  # it would draw a seed from everybody's
-    )
-    with user_code("Some examples could not be read"):
-        return bool(next(iter(asked)))
-
-
-class _Asked(Dataset[bool]):
-    """A dataset whose only example says whether another draws, joining what it gives included."""
-
-    def __init__(self, dataset: Any, collate: Any) -> None:
-        self.dataset, self.collate = dataset, collate
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, place: int) -> bool:
-        return draws(_Joined(self.dataset, self.collate))
-
-
-class _Joined:
-    """Batches of one example."""
-
-    def __init__(self, dataset: Any, collate: Any) -> None:
-        self.dataset, self.collate = dataset, collate
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, place: int) -> Any:
-        return self.collate([self.dataset[place]])
-
-
 def _state(generator: Any) -> dict[str, Any]:
     if isinstance(generator, torch.Generator):
         state: Any = generator.get_state()
@@ -183,14 +109,3 @@ def _like(state: Any, now: Any) -> Any:
     if isinstance(now, Mapping):
         return {name: _like(state[name], value) for name, value in now.items()}
     return np.asarray(state, now.dtype) if isinstance(now, np.ndarray) else state
-
-
-def _host_state() -> tuple[Any, ...]:
-    """Torch's CPU generator, numpy's and Python's: to ask for those of GPUs, a process that loads would need one."""
-    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-
-
-def _comparable(state: Any) -> Any:
-    if isinstance(state, (torch.Tensor, np.ndarray)):
-        return state.tolist()
-    return [_comparable(value) for value in state] if isinstance(state, tuple) else state

@@ -11,29 +11,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.errors import WorkloadError
-from trimtab.train.draws import datasets_of, draws_in_workers, generators_of, generators_within, set_states, states_of
-from trimtab.train.feed import Feed, has_workers, keeps_workers, set_workers
+from trimtab.train.draws import generators_of, generators_within, set_states, states_of
+from trimtab.train.feed import Feed, draws_here, has_workers, hears_epochs, keeps_workers, set_workers
 from trimtab.train.loader import Loader
 from trimtab.train.objective import Batch
 from trimtab.train.peek import first_batches
 from trimtab.train.runtime import random_state, set_random_state
+from trimtab.train.stateful import Seekable, is_stateful
 
 if TYPE_CHECKING:
     from trimtab.train.trainer import Trainer
 
 
 _WORKERS = (
-    "The loader's workers stay, and what they draw goes on from epoch to epoch, where no checkpoint can reach it. So they are "
-    "started anew for each epoch. trimtab.train.Loader keeps its workers."
+    "No checkpoint holds the random generators of the loader's worker processes: if the dataset draws from them, a resumed run "
+    "sees other random augmentations than this one. Use trimtab.train.Loader, or torch's DataLoader without "
+    "persistent_workers=True, whose augmentations are the same after a resumption."
 )
-_UNTOLD = (
-    "The dataset has a set_epoch(), of which workers that stay would not hear: each has a copy of the dataset. So they are "
-    "started anew for each epoch."
-)
-_DREW = (
-    "The loader draws from torch's random numbers in the middle of an epoch, as the model does, so going through it again may "
-    "give other batches than before: some examples may come twice, and others not at all. Give its shuffling a generator of "
-    "its own, such as DataLoader(generator=torch.Generator()), or use trimtab.train.Loader."
+_HERE = (
+    "If the loader draws from torch's own generator in the middle of an epoch, as the model does, a resumed run may see other "
+    "random augmentations, some examples twice, and others not at all. Give its shuffling a generator to itself, such as "
+    "DataLoader(generator=torch.Generator()), or use trimtab.train.Loader, or a loader with state_dict() and load_state_dict()."
 )
 
 
@@ -47,10 +45,14 @@ def begin(trainer: Trainer, feed: Feed) -> None:
         begun, now = _own(trainer, resumed["epoch_random"]), _own(trainer, resumed["random"])
     elif batch and not goes_on:  # an earlier run ended there
         begun, now = trainer.epoch_random, random_of(trainer, loader)
+    state = _state_at(trainer, feed, resumed)
     if now:
         _begin_as(trainer, loader, begun if batch else now)
-    if _renewed(trainer, feed):
-        feed.renew()
+        if state is not None:
+            feed.load(trainer.position.epoch, state)
+            _set_random_of(trainer, loader, begun if batch else now)
+    if trainer.checkpoints is not None or (batch and not goes_on):
+        trainer.note_once(_doubt(loader))
     if not (batch and goes_on):
         trainer.epoch_random = random_of(trainer, loader)
     _tell_who_began(trainer, loader)
@@ -62,9 +64,7 @@ def begin(trainer: Trainer, feed: Feed) -> None:
         _set_random_of(trainer, loader, now)
         trainer.epoch_random = random_of(trainer, loader)
         feed.begin(trainer.position.epoch)
-    feed.taken, feed.drew = batch, bool(batch) and trainer.position.drew
-    if feed.drew and not goes_on:
-        trainer.note(_DREW)
+    feed.taken = batch
     if now and batch:
         _set_random_of(trainer, loader, now)
 
@@ -104,8 +104,11 @@ def other_length(batch: int, now: str) -> str:
 def close(trainer: Trainer, feed: Feed) -> Iterator[None]:
     """A block for what comes at the end of an epoch; where it is cut off, it draws the same again in the run that goes on."""
     if trainer.resuming is not None:  # that run
+        if (state := _state_at(trainer, feed, trainer.resuming)) is not None:
+            feed.load(trainer.position.epoch, state)
         _begin_as(trainer, feed.batches, _own(trainer, trainer.resuming["random"]))
         trainer.resuming = None
+    feed.finish()
     before = random_of(trainer, feed.batches)
     try:
         yield
@@ -124,20 +127,30 @@ def _generators(trainer: Trainer, batches: Iterable[Any]) -> dict[str, Any]:
     return {**generators_of(batches), **model, **loss}
 
 
-def _renewed(trainer: Trainer, feed: Feed) -> bool:
-    """Whether workers that stay are started anew for this epoch: another run must draw the same, and they know no epoch."""
-    if feed.renewed is None:
-        why = _why_renewed(trainer, feed.batches) if keeps_workers(feed.batches) else None
-        if why is not None and why not in trainer.notes:
-            trainer.note(why)
-        feed.renewed = why is not None
-    return feed.renewed
+def place_of(trainer: Trainer, feed: Feed) -> dict[str, Any] | None:
+    """The position of a loader that can tell it, and the batch of the epoch that it belongs to."""
+    batch = trainer.position.batch
+    state = feed.state() if batch in (0, feed.taken) else None
+    return None if state is None else {"batch": batch, "state": state}
 
 
-def _why_renewed(trainer: Trainer, loader: Any) -> str | None:
-    if any(hasattr(dataset, "set_epoch") for dataset in datasets_of(loader)):
-        return _UNTOLD
-    return _WORKERS if trainer.checkpoints is not None and draws_in_workers(loader) else None
+def _state_at(trainer: Trainer, feed: Feed, resumed: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The state of the loader to begin with, from a checkpoint or the run before, if it belongs to the batch that is next."""
+    kept, trainer.loader_place = trainer.loader_place, None
+    if resumed is not None:
+        places, world = resumed.get("loader", ()), trainer.world
+        kept = places[world.index] if len(places) == world.processes else None
+    fits = kept is not None and kept["batch"] == trainer.position.batch and is_stateful(feed.batches)
+    return kept["state"] if kept is not None and fits else None
+
+
+def _doubt(loader: Any) -> str | None:
+    """Why a resumed run may see something else of ``loader`` than a run without the interruption."""
+    if isinstance(loader, Seekable):
+        return None
+    if (keeps_workers(loader) and not hears_epochs(loader)) or (is_stateful(loader) and getattr(loader, "num_workers", 0) > 0):
+        return _WORKERS
+    return _HERE if draws_here(loader) and not is_stateful(loader) else None
 
 
 def _set_random_of(trainer: Trainer, batches: Iterable[Any], state: Mapping[str, Any]) -> None:

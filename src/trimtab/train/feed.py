@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from trimtab.train.memory_errors import final
 from trimtab.train.objective import Batch, examples
 from trimtab.train.prefetch import Transfer
 from trimtab.train.rows import entries, fields_of, inseparable, length, rebuilt, rows_of, uneven
+from trimtab.train.stateful import Seekable, is_stateful, load_state, state_of
 from trimtab.workload import user_code
 
 _READING, _END = user_code("The loader raised"), object()
@@ -29,17 +30,6 @@ _MOVING = final(
 _AS_ONE = "exact_batchnorm runs the batches of an update as one"
 _OTHER_FORM = "Batches that hold different things cannot be joined: give all the same items, tensors in the same places."
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
-
-
-@runtime_checkable
-class Seekable(Protocol):
-    """A loader whose order depends on nothing but the epoch, so that it can begin anywhere without reading what was before.
-
-    It draws from no random generator but its own, so that it does not matter when its batches are read.
-    """
-
-    def seek(self, epoch: int, batch: int) -> None:
-        """Make the next iteration begin at that batch of that epoch."""
 
 
 class Feed:
@@ -78,35 +68,55 @@ class Feed:
         """Whether the loader had fewer batches than were to be skipped."""
         self.cut = False
         """Whether a signal has ended the loader's workers in the running epoch."""
-        self.drew = False
-        """Whether reading has drawn from torch's random numbers in the middle of the epoch, between those that the model draws:
-        gone through again without the model, the loader then gives something else."""
-        self.renewed: bool | None = None
-        """Whether workers that stay are started anew for each epoch, once that is known."""
+        self._loaded = False
+        """Whether the loader was put where the next epoch goes on."""
+        self._between = False
+        """Whether the loader stands between two groups: it was begun, and none was read in part."""
         self._told = False
         """Whether it was told that the loader ends early."""
         self._transfer = transfer or Transfer(move)
         self._running: Iterator[Any] = iter(())
 
     def begin(self, epoch: int, skip: int = 0) -> None:
-        """Start epoch ``epoch`` after its first ``skip`` batches."""
+        """Start epoch ``epoch`` after its first ``skip`` batches.
+
+        Persistent workers have copies of the dataset, which hear no ``set_epoch()``: if it has one, others are started.
+        """
         self.clock.enter("data")
         batches = self.batches
-        _set_epoch(batches, epoch)
-        self.taken, self.cut, self.short = skip, False, False
-        self._running = iter(())  # of the epoch before, which is not gone on with where this one cannot begin
+        self.taken, self.cut, self.short, self._between = skip, False, False, False
+        self._running = iter(())  # of the epoch before: it is not gone on with if this one fails, and it holds the workers
+        if self._loaded:
+            skip = 0
+        else:
+            _set_epoch(batches, epoch)
+            if hears_epochs(batches):
+                set_workers(batches, running=False)
+        self._loaded = False
         if isinstance(batches, Seekable):
             batches.seek(epoch, skip)
             skip = 0
         with _READING:
-            running = self._watched(iter(batches)) if _draws_here(batches) else iter(batches)
+            running = iter(batches)
             self.short = sum(1 for _ in itertools.islice(running, skip)) < skip
         self._running = self._transfer.start(_read(running), ahead=_may_run_ahead(batches))
+        self._between = True
 
-    def renew(self) -> None:
-        """Have workers that stay go, so that the next epoch starts others."""
-        self._running = iter(())  # which holds them, and would be part of those that are forked next
-        set_workers(self.batches, running=False)
+    def finish(self) -> None:
+        """Have a loader that keeps its position see the end of the epoch, if its length alone has told it so far."""
+        if is_stateful(self.batches):
+            next(self._running, _END)
+
+    def state(self) -> dict[str, Any] | None:
+        """The position of a :class:`~trimtab.train.stateful.Stateful` loader, if it is :attr:`taken` batches into the epoch."""
+        return state_of(self.batches) if self._between else None
+
+    def load(self, epoch: int, state: dict[str, Any]) -> None:
+        """Put the loader where :meth:`state` was asked, in epoch ``epoch``; the next :meth:`begin` skips nothing."""
+        self._running = iter(())
+        _set_epoch(self.batches, epoch)
+        load_state(self.batches, state)
+        self._loaded = self._between = True
 
     def length(self) -> int | None:
         """How many groups are left of the epoch, where the loader can say."""
@@ -136,16 +146,6 @@ class Feed:
         if not self.taken:
             raise WorkloadError(f"The loader gave no batch. {_why_empty(self.batches)}")
 
-    def _watched(self, running: Iterator[Batch]) -> Iterator[Batch]:
-        """``running``, watching what is drawn after the first batch: before that the model draws nothing."""
-        for number in itertools.count():
-            before = torch.get_rng_state()
-            batch = next(running, _END)
-            if batch is _END:
-                return
-            self.drew |= number > 0 and not torch.equal(before, torch.get_rng_state())
-            yield batch
-
     def _group(self) -> list[Batch]:
         group: list[Batch] = []
         while len(group) < self.accumulate:
@@ -154,9 +154,10 @@ class Feed:
                 coming = next(self._running, _END)
                 if coming is _END:
                     break
-                self.taken += 1
+                self.taken, self._between = self.taken + 1, False
                 self.clock.enter("copy")
                 group.append(self._transfer.arrive(coming))
+        self._between = True
         self.clock.enter("other")
         if self.joined and len(group) > 1:
             try:
@@ -202,14 +203,19 @@ def _set_epoch(batches: Any, epoch: int) -> None:
 
 
 def _may_run_ahead(batches: Any) -> bool:
-    """Whether a batch can be read before its turn without drawing random numbers that belong to somebody else."""
-    return isinstance(batches, Seekable) or bool(getattr(batches, "num_workers", 0))
+    """Whether a batch can be read before its turn: that draws no random numbers here, and moves no position that is saved."""
+    return isinstance(batches, Seekable) or (bool(getattr(batches, "num_workers", 0)) and not is_stateful(batches))
 
 
-def _draws_here(batches: Any) -> bool:
-    """Whether what comes next may be drawn in this process when its turn comes, and not as the epoch begins."""
+def draws_here(batches: Any) -> bool:
+    """Whether batches may be drawn in this process when their turn comes, and not as the epoch begins."""
     streams = isinstance(getattr(batches, "dataset", None), torch.utils.data.IterableDataset)
     return isinstance(batches, Iterator) or (streams and not getattr(batches, "num_workers", 0))
+
+
+def hears_epochs(batches: Any) -> bool:
+    """Whether its dataset, or a part of it, has a ``set_epoch()``."""
+    return any(hasattr(dataset, "set_epoch") for dataset in datasets_of(batches))
 
 
 def keeps_workers(batches: Any) -> bool:

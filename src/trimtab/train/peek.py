@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from trimtab.train.draws import generators_of, set_states, states_of
-from trimtab.train.feed import Seekable, set_workers
+from trimtab.train.feed import set_workers
 from trimtab.train.objective import Batch
 from trimtab.train.runtime import random_state, set_random_state
+from trimtab.train.stateful import Seekable, load_state, state_of
 from trimtab.workload import user_code
 
 PATIENCE_S = 2.0
@@ -24,7 +25,8 @@ def first_batches(loader: Iterable[Batch], count: int, what: str = "The loader r
     """Up to ``count`` batches from the beginning of ``loader``, fewer where it is slow, and a loader that still has them all.
 
     Generators of random numbers, torch's own and those of the loader and its samplers, are put back, so that the run draws what
-    it would have drawn. What can be gone through only once gets its batches put back in front.
+    it would have drawn, and so is the position of a loader that keeps one. What can be gone through only once gets its batches
+    put back in front.
 
     Raises:
         WorkloadError: reading them failed; the message begins with ``what``.
@@ -41,17 +43,22 @@ def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Itera
     Raises:
         WorkloadError: reading them failed; the message begins with ``what``.
     """
-    peeked = copy.copy(loader) if isinstance(loader, torch.utils.data.DataLoader) else loader
-    set_workers(peeked, running=False)  # it has workers of its own: random numbers of those that stay go on
     generators = generators_of(loader)
     before = states_of(generators)
-    try:
-        with user_code(what), kept_random():
-            if isinstance(loader, Seekable):
-                loader.seek(0, 0)
-            yield peeked
-    finally:
-        set_states(generators, before)
+    with kept_random():
+        state = state_of(loader)
+        peeked = copy.copy(loader) if isinstance(loader, torch.utils.data.DataLoader) and state is None else loader
+        if peeked is not loader:
+            set_workers(peeked, running=False)  # it has workers of its own: random numbers of those that stay go on
+        try:
+            with user_code(what):
+                if isinstance(loader, Seekable):
+                    loader.seek(0, 0)
+                yield peeked
+        finally:
+            if state is not None:
+                load_state(loader, state)
+            set_states(generators, before)
 
 
 @contextlib.contextmanager

@@ -21,5 +21,3 @@ class Position:
     skipped: int = 0
     due: bool = False
     """Whether the last epoch has come to its end, and its validation has not."""
-    drew: bool = False
-    """Whether the loader has drawn random numbers in the middle of the epoch, from where the model does."""

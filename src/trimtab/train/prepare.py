@@ -82,8 +82,8 @@ def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
     return made
 
 
-def refuse_unkept(trainer: Trainer) -> None:
-    """Refuse what no checkpoint could hold now, and not after an epoch.
+def refuse_unkept(trainer: Trainer, feed: Feed | None = None) -> None:
+    """Refuse what no checkpoint could hold now, and not after an epoch; with a ``feed`` that has begun, its position too.
 
     Raises:
         UsageError: there is such a thing.
@@ -92,6 +92,7 @@ def refuse_unkept(trainer: Trainer) -> None:
         optimizer_state.refuse_left_out(trainer.optimizer)
         given = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
         refuse_strange(given | {"scheduler": schedule_state.state_of(trainer.scheduler), "loss": own_loss.state_of(trainer)})
+        refuse_strange({"loader": None if feed is None else feed.state()})
 
 
 def feed_for(batches: Iterable[Any], settings: Settings, clock: Clock, move: Move, transfer: Transfer | None = None) -> Feed:
@@ -112,8 +113,8 @@ def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move
 
 
 def step_for(settings: Settings) -> type[Step]:
-    """The kind of step that ``settings`` ask for; one that is adjusted may be compiled later."""
-    return CompiledStep if settings.compile is True or settings.adjust else Step
+    """The kind of step that ``settings`` ask for."""
+    return CompiledStep if settings.compile is True else Step
 
 
 def optimizer_for(
@@ -234,6 +235,7 @@ def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
         "batches": lengths.batches_in_all(ready.feed.batches, world),
         "random": world.gathered(epoch.random_of(trainer, ready.feed.batches)),
         "epoch_random": world.gathered(trainer.epoch_random),
+        "loader": world.gathered(epoch.place_of(trainer, ready.feed)),
         "processes": world.size,
         "seed": world.seed,
         "decided": trainer.decided,

@@ -132,6 +132,8 @@ class Trainer:
         """The function that it was made by, and for how many updates."""
         self.step_state: dict[str, Any] | None = None
         """Of the last run's step, such as float16's scale, which the next one need not find again."""
+        self.loader_place: dict[str, Any] | None = None
+        """Where a loader with ``state_dict()`` stood when the last run ended."""
         self.modes = Modes(model)
         self._last: tuple[Any, Any] | None = None
         """The training data that the last run was given, and what it went through: of an iterator, what is left."""
@@ -303,7 +305,7 @@ class Trainer:
             update, remarks = self._update(ready, group)
             if not self.world.used:
                 break
-            position.batch, position.update, position.drew = feed.taken, position.update + 1, feed.drew
+            position.batch, position.update = feed.taken, position.update + 1
             position.skipped += not update.applied
             with kept:
                 for remark in remarks:
@@ -347,7 +349,7 @@ class Trainer:
             self.ema.update(self.model)
         if update.applied and not self.run.kept:
             self.run.kept = True
-            prepare.refuse_unkept(self)
+            prepare.refuse_unkept(self, ready.feed)
         return update, remarks
 
     def _validate(self, held_out: Iterable[Batch] | None, ready: prepare.Ready) -> None:
@@ -389,7 +391,7 @@ class Trainer:
         if made and self.world.any(old):
             saving.save(self, ready)
         prepare.settle(self)
-        self.step_state = ready.step.state_dict()
+        self.step_state, self.loader_place = ready.step.state_dict(), epoch.place_of(self, ready.feed)
         self.shown.show(self.best_parameters)
         self.model.eval()
         count, what = (steps, "update") if steps is not None else (epochs, "epoch")

@@ -23,11 +23,11 @@ from trimtab.recipe import Recipe
 from trimtab.train.auto import OFF
 from trimtab.train.double import candidate, rounded
 from trimtab.train.events import Event, Progressed
-from trimtab.train.feed import Seekable
 from trimtab.train.losses import Written, late, shaken
 from trimtab.train.modes import Still, floats, gathered
 from trimtab.train.objective import Batch, examples, tensors
 from trimtab.train.runtime import random_state
+from trimtab.train.stateful import Seekable
 from trimtab.train.trainer import Trainer
 from trimtab.train.world import World
 from trimtab.workload import Training, Workload, user_code

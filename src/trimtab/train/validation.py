@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.feed import Seekable, has_workers, keeps_workers, set_workers
+from trimtab.train.feed import has_workers, keeps_workers, set_workers
 from trimtab.train.metrics import Figures, Metric
 from trimtab.train.objective import Batch, Weight, call, is_pair
 from trimtab.train.peek import first_batches, kept_random
 from trimtab.train.rows import rebuilt
+from trimtab.train.stateful import Seekable
 from trimtab.workload import user_code
 
 if TYPE_CHECKING:
