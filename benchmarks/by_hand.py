@@ -35,13 +35,13 @@ from typing import Any
 import torch
 
 import trimtab
-from trimtab._json import to_json
-from trimtab._tree import unflatten
+from trimtab._internal.serialization import to_json
+from trimtab.core.measurement import Comparison
 from trimtab.measure.pairs import DISTURBED, compare
 from trimtab.measure.parity import compare_outputs
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import LocalRunner
-from trimtab.measurement import Comparison
+from trimtab.tensors.structure import unflatten
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODELS = ("resnet50", "mobilenet", "bert", "minilm", "lstm", "digits")

@@ -26,11 +26,11 @@ import torch.multiprocessing
 from sklearn.datasets import load_digits
 from torch import nn
 
-from trimtab._json import to_json
-from trimtab.candidate import Settings
-from trimtab.environment import Environment
+from trimtab._internal.serialization import to_json
+from trimtab.core.settings import Settings
+from trimtab.hardware.environment import Environment
 from trimtab.measure.stats import median_interval
-from trimtab.train.distributed.replicas import Replicas
+from trimtab.train.distributed.data_parallel import DataParallelGroup
 from trimtab.train.trainer import Trainer
 
 KINDS: list[Any] = [None, "float16", "bfloat16", "powersgd"]
@@ -59,7 +59,7 @@ def train(kind: Any, seed: int, options: argparse.Namespace) -> dict[str, float]
     )
     learn, held_out = digits(seed)
     summary = trainer.fit(learn, held_out, epochs=options.epochs)
-    assert isinstance(trainer.world, Replicas)
+    assert isinstance(trainer.world, DataParallelGroup)
     sent = trainer.world.exchange
     return {
         "sent": sent.bytes / sent.updates,

@@ -43,20 +43,20 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trimtab
-from trimtab._json import to_json
+from trimtab._internal.serialization import to_json
+from trimtab.core.measurement import Comparison, Interval
 from trimtab.errors import MeasurementError
+from trimtab.evaluation.training.timer import Updates
+from trimtab.evaluation.training.workload import prepared
+from trimtab.execution.parent_death import die_with
 from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.stats import median_interval
 from trimtab.measure.timer import LocalRunner, Runner, synchronizer
-from trimtab.measurement import Comparison, Interval
-from trimtab.study.lifeline import die_with
-from trimtab.train.loader import Loader
-from trimtab.train.losses import Written, final, increase
-from trimtab.train.objective import tensors
-from trimtab.train.step import Update
-from trimtab.train.trying import prepared
-from trimtab.train.updates import Updates
+from trimtab.train.data.loader import Loader
+from trimtab.train.engine.step import Update
+from trimtab.train.loss.adapter import tensors
+from trimtab.train.loss.loss_parity import BaselineLosses, final, increase
 
 FASTER, HIDDEN, HIGHER = 5.0, 0.9, 0.02
 """Targets: times as many examples per second; share of the copying; how much higher the loss may be, relative to it."""
@@ -253,7 +253,7 @@ def parity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for seed in SEEDS[:1] if args.quick else SEEDS:
                 exact = learnt(example, seed, steps, args.device, None)
                 found = increase(
-                    Written.of(exact, []), learnt(example, seed, steps, args.device, precision), HIGHER * final(exact)
+                    BaselineLosses.of(exact, []), learnt(example, seed, steps, args.device, precision), HIGHER * final(exact)
                 )
                 apart.append([each / final(exact) for each in (found.value, found.low, found.upper)])
             worst = max(apart, key=lambda each: each[2])

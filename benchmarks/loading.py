@@ -38,12 +38,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trimtab._json import write_json
+from trimtab._internal.serialization import write_json
+from trimtab.core.measurement import Interval
 from trimtab.measure.stats import median_interval, ratio_interval
-from trimtab.measurement import Interval
-from trimtab.train.collate import Collate
-from trimtab.train.loader import Loader
-from trimtab.train.mapped import MappedTensors
+from trimtab.train.data.collate import Collate
+from trimtab.train.data.loader import Loader
+from trimtab.train.data.memory_mapped import MappedTensors
 
 TARGET_MEMORY, TARGET_BUCKETS = 10.0, 1.8
 LONGEST, VOCABULARY, WIDTH = 512, 30_522, 384

@@ -29,13 +29,13 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trimtab._json import to_json
-from trimtab.environment import Environment
+from trimtab._internal.serialization import to_json
 from trimtab.errors import UsageError
+from trimtab.hardware.environment import Environment
 from trimtab.measure.pairs import compare
 from trimtab.measure.timer import LocalRunner, synchronizer
-from trimtab.train.budget import Verified, choose
-from trimtab.train.live import peak_activations
+from trimtab.train.memory.activation_budget import Verified, choose
+from trimtab.train.memory.peak_activations import peak_activations
 
 ALLOWED = 1.05
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)

@@ -39,12 +39,12 @@ import torch
 from torch import nn
 
 from trimtab import Environment, Settings, Trainer
-from trimtab._json import to_json
-from trimtab._machine import keep_freed_memory
+from trimtab._internal.serialization import to_json
+from trimtab.core.measurement import Comparison
+from trimtab.hardware.system import keep_freed_memory
 from trimtab.measure.pairs import compare
 from trimtab.measure.pooled import pooled
 from trimtab.measure.timer import LocalRunner, Runner, pace
-from trimtab.measurement import Comparison
 
 Data = list[tuple[torch.Tensor, torch.Tensor]]
 Build = Callable[[], tuple[nn.Module, Data]]

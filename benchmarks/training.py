@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trimtab
 from trimtab.measure.stats import median_interval
-from trimtab.train.collate import Collate
+from trimtab.train.data.collate import Collate
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples" / "training"
 MODELS, SMALL = ("digits", "tabular", "lstm", "gpt", "minilm"), ("digits", "tabular")

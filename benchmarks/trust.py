@@ -43,13 +43,13 @@ import torch
 from torch import nn
 
 import trimtab
+from trimtab.core.measurement import Comparison
 from trimtab.measure.pairs import compare
 from trimtab.measure.pooled import MOST_STARTS, STARTS, narrow, pooled
 from trimtab.measure.quantiles import binomial_cdf
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.stats import median_interval, paired_drop
 from trimtab.measure.timer import LocalRunner
-from trimtab.measurement import Comparison
 
 KEY = "TRUST_KEY"
 REPLAYED, REPLAY_SHARE = 0.05, 0.95
@@ -110,7 +110,7 @@ def conditions() -> str:
         f"torch {torch.__version__}, {torch.get_num_threads()} thread"
     )
     try:
-        environment = importlib.import_module("trimtab.environment").Environment.capture()
+        environment = importlib.import_module("trimtab.hardware.environment").Environment.capture()
     except ImportError:
         return basics
     return f"{basics}; {environment.cpu}" if hasattr(environment, "cpu") else basics

@@ -21,9 +21,10 @@ from gen_reference import api_page, cli_page, errors_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from trimtab.candidate import Settings
-from trimtab.contracts import BACKENDS, PASSES, Backend, Pass, Technique, install_hint
-from trimtab.study import space
+from trimtab.core import search_space
+from trimtab.core.backend import BACKENDS, Backend
+from trimtab.core.settings import Settings
+from trimtab.core.technique import PASSES, Pass, Technique, install_hint
 
 ROOT = pathlib.Path(__file__).parent.parent
 KINDS: dict[str, Mapping[str, Any]] = {"passes": PASSES, "backends": BACKENDS}
@@ -149,7 +150,7 @@ def facts(cls: type[Technique]) -> str:
 
 def exactness(cls: type[Technique]) -> str:
     """Which values of the fields make it exact."""
-    default, others = cls(), space.variants(cls())
+    default, others = cls(), search_space.variants(cls())
     if all(other.exact == default.exact for other in others):
         return yes(default.exact)
     inexact = [one for one in (default, *others) if not one.exact]
@@ -160,7 +161,7 @@ def needed(cls: type[Technique]) -> dict[str, None]:
     """The data that it needs in any of its forms."""
     return {
         f"{data} (for `{one}`)" if not cls().needs else data: None
-        for one in (cls(), *space.variants(cls()))
+        for one in (cls(), *search_space.variants(cls()))
         for data in one.needs
     }
 

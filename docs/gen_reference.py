@@ -14,12 +14,18 @@ import typer.main
 from gen_markdown import default_of, field_docs, indented, markdown, table
 
 import trimtab
-from trimtab import artifact, errors, measurement, train, tuning
+from trimtab import errors, train
+from trimtab.api import tune
+from trimtab.artifact import artifact
 from trimtab.cli.main import app
-from trimtab.contracts import BACKENDS, CHECKS, PASSES
+from trimtab.core import measurement
+from trimtab.core.backend import BACKENDS
+from trimtab.core.check import CHECKS
+from trimtab.core.technique import PASSES
 from trimtab.study import result
-from trimtab.train import events, schedule, summary
-from trimtab.train.distributed import processes, tensor_parallel
+from trimtab.train.distributed import launch, tensor_parallel
+from trimtab.train.optim import schedules
+from trimtab.train.telemetry import events, summary
 
 
 def cli_page() -> str:
@@ -95,13 +101,13 @@ def api_page() -> str:
 
 FURTHER: dict[ModuleType, tuple[str, ...]] = {
     result: ("Result", "Best", "Ladder"),
-    tuning: ("Tuned", "TrainingLadder"),
+    tune: ("Tuned", "TrainingLadder"),
     artifact: ("Verification",),
     measurement: ("Comparison",),
     summary: ("Summary",),
-    schedule: ("cosine", "linear", "one_cycle"),
+    schedules: ("cosine", "linear", "one_cycle"),
     events: ("Progressed", "Validated", "Saved", "Adjusted", "Remarked", "Ended", "JsonLines", "TensorBoard"),
-    processes: ("join",),
+    launch: ("join",),
     tensor_parallel: ("mesh", "split_layers"),
 }
 

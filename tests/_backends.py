@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from trimtab._machine import no_compiler
-from trimtab.contracts import Backend, Executable
+from trimtab.core.backend import Backend, Executable
+from trimtab.hardware.system import no_compiler
 
 needs_compiler = pytest.mark.skipif(no_compiler() is not None, reason="needs a C++ compiler")
 

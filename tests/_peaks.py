@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pathlib
 
-from trimtab._json import write_json
-from trimtab._peaks import Peaks, Rate
-from trimtab.environment import Environment
+from trimtab._internal.serialization import write_json
+from trimtab.hardware.environment import Environment
+from trimtab.hardware.peaks import Peaks, Rate
 
 
 def write_peaks(folder: pathlib.Path, gflops: float) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing
 
 from trimtab.errors import TrimtabError
-from trimtab.train.distributed.group import lost
+from trimtab.train.distributed.process_group import lost
 
 Checks = Callable[[pathlib.Path], Mapping[str, Any]]
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trimtab import Trainer
-from trimtab.train.events import Progressed
-from trimtab.train.loader import Loader
+from trimtab.train.data.loader import Loader
+from trimtab.train.telemetry.events import Progressed
 
 EPOCH = 8
 """Updates."""

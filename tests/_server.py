@@ -7,7 +7,7 @@ import subprocess
 import types
 from typing import Any
 
-from trimtab.study.workers import Workers
+from trimtab.execution.fork_pool import Workers
 
 _LAUNCH = Workers._launch
 _kept: dict[tuple[Any, ...], Workers] = {}

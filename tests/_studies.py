@@ -13,20 +13,20 @@ from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
-from trimtab.confirm import Confirmation
-from trimtab.contracts import Backend
-from trimtab.environment import Environment, Peaks, Rate
-from trimtab.explain import Explanation
+from trimtab.core.backend import Backend
+from trimtab.core.measurement import Comparison, Drop, Interval, Measurement, Parity, operator_shares
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Limits
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.evaluation.explain import Explanation
+from trimtab.hardware.environment import Environment, Peaks, Rate
 from trimtab.measure.roofline import roofline
-from trimtab.measurement import Comparison, Drop, Interval, Measurement, Parity, operator_shares
 from trimtab.passes.batch import Batch
 from trimtab.passes.threads import Threads
-from trimtab.recipe import Recipe
-from trimtab.study import verdict
+from trimtab.study import ranking
 from trimtab.study.record import Prepared, Record
-from trimtab.study.sampler import as_written
-from trimtab.trial import State, Trial
-from trimtab.workload import Limits
+from trimtab.study.samplers.ladder import as_written
 
 BACKENDS: tuple[Backend, ...] = (
     OpenVino(precision="int8_static"),
@@ -167,7 +167,7 @@ def record(
     count: int = 12,
     *,
     labels: bool = True,
-    status: verdict.Status | None = "improved",
+    status: ranking.Status | None = "improved",
     failed: int = 1,
     limits: Limits | None = None,
     explained: bool = True,
@@ -181,7 +181,7 @@ def record(
     found = [trial(n, recipe, labels=labels, limit=limit, draw=draw) for n, recipe in enumerate(recipes(count))]
     kept = max(0, count - failed)
     found[kept:] = [broken(t.number, t.recipe, "onnxruntime has no kernel for this operator.") for t in found[kept:]]
-    ranked = verdict.ranked(found, limits, "latency")
+    ranked = ranking.ranked(found, limits, "latency")
     best = ranked[0] if ranked and status in ("improved", "kept_original") else None
     values: dict[str, Any] = {
         "workload": "digits",
@@ -217,14 +217,14 @@ def _ended(
     found: list[Trial], best: Trial | None, limits: Limits, *, explained: bool, labels: bool, limit: float
 ) -> dict[str, Any]:
     confirmation = None if best is None else confirmed(best, labels=labels, limit=limit)
-    rungs = [verdict.entry(found[0], limits, rung="as_written")] if found else []
+    rungs = [ranking.entry(found[0], limits, rung="as_written")] if found else []
     if len(found) > 1:
-        rungs.append(verdict.entry(found[1], limits, rung="tuned"))
-    exact = [t for t in verdict.ranked(found, limits, "latency") if t.recipe.exact]
-    rungs += [verdict.entry(t, limits, rung="lossless") for t in exact[:1]]
+        rungs.append(ranking.entry(found[1], limits, rung="tuned"))
+    exact = [t for t in ranking.ranked(found, limits, "latency") if t.recipe.exact]
+    rungs += [ranking.entry(t, limits, rung="lossless") for t in exact[:1]]
     if best is None:
         return {"ladder": tuple(rungs), "sentence": "Nothing meets latency 0.001 ms. The nearest is openvino."}
-    rungs.append(verdict.entry(best, limits, rung="best", confirmed=confirmation))
+    rungs.append(ranking.entry(best, limits, rung="best", confirmed=confirmation))
     values: dict[str, Any] = {
         "ladder": tuple(rungs),
         "sentence": f"{best.recipe} is 3.91x as fast as written (95% interval 3.80 to 4.03).",

@@ -64,10 +64,10 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(autouse=True)
 def one_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Studies of this process share the server of their workers, but for tests of the server itself."""
-    if "trimtab.study.workers" in sys.modules and request.path.name not in OWN_SERVERS:
+    if "trimtab.execution.fork_pool" in sys.modules and request.path.name not in OWN_SERVERS:
         from _server import launch_once  # trimtab, which some tests want to import themselves
 
-        monkeypatch.setattr("trimtab.study.workers.Workers._launch", launch_once)
+        monkeypatch.setattr("trimtab.execution.fork_pool.Workers._launch", launch_once)
 
 
 @pytest.fixture

@@ -14,28 +14,28 @@ from torch import nn
 
 import trimtab
 from _faulty import run, write
-from trimtab import evaluate
+from trimtab.api.compare import compare
 from trimtab.backends.eager import Eager
-from trimtab.candidate import Candidate
-from trimtab.confirm import Confirmation
-from trimtab.contracts import BACKENDS
+from trimtab.core.backend import BACKENDS
+from trimtab.core.candidate import Candidate
+from trimtab.core.measurement import Drop, Interval, Measurement, Parity
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Limits
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.measurement import Drop, Interval, Measurement, Parity
+from trimtab.evaluation import evaluate
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.execution.fork_pool import Workers
+from trimtab.execution.jobs.inference import _at_its_batch
 from trimtab.passes.batch import Batch
 from trimtab.passes.channels_last import ChannelsLast
-from trimtab.recipe import Recipe
-from trimtab.study import finish as finishing
-from trimtab.study import sentences, verdict
-from trimtab.study.compare import compare
-from trimtab.study.jobs import _at_its_batch
+from trimtab.study import conclusions, ranking
+from trimtab.study import final_selection as finishing
 from trimtab.study.options import Options
 from trimtab.study.result import ARTIFACT, Best
-from trimtab.study.sampler import as_written
+from trimtab.study.samplers.ladder import as_written
 from trimtab.study.study import Study
 from trimtab.study.training import TrainingStudy
-from trimtab.study.workers import Workers
-from trimtab.trial import State, Trial
-from trimtab.workload import Limits
 
 EAGER, OPENVINO, ORT = (Recipe(backend=BACKENDS[name]()) for name in ("eager", "openvino", "onnxruntime"))
 INDUCTOR = Recipe(backend=BACKENDS["inductor"]())
@@ -58,7 +58,7 @@ class Confirmed:
         self, trials: list[Trial], limits: Limits, found: dict[Recipe, float | str | Interval], monkeypatch, **options
     ) -> None:
         self.trials, self.options, self.found = trials, Options(limits=limits, **options), found
-        self.to_beat = verdict.best_eager(trials, limits, self.options.objective)
+        self.to_beat = ranking.best_eager(trials, limits, self.options.objective)
         self.asked: list[Recipe] = []
         self.ask = lambda: None
         self.original, self.notes, self.ships = as_written(), [], True
@@ -245,7 +245,7 @@ def test_without_labels_the_verdict_has_the_error_of_the_outputs_and_what_could_
     found = Best(trial=trial(lossy, 5.0), confirmation=won, artifact=None)
     first = trial(as_written(), 10.0)
     said = {
-        limits: sentences.improved(Confirmed([first], limits, {}, monkeypatch), found, [], first)
+        limits: conclusions.improved(Confirmed([first], limits, {}, monkeypatch), found, [], first)
         for limits in (Limits(), Limits(max_drop=0.005))
     }
     assert [words.partition(" (95% interval 1.96 to 2.04)")[2] for words in said.values()] == [
@@ -261,7 +261,7 @@ def test_the_verdict_says_what_errors_are_relative_to(monkeypatch) -> None:
         parity = Parity(ok=True, reason=None, n=64, centred_error=0.0123, relative_to="size")
         won = Confirmation(recipe=lossy, ok=True, speedup=sure(2.0), parity=parity, drop=drop)
         found = Best(trial=trial(lossy, 5.0), confirmation=won, artifact=None)
-        said = sentences.improved(Confirmed([first], Limits(), {}, monkeypatch), found, [], first)
+        said = conclusions.improved(Confirmed([first], Limits(), {}, monkeypatch), found, [], first)
         ends.append(said.partition(" (95% interval 1.96 to 2.04)")[2])
     assert ends == [
         "; its outputs are off by 1.23% of their size.",
@@ -271,7 +271,7 @@ def test_the_verdict_says_what_errors_are_relative_to(monkeypatch) -> None:
 
 def test_what_cannot_ship_is_never_what_would_do() -> None:
     held = trial(INDUCTOR, 3.0, size_mb=None, reason="It cannot ship: it has no form that stands alone.")
-    words = verdict.unmet([trial(EAGER, 9.0), held], Limits(latency_ms=4.0))
+    words = ranking.unmet([trial(EAGER, 9.0), held], Limits(latency_ms=4.0))
     assert words == (
         "Nothing meets latency 4 ms. The nearest is eager: its latency of 9 ms is above the limit of 4 ms. The latency limit "
         f"is what binds: without it, eager would do. {held.recipe} would keep them. It cannot ship: it has no form that stands "
@@ -282,7 +282,7 @@ def test_what_cannot_ship_is_never_what_would_do() -> None:
 @pytest.mark.parametrize("data", ["data=(x, y), test=(x + 1, y + 7)", "data=(x, held(x, y))"], ids=["given", "set aside"])
 def test_test_data_that_cannot_be_scored_ends_the_study_at_its_begin(tmp_path, data: str) -> None:
     body = """
-    from trimtab.splits import split
+    from trimtab.data.splits import split
 
     def judged(**given):
         evaluation = trimtab.Evaluation(score=picky, **given)
@@ -328,8 +328,8 @@ def test_slow_calls_are_not_timed_over_and_over(monkeypatch, tmp_path) -> None:
 
 def run_slow(folder: pathlib.Path) -> list[Trial]:
     """A recipe whose calls are longer than the time for them, evaluated in this process."""
-    from trimtab.reference import refer
-    from trimtab.subject import prepare
+    from trimtab.evaluation.prepared_workload import prepare
+    from trimtab.evaluation.reference import refer
 
     class Slow(nn.Module):
         def forward(self, x):

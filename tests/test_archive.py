@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab._archive import load_program, load_torchscript, save_program
-from trimtab._expressions import clean_expression
 from trimtab.errors import IntegrityError
+from trimtab.safe_load.archives import load_program, load_torchscript, save_program
+from trimtab.safe_load.symbolic_expressions import clean_expression
 
 
 class Net(nn.Module):

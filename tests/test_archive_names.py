@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from test_archive import rewrite
-from trimtab._archive import load_program, load_torchscript, save_program
 from trimtab.backends.eager import Eager
-from trimtab.candidate import Candidate
+from trimtab.core.candidate import Candidate
 from trimtab.errors import CompileError, IntegrityError
+from trimtab.safe_load.archives import load_program, load_torchscript, save_program
 
 # weights of programs
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from test_archive import rewrite
-from trimtab._archive import load_torchscript
 from trimtab.errors import IntegrityError
+from trimtab.safe_load.archives import load_torchscript
 
 
 @torch.jit.interface

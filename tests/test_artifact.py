@@ -23,21 +23,23 @@ from torch import nn
 
 import trimtab
 from _studies import comparison
-from trimtab import _machine, _manifest
-from trimtab._artifact_text import readme, run_script
-from trimtab._json import dumps, to_json
-from trimtab._ties import NEAR_TIES
-from trimtab.artifact import Artifact, Golden, Verification, load, open_artifact, verify, write_artifact
+from trimtab._internal.serialization import dumps, to_json
+from trimtab.artifact import manifest as _manifest
+from trimtab.artifact.artifact import Artifact, Golden, Verification, load, open_artifact, verify, write_artifact
+from trimtab.artifact.templates import readme, run_script
 from trimtab.backends.eager import Eager
-from trimtab.candidate import Candidate
 from trimtab.cli.measure import _lines
-from trimtab.contracts import BACKENDS, missing_package, technique_from_json
-from trimtab.environment import Environment
+from trimtab.core.backend import BACKENDS
+from trimtab.core.candidate import Candidate
+from trimtab.core.measurement import Interval
+from trimtab.core.recipe import Recipe
+from trimtab.core.signature import Dim
+from trimtab.core.technique import missing_package, technique_from_json
+from trimtab.core.workload import Limits
 from trimtab.errors import ArtifactError, CompileError, IntegrityError, TrimtabError, UntrustedError
-from trimtab.measurement import Interval
-from trimtab.recipe import Recipe
-from trimtab.signature import Dim
-from trimtab.workload import Limits
+from trimtab.hardware import system
+from trimtab.hardware.environment import Environment
+from trimtab.tensors.comparison import NEAR_TIES
 
 INTERVAL = Interval(2.0, 1.9, 2.1)
 
@@ -555,7 +557,7 @@ def test_scrambled_manifests_with_right_hashes_never_crash_the_loader(folder: pa
     assert refused > 50
 
 
-@pytest.mark.skipif(not _machine.has_glibc(), reason="needs the GNU C library")
+@pytest.mark.skipif(not system.has_glibc(), reason="needs the GNU C library")
 def test_run_py_keeps_freed_memory_where_the_recipe_does(pristine: Artifact, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(pristine.path, folder)

@@ -22,27 +22,29 @@ from typer.testing import CliRunner
 
 import trimtab
 from test_artifact import reseal, set_path, write
-from trimtab import _artifact_text
-from trimtab._json import write_text
-from trimtab._manifest import findings
-from trimtab._placing import fresh_folder
-from trimtab.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
-from trimtab.backends._openvino import no_telemetry
-from trimtab.backends._program import quiet
+from trimtab._internal.serialization import write_text
+from trimtab.api.optimize import LEFT
+from trimtab.artifact import templates
+from trimtab.artifact.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
+from trimtab.artifact.manifest import findings
+from trimtab.artifact.staging import fresh_folder
 from trimtab.backends.aoti import Aoti
+from trimtab.backends.common.exported_program import quiet
+from trimtab.backends.common.openvino_conversion import no_telemetry
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate, Settings
 from trimtab.cli.main import app
-from trimtab.contracts import PASSES, Backend
-from trimtab.environment import Environment
+from trimtab.core.backend import Backend
+from trimtab.core.candidate import Candidate
+from trimtab.core.recipe import Recipe
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Dim
+from trimtab.core.technique import PASSES
 from trimtab.errors import ArtifactError, CompileError, IntegrityError, StorageError, UsageError, WorkloadError
-from trimtab.optimizing import LEFT
+from trimtab.hardware.environment import Environment
 from trimtab.passes.channels_last import ChannelsLast
-from trimtab.recipe import Recipe
-from trimtab.signature import Dim
 
 
 def shipped(folder: pathlib.Path, subject: Candidate, backend: Backend, *passes: Any) -> Artifact:
@@ -97,7 +99,7 @@ def test_machine_code_gets_the_threads_that_it_was_built_for(tmp_path: pathlib.P
 
 def test_the_allocator_is_left_alone_where_it_is_another() -> None:
     for line in ("sys.platform = 'darwin'", "ctypes.CDLL = lambda name: object()"):
-        program = f"import ctypes, sys\n{line}\n{_artifact_text._MEMORY}print('fine')"
+        program = f"import ctypes, sys\n{line}\n{templates._MEMORY}print('fine')"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert done.stdout == "fine\n"
 
@@ -465,7 +467,7 @@ def test_a_model_that_was_loaded_before_a_fork_is_refused_after_it(
     DataLoader, says nothing of a runtime that has threads of its own."""
     folder, threads = write(tmp_path / "artifact", backend, baseline=False).path, torch.get_num_threads()
     x = torch.randn(1, 1, 8, 8)
-    monkeypatch.setattr("trimtab.contracts.affinity", lambda: 2)
+    monkeypatch.setattr("trimtab.core.technique.affinity", lambda: 2)
     try:
         torch.set_num_threads(torchs)
         many = load(folder)

@@ -10,9 +10,9 @@ import tempfile
 import pytest
 
 from test_artifact import write
-from trimtab._placing import fresh_folder, refuse_others
+from trimtab.api.optimize import alone, forgetting
+from trimtab.artifact.staging import fresh_folder, refuse_others
 from trimtab.errors import ArtifactError
-from trimtab.optimizing import alone, forgetting
 
 STUDY = {"study.db": "trials", "workload.json": "whose", "artifact/manifest.json": "hours of work", "trials/a/log.txt": "a log"}
 

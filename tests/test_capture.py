@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.capture import Call, record
+from trimtab.api.optimize import optimize
+from trimtab.core.capture import Call, record
+from trimtab.core.workload import Workload, as_call
 from trimtab.errors import InputError, UsageError, WorkloadError
-from trimtab.optimizing import optimize
-from trimtab.subject import prepare
-from trimtab.workload import Workload, as_call
+from trimtab.evaluation.prepared_workload import prepare
 
 
 @dataclasses.dataclass

@@ -18,12 +18,13 @@ from torch import nn
 
 import trimtab
 from _faulty import write
-from trimtab import _machine
-from trimtab._json import write_text
-from trimtab.candidate import Candidate
+from trimtab._internal.serialization import write_text
 from trimtab.cli import environment
 from trimtab.cli.main import main
-from trimtab.contracts import BACKENDS, PASSES
+from trimtab.core.backend import BACKENDS
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import PASSES
+from trimtab.hardware import system
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def bare(monkeypatch) -> None:
     """A machine without a compiler, a GPU and the GNU C library."""
     monkeypatch.setenv("CXX", "/nowhere")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(_machine, "has_glibc", lambda: False)
+    monkeypatch.setattr(system, "has_glibc", lambda: False)
 
 
 def listed(command, kind: str) -> dict[str, dict[str, Any]]:

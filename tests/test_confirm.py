@@ -16,25 +16,27 @@ import torch
 
 import trimtab
 from _faulty import write
-from trimtab import confirm as module
-from trimtab._json import to_json
-from trimtab.artifact import Golden, write_artifact
-from trimtab.confirm import Confirmation, confirm
-from trimtab.contracts import BACKENDS, PASSES
-from trimtab.environment import Environment
-from trimtab.evaluate import Plan, save, start
+from trimtab._internal.serialization import to_json
+from trimtab.artifact.artifact import Golden, write_artifact
+from trimtab.core.backend import BACKENDS
+from trimtab.core.measurement import LEAST_GAIN, Comparison, Interval, Measurement
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES
+from trimtab.core.trial import State, Trial
+from trimtab.evaluation import confirm as module
+from trimtab.evaluation.confirm import Confirmation, confirm
+from trimtab.evaluation.evaluate import Plan, save, start
+from trimtab.evaluation.prepared_workload import prepare
+from trimtab.execution.baseline_servers import BaselineServers
+from trimtab.execution.fork_pool import Workers
+from trimtab.execution.process import Outcome
+from trimtab.hardware.environment import Environment
 from trimtab.measure.pooled import MOST_STARTS, STARTS, pooled
 from trimtab.measure.timer import LocalRunner
-from trimtab.measurement import LEAST_GAIN, Comparison, Interval, Measurement
-from trimtab.recipe import Recipe
-from trimtab.study import confirming, starts
+from trimtab.study import confirmation
+from trimtab.study import confirmation_starts as starts
 from trimtab.study.options import Options
-from trimtab.study.process import Outcome
-from trimtab.study.rivals import Rivals
 from trimtab.study.study import Study
-from trimtab.study.workers import Workers
-from trimtab.subject import prepare
-from trimtab.trial import State, Trial
 
 NOTHING = starts.Earlier({"as_written": []})
 
@@ -139,8 +141,8 @@ def test_what_it_costs_to_start_is_measured_again_in_the_way_of_the_search(tmp_p
         # the same program once more: it needs as much
         other = dataclasses.replace(eager, recipe=Recipe(backend=BACKENDS["eager"]()), cold_s=1e6, peak_mb=1e6)
         shutil.copytree(study.files(eager), study.files(other))
-        with Rivals(study.job(), study.folder / "rivals") as rivals:
-            found = confirming.confirm(study, other, eager, rivals, must_win=True).confirmation
+        with BaselineServers(study.job(), study.folder / "rivals") as rivals:
+            found = confirmation.confirm(study, other, eager, rivals, must_win=True).confirmation
     assert found.cold_s is not None
     assert found.cold_s < 1e6
     assert found.peak_mb is not None
@@ -188,13 +190,13 @@ def test_what_the_test_data_refuse_is_not_timed(searched) -> None:
     study, eager = searched
     lossy = dataclasses.replace(eager, recipe=Recipe(passes=[PASSES["autocast"]()], backend=BACKENDS["eager"]()))
     assert starts.expected(study, lossy, 6.0) > 1
-    with Rivals(study.job(), study.folder / "rivals") as rivals:
-        found = confirming.confirm(study, lossy, eager, rivals, must_win=True).confirmation
+    with BaselineServers(study.job(), study.folder / "rivals") as rivals:
+        found = confirmation.confirm(study, lossy, eager, rivals, must_win=True).confirmation
     assert not found.ok
     assert str(found.reason).startswith("On the test data it is undecidable ")
     assert found.parity is not None
     assert (found.latency_ms, found.speedup, found.undecided) == (None, None, False)
-    assert not (study.folder / confirming.CONFIRM_FOLDER).exists(), "one process judged it, and no other was started"
+    assert not (study.folder / confirmation.CONFIRM_FOLDER).exists(), "one process judged it, and no other was started"
     assert (study.folder / str(found.log)).is_file()
     assert study.storage.noted("tried") == [str(lossy.recipe)]
 
@@ -211,7 +213,7 @@ def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str,
         "seconds": 60,
         "plan": to_json(Plan()),
     }
-    with Rivals(study.job(), study.folder / "rivals") as rivals:
+    with BaselineServers(study.job(), study.folder / "rivals") as rivals:
         found = starts.beside(study, rivals, {"as_written": study.original}, job, study.folder / "start", anew=True)
         assert found.result is None
         assert found.error == error
@@ -255,7 +257,7 @@ def test_a_confirmation_that_crashed_names_its_log_and_keeps_its_traceback(tmp_p
     study, trial, rivals = to_confirm(
         tmp_path, recipe, {}, worker=lambda *job, **how: contextlib.nullcontext(), wait_for=lambda worker, **how: crashed
     )
-    found = confirming.confirm(study, trial, trial, rivals, must_win=True).confirmation
+    found = confirmation.confirm(study, trial, trial, rivals, must_win=True).confirmation
     assert (found.ok, found.reason) == (False, "The confirmation failed: It raised KeyError: 3.")
     assert (found.traceback, found.log) == ("Traceback ...", f"confirm/{recipe.hash}/log.txt")
 
@@ -287,17 +289,17 @@ def test_what_proved_nothing_is_confirmed_once_more(tmp_path, intervals, shown, 
         return Outcome(reason=None, seconds=1.0, result=to_json(found))
 
     study, trial, rivals = to_confirm(tmp_path, recipe, noted, worker=worker, wait_for=outcome)
-    best = confirming.confirm(study, trial, trial, rivals, must_win=True)
+    best = confirmation.confirm(study, trial, trial, rivals, must_win=True)
     assert str(best.confirmation.speedup) == shown
     assert len(asked) == jobs
     assert best.confirmation.log == f"confirm/{recipe.hash}/log.txt"
     assert noted.pop("tried") == [str(recipe)]  # it saw the test data, however often and whatever came of it
     assert len(noted) == (not best.confirmation.undecided)
     if noted and not best.confirmation.ok:  # what was refused for want of a gain may ship where none is asked for
-        assert confirming.confirm(study, trial, trial, rivals, must_win=False).confirmation is not None
+        assert confirmation.confirm(study, trial, trial, rivals, must_win=False).confirmation is not None
         assert len(asked) == (jobs := jobs + 1)
     if noted:  # another day keeps the figures, and says of which day they are
-        assert confirming.confirm(study, trial, trial, rivals, must_win=True).confirmation == best.confirmation
+        assert confirmation.confirm(study, trial, trial, rivals, must_win=True).confirmation == best.confirmation
         assert best.confirmation.measured_at is not None
         assert len(asked) == jobs
 
@@ -316,6 +318,6 @@ def test_an_artifact_that_is_not_as_it_was_written_is_made_again(tmp_path: pathl
         environment=Environment.capture(),
     )
     study, trial = types.SimpleNamespace(folder=tmp_path), Trial(recipe=recipe, state=State.COMPLETE)
-    assert confirming.shipped(study, trial) == artifact
+    assert confirmation.shipped(study, trial) == artifact
     (artifact.path / "README.md").write_text("our note")
-    assert confirming.shipped(study, trial) is None
+    assert confirmation.shipped(study, trial) is None

@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS, CHECKS, PASSES, Backend, Check, Pass, Technique, require
-from trimtab.environment import Environment
-from trimtab.evaluate import ended
+from trimtab.core import search_space
+from trimtab.core.backend import BACKENDS, Backend
+from trimtab.core.candidate import Candidate
+from trimtab.core.check import CHECKS, Check
+from trimtab.core.technique import PASSES, Pass, Technique, require
+from trimtab.core.trial import State
+from trimtab.evaluation.evaluate import ended
+from trimtab.evaluation.prepared_workload import Subject
+from trimtab.hardware.environment import Environment
 from trimtab.passes.threads import Threads
-from trimtab.study import space
-from trimtab.study.sampler import as_written
-from trimtab.subject import Subject
+from trimtab.study.samplers.ladder import as_written
 from trimtab.testing import BackendSuite, CheckSuite, PassSuite
-from trimtab.trial import State
 
 
 def variants(registry: Any) -> list[Technique]:
@@ -27,7 +29,7 @@ def variants(registry: Any) -> list[Technique]:
         found.append(default)
         if getattr(default, "cost", "seconds") == "seconds":
             spoken = {f for f, values in registry[name].choices().items() if all(isinstance(value, str) for value in values)}
-            found += space.variants(default, without=set(registry[name].choices()) - spoken)
+            found += search_space.variants(default, without=set(registry[name].choices()) - spoken)
     return found
 
 

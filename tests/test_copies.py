@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from _backends import needs_compiler, reloaded
-from trimtab._copies import copied
 from trimtab.backends.aoti import Aoti
 from trimtab.backends.eager import Eager
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
-from trimtab.contracts import Backend
+from trimtab.core.backend import Backend
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
 from trimtab.passes.channels_last import ChannelsLast
-from trimtab.signature import Dim
+from trimtab.tensors.deepcopy import copied
 
 
 class Watched(nn.Module):

@@ -15,18 +15,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from _labelled import X, Y, all_batches, classifier, top1
-from trimtab._fitted import Fitted
-from trimtab._tree import flatten
+from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
-from trimtab.candidate import Candidate
-from trimtab.capture import Call, difference
+from trimtab.core.candidate import Candidate
+from trimtab.core.capture import Call, difference
+from trimtab.core.signature import Dim
+from trimtab.core.workload import Evaluation, Workload
+from trimtab.data.splits import Batch, Splits, split
 from trimtab.errors import InputError, UsageError, WorkloadError
-from trimtab.reference import predict, refer
-from trimtab.signature import Dim
-from trimtab.splits import Batch, Splits, split
-from trimtab.subject import fresh, prepare
-from trimtab.workload import Evaluation, Workload
+from trimtab.evaluation.prepared_workload import fresh, prepare
+from trimtab.evaluation.reference import predict, refer
+from trimtab.tensors.structure import flatten
 
 Pair = collections.namedtuple("Pair", ["label", "text"])  # noqa: PYI024
 
@@ -151,7 +151,7 @@ def test_batches_keep_within_what_the_workload_states(form: str) -> None:
     assert max(batch.rows for batch in found) == 16
     assert sum(batch.rows for batch in found) == 240
     executable = OnnxRuntime().compile(subject.candidate)
-    outputs = predict(Fitted(executable, subject.candidate.signature), subject.splits.test, stated.evaluation)
+    outputs = predict(PaddedExecutable(executable, subject.candidate.signature), subject.splits.test, stated.evaluation)
     assert [len(output) for output in outputs] == [batch.rows for batch in subject.splits.test]
 
 
@@ -161,7 +161,7 @@ def test_an_executable_is_fitted_to_any_batch(backend: Any, least: int, most: in
     model = Sum().eval()
     dims = {name: {0: Dim("batch", least, most)} for name in ("input_ids", "attention_mask")}
     candidate = Candidate.of(model, (torch.randn(4, 4), torch.randn(4, 4)), dynamic=dims)
-    fitted = Fitted(backend.compile(candidate), candidate.signature)
+    fitted = PaddedExecutable(backend.compile(candidate), candidate.signature)
     for rows in (1, 2, 5, 6, 7, 13):
         a, b = torch.randn(rows, 4), torch.randn(rows, 4)
         assert torch.allclose(fitted(a, attention_mask=b), model(a, b), atol=1e-5), rows

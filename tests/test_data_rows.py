@@ -16,17 +16,17 @@ from torch.utils.data import TensorDataset
 
 import trimtab
 from _labelled import X, Y, accuracy, all_batches, classifier
-from trimtab._golden import Golden
-from trimtab._independence import Judge
-from trimtab.candidate import Candidate
+from trimtab.artifact.test_vectors import Golden
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import parameter_names
+from trimtab.core.workload import Evaluation, Workload
+from trimtab.data.batch_independence import Judge
+from trimtab.data.splits import Batch
 from trimtab.errors import UsageError
-from trimtab.evaluate import rows
+from trimtab.evaluation.evaluate import rows
+from trimtab.evaluation.prepared_workload import prepare
+from trimtab.evaluation.reference import refer
 from trimtab.passes.batch import Batch as BatchPass
-from trimtab.reference import refer
-from trimtab.signature import parameter_names
-from trimtab.splits import Batch
-from trimtab.subject import prepare
-from trimtab.workload import Evaluation, Workload
 
 
 class Tagger(nn.Module):

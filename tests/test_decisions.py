@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.backends._decisions import decision
+from trimtab.backends.common.decisions import decision
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS
+from trimtab.core.backend import BACKENDS
+from trimtab.core.candidate import Candidate
 from trimtab.errors import CompileError
 from trimtab.testing.models import CASES, clipping
 

@@ -37,7 +37,8 @@ from _pytest.mark import ParameterSet
 import trimtab
 from trimtab import errors
 from trimtab.cli.main import app
-from trimtab.contracts import BACKENDS, PASSES
+from trimtab.core.backend import BACKENDS
+from trimtab.core.technique import PASSES
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS, SOURCE = ROOT / "docs", ROOT / "src" / "trimtab"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from _faulty import write
-from trimtab._json import dumps
+from trimtab._internal.serialization import dumps
+from trimtab.api import compare
 from trimtab.measure.energy import Counter, Energy, Meter, Power, energy_meter
-from trimtab.study import compare
 
 RANGE = 262_143_328_850
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from trimtab import _peaks
-from trimtab._json import dumps, to_json
+from trimtab._internal.serialization import dumps, to_json
 from trimtab.cli.environment import _packages_table
-from trimtab.environment import (
+from trimtab.errors import UsageError
+from trimtab.hardware import peaks as _peaks
+from trimtab.hardware.environment import (
     OPTIONAL,
     Environment,
     Gpu,
@@ -25,7 +26,6 @@ from trimtab.environment import (
     instruction_sets,
     measured_peaks,
 )
-from trimtab.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_a_corrupt_cache_is_said(
 ) -> None:
     file = tmp_path / "peaks.json"
     file.write_text(text)
-    monkeypatch.setattr("trimtab.environment.measure", lambda *_: quiet(peaks))
+    monkeypatch.setattr("trimtab.hardware.environment.measure", lambda *_: quiet(peaks))
     again = measured_peaks(here, cache=file)
     assert "could not be read" in again.notes[0]
     assert measured_peaks(here, cache=file) == quiet(peaks)
@@ -191,14 +191,14 @@ def test_peaks_of_another_machine_are_not_used(
 ) -> None:
     file = tmp_path / "peaks.json"
     file.write_text(dumps(quiet(peaks, fingerprint="0" * 12)))
-    monkeypatch.setattr("trimtab.environment.measure", lambda *_: quiet(peaks))
+    monkeypatch.setattr("trimtab.hardware.environment.measure", lambda *_: quiet(peaks))
     assert "of another machine" in measured_peaks(here, cache=file).notes[0]
 
 
 def test_a_cache_that_cannot_be_written_is_said(
     here: Environment, peaks: Peaks, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimtab.environment.measure", lambda *_: quiet(peaks))
+    monkeypatch.setattr("trimtab.hardware.environment.measure", lambda *_: quiet(peaks))
     (tmp_path / "file").write_text("in the way")
     for folder in ("file", "x" * 300):
         assert "could not be kept" in measured_peaks(here, cache=tmp_path / folder / "peaks.json").notes[-1]
@@ -212,7 +212,7 @@ def test_peaks_of_a_busy_machine_are_measured_again_and_only_rise(
         return dataclasses.replace(peaks, rates=(rate,), foreign=foreign, notes=())
 
     runs = iter([rated(5.0, 0.6), rated(3.0, 0.4), rated(8.0, 0.0)])
-    monkeypatch.setattr("trimtab.environment.measure", lambda *_: next(runs))
+    monkeypatch.setattr("trimtab.hardware.environment.measure", lambda *_: next(runs))
     file = tmp_path / "peaks.json"
 
     def after(seconds: float) -> Peaks:

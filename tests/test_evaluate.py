@@ -13,24 +13,37 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab._fitted import Fitted
-from trimtab._json import dumps, from_json
+from trimtab._internal.serialization import dumps, from_json
+from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.backends.eager import Eager, EagerExecutable
 from trimtab.backends.onnxruntime import OnnxRuntime
-from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS, PASSES, Executable, Pass, technique_from_json
+from trimtab.core.backend import BACKENDS, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.recipe import Recipe
+from trimtab.core.signature import Dim, Signature
+from trimtab.core.technique import PASSES, Pass, technique_from_json
+from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Evaluation, Limits, Workload
 from trimtab.errors import CompileError
-from trimtab.evaluate import BUILT, MODEL, TORCH_THREADS, Plan, apply_passes, evaluate, load_saved, rows, save, start, whole
-from trimtab.intake.load import load_workload
+from trimtab.evaluation.evaluate import (
+    BUILT,
+    MODEL,
+    TORCH_THREADS,
+    Plan,
+    apply_passes,
+    evaluate,
+    load_saved,
+    rows,
+    save,
+    start,
+    whole,
+)
+from trimtab.evaluation.prepared_workload import Subject, prepare
+from trimtab.evaluation.reference import Reference, refer
+from trimtab.importers.load import load_workload
 from trimtab.measure.timer import LocalRunner
-from trimtab.recipe import Recipe
-from trimtab.reference import Reference, refer
-from trimtab.signature import Dim, Signature
-from trimtab.study.sampler import as_written
-from trimtab.study.verdict import feasible
-from trimtab.subject import Subject, prepare
-from trimtab.trial import State, Trial
-from trimtab.workload import Evaluation, Limits, Workload
+from trimtab.study.ranking import feasible
+from trimtab.study.samplers.ladder import as_written
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 EAGER = BACKENDS["eager"]()
@@ -310,7 +323,9 @@ def test_runtimes_get_no_more_threads_than_the_workload_gives_torch(one_thread: 
 
 def test_a_frozen_batch_is_cut_and_padded(subject: Subject) -> None:
     static = Candidate.of(subject.model, (torch.randn(4, 16),))
-    fitted = Fitted(technique_from_json(BACKENDS, {"name": "torchscript"}).compile(static), subject.candidate.signature)
+    fitted = PaddedExecutable(
+        technique_from_json(BACKENDS, {"name": "torchscript"}).compile(static), subject.candidate.signature
+    )
     for count in (1, 4, 10):
         x = torch.randn(count, 16)
         assert torch.allclose(fitted(x), subject.model(x), atol=1e-6)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from trimtab.intake.load import load_workload
-from trimtab.reference import score as judged
-from trimtab.subject import Subject, prepare
+from trimtab.evaluation.prepared_workload import Subject, prepare
+from trimtab.evaluation.reference import score as judged
+from trimtab.importers.load import load_workload
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab._json import from_json, to_json
-from trimtab._peaks import Peaks, Rate
-from trimtab.contracts import BACKENDS, PASSES, missing_package
-from trimtab.evaluate import apply_passes, save, start
-from trimtab.explain import TORCH, Explanation, explain
-from trimtab.recipe import Recipe
-from trimtab.subject import Subject, prepare
+from trimtab._internal.serialization import from_json, to_json
+from trimtab.core.backend import BACKENDS
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES, missing_package
+from trimtab.evaluation.evaluate import apply_passes, save, start
+from trimtab.evaluation.explain import TORCH, Explanation, explain
+from trimtab.evaluation.prepared_workload import Subject, prepare
+from trimtab.hardware.peaks import Peaks, Rate
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from trimtab.backends.inductor import Inductor
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
-from trimtab.contracts import Backend
+from trimtab.core.backend import Backend
+from trimtab.core.candidate import Candidate
 
 BACKENDS = [
     Eager(),

@@ -6,8 +6,8 @@ import pytest
 
 import trimtab
 from _faulty import run
+from trimtab.core.trial import State
 from trimtab.errors import WorkloadError
-from trimtab.trial import State
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trimtab._weights import weight_bytes
 from trimtab.measure.flops import count_flops
+from trimtab.tensors.weights import weight_bytes
 
 T, B, X, H = 7, 3, 20, 16
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from _workers import that_stay
-from trimtab.study.imported import IMPORTED
-from trimtab.study.process import WorkerProcess, environment
-from trimtab.study.sampler import as_written
-from trimtab.study.workers import LIFELINE, Workers
+from trimtab.execution.fork_pool import LIFELINE, Workers
+from trimtab.execution.preloaded_imports import IMPORTED
+from trimtab.execution.process import WorkerProcess, environment
+from trimtab.study.samplers.ladder import as_written
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Workers are forked on Linux only.")
 SPY = """
@@ -186,7 +186,7 @@ def test_a_study_that_is_killed_leaves_neither_server_nor_fork(tmp_path):
     script = tmp_path / "study.py"
     script.write_text(
         "import json, pathlib, sys, time\n"
-        "from trimtab.study.workers import Workers\nfrom trimtab.study.process import WorkerProcess\n"
+        "from trimtab.execution.fork_pool import Workers\nfrom trimtab.execution.process import WorkerProcess\n"
         "with Workers() as workers:\n"
         "    job = json.loads(sys.argv[1])\n"
         "    print(WorkerProcess(job, pathlib.Path(sys.argv[2]), workers).pid, flush=True)\n    time.sleep(600)\n"

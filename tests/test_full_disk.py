@@ -14,18 +14,18 @@ from collections.abc import Iterator
 import pytest
 
 from _faulty import write
-from trimtab._disk import out_of_space
+from trimtab._internal.files import out_of_space
 from trimtab.backends.torchscript import TorchScript
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import State
 from trimtab.errors import ArtifactError, CompileError, StorageError
-from trimtab.evaluate import ended
-from trimtab.recipe import Recipe
-from trimtab.study.finish import finish
+from trimtab.evaluation.evaluate import ended
+from trimtab.execution.fork_pool import Workers
+from trimtab.study.final_selection import finish
 from trimtab.study.options import Options
-from trimtab.study.sampler import Ask
+from trimtab.study.samplers.ladder import Ask
 from trimtab.study.study import Study
-from trimtab.study.workers import Workers
-from trimtab.train.events import JsonLines, Remarked
-from trimtab.trial import State
+from trimtab.train.telemetry.events import JsonLines, Remarked
 
 ROOT_ONLY = pytest.mark.skipif(
     os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small tmpfs needs root on Linux"

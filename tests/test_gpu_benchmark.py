@@ -12,7 +12,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from trimtab.measurement import Comparison, Interval, Measurement
+from trimtab.core.measurement import Comparison, Interval, Measurement
 
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
 

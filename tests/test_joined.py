@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from _labelled import X, Y, accuracy
-from trimtab._joined import example_counts, joined
-from trimtab._tree import Record, flatten, unflatten
+from trimtab.core.workload import Evaluation
+from trimtab.data.joining import example_counts, joined
+from trimtab.data.splits import Batch
 from trimtab.errors import WorkloadError
-from trimtab.reference import drop, least_drop, predict, refer, score
-from trimtab.splits import Batch
-from trimtab.workload import Evaluation
+from trimtab.evaluation.reference import drop, least_drop, predict, refer, score
+from trimtab.tensors.structure import Record, flatten, unflatten
 
 Named = collections.namedtuple("Named", ["logits", "hidden"])  # noqa: PYI024
 

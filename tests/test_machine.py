@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from trimtab import _machine
+from trimtab.hardware import system
 
 pytestmark = pytest.mark.alone
 
@@ -39,19 +39,19 @@ CPU part\t: 0xd40
 
 def test_an_intel_processor(tmp_path: pathlib.Path) -> None:
     root = plant(tmp_path, {"proc/cpuinfo": XEON})
-    assert _machine.cpu_name(root) == "Intel(R) Xeon(R) Platinum 8480+ (family 6, model 143)"
-    assert _machine.isa({}, root) == ("amx_bf16", "amx_int8", "avx2", "avx512_bf16", "avx512_vnni", "avx512f")
+    assert system.cpu_name(root) == "Intel(R) Xeon(R) Platinum 8480+ (family 6, model 143)"
+    assert system.isa({}, root) == ("amx_bf16", "amx_int8", "avx2", "avx512_bf16", "avx512_vnni", "avx512f")
 
 
 def test_an_arm_processor(tmp_path: pathlib.Path) -> None:
     root = plant(tmp_path, {"proc/cpuinfo": GRAVITON})
-    assert _machine.cpu_name(root) == "ARM Neoverse-V1 (implementer 0x41)"
-    assert _machine.isa({}, root) == ("bf16", "i8mm", "neon", "sve")
+    assert system.cpu_name(root) == "ARM Neoverse-V1 (implementer 0x41)"
+    assert system.isa({}, root) == ("bf16", "i8mm", "neon", "sve")
 
 
 def test_without_proc_torch_is_asked(tmp_path: pathlib.Path) -> None:
-    assert _machine.cpu_name(tmp_path)
-    found = _machine.isa({"avx512_f": True, "avx512_vnni": True, "amx_int8": False, "l2_cache_size": 1}, tmp_path)
+    assert system.cpu_name(tmp_path)
+    found = system.isa({"avx512_f": True, "avx512_vnni": True, "amx_int8": False, "l2_cache_size": 1}, tmp_path)
     assert set(found) >= {"avx512f", "avx512_vnni"}
     assert "amx_int8" not in found
 
@@ -86,7 +86,7 @@ def test_without_proc_torch_is_asked(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_cpu_quota(tmp_path: pathlib.Path, files: dict[str, str], quota: float | None) -> None:
-    assert _machine.cpu_quota(plant(tmp_path, files)) == quota
+    assert system.cpu_quota(plant(tmp_path, files)) == quota
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_cpu_quota(tmp_path: pathlib.Path, files: dict[str, str], quota: float |
     ],
 )
 def test_memory_limit(tmp_path: pathlib.Path, files: dict[str, str], limit: float | None) -> None:
-    assert _machine.memory_limit_mb(plant(tmp_path, files)) == limit
+    assert system.memory_limit_mb(plant(tmp_path, files)) == limit
 
 
 def test_caches_that_cores_share_count_once(tmp_path: pathlib.Path) -> None:
@@ -115,8 +115,8 @@ def test_caches_that_cores_share_count_once(tmp_path: pathlib.Path) -> None:
         folder = f"sys/devices/system/cpu/cpu{core}/cache"
         files |= {f"{folder}/index0/{k}": v for k, v in {"level": "1", "size": "32K", "shared_cpu_list": str(core)}.items()}
         files |= {f"{folder}/index3/{k}": v for k, v in {"level": "3", "size": "16M", "shared_cpu_list": shared}.items()}
-    assert _machine.last_level_cache(plant(tmp_path, files)) == 2 * 16 * 2**20
-    assert _machine.last_level_cache(tmp_path / "nowhere") is None
+    assert system.last_level_cache(plant(tmp_path, files)) == 2 * 16 * 2**20
+    assert system.last_level_cache(tmp_path / "nowhere") is None
 
 
 def test_the_named_compiler_wins(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,12 +124,12 @@ def test_the_named_compiler_wins(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
     tool.write_text(f"#!{sys.executable}\nprint('mycc 1.2')\nprint('copyright')\n")
     tool.chmod(0o755)
     monkeypatch.setenv("CXX", f"{tool} -O2")
-    assert _machine.compiler() == "mycc 1.2"
+    assert system.compiler() == "mycc 1.2"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "gone"))
-    assert _machine.compiler() is None
+    assert system.compiler() is None
 
 
 def test_this_machine() -> None:
-    assert _machine.affinity() >= 1
-    assert _machine.os_name()
+    assert system.affinity() >= 1
+    assert system.os_name()

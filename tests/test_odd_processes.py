@@ -20,18 +20,18 @@ import pytest
 
 from _faulty import write
 from _workers import that_stay, workers_that_stay
-from trimtab._disk import refused
+from trimtab._internal.files import refused
+from trimtab.api.optimize import alone
 from trimtab.backends.torchscript import TorchScript
 from trimtab.cli._boundary import Ending
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import State
 from trimtab.errors import StorageError, UsageError, WorkloadError
-from trimtab.evaluate import ended
-from trimtab.optimizing import alone
-from trimtab.recipe import Recipe
+from trimtab.evaluation.evaluate import ended
+from trimtab.execution.fork_pool import Forked, Workers
+from trimtab.execution.process import WorkerProcess
 from trimtab.study.options import Options
-from trimtab.study.process import WorkerProcess
 from trimtab.study.study import Study
-from trimtab.study.workers import Forked, Workers
-from trimtab.trial import State
 
 MADE = "def made(): return workload()"
 
@@ -205,7 +205,7 @@ def test_a_signal_to_end_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
 
 INTERRUPTED = """
 import os, shutil
-from trimtab.study.temporary import no_longer, temporary_folder
+from trimtab.execution.temporary_folders import no_longer, temporary_folder
 
 kept, folder = temporary_folder(), temporary_folder()
 assert os.stat(folder).st_mode & 0o777 == 0o700
@@ -232,7 +232,7 @@ def test_temporary_folders_are_gone_in_the_end_whatever_interrupts_their_removal
 
 HOLDING = """
 import time
-from trimtab.study.temporary import temporary_folder
+from trimtab.execution.temporary_folders import temporary_folder
 
 print(temporary_folder(), flush=True)
 time.sleep(600)
@@ -252,7 +252,7 @@ def test_the_temporary_folder_of_a_process_that_was_killed_is_removed_by_the_nex
             process.wait()
         for folder in (killed, alive, foreign):
             os.utime(folder, (0, 0))
-        line = "from trimtab.study.temporary import temporary_folder; temporary_folder()"
+        line = "from trimtab.execution.temporary_folders import temporary_folder; temporary_folder()"
         subprocess.run([sys.executable, "-c", line], env=environment, check=True)
         assert sorted(tmp_path.iterdir()) == sorted([new, alive, foreign])  # of a new one nobody knows yet
     finally:

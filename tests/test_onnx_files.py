@@ -15,13 +15,13 @@ from onnx.backend.test.case.node import collect_testcases
 from torch import nn
 
 import trimtab
-from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS
+from trimtab.core.backend import BACKENDS
+from trimtab.core.candidate import Candidate
 from trimtab.errors import IntegrityError, UsageError
-from trimtab.intake._onnx_graph import import_graph
-from trimtab.intake._onnx_ops import OPS
-from trimtab.intake.load import load_workload
-from trimtab.subject import prepare
+from trimtab.evaluation.prepared_workload import prepare
+from trimtab.importers.load import load_workload
+from trimtab.importers.onnx.graph import import_graph
+from trimtab.importers.onnx.operators import OPS
 from trimtab.testing.models import CASES
 
 EMPTY = ("uint16", "uint32", "uint64", "empty_set", "same_values")
@@ -203,7 +203,7 @@ def test_sizes_that_the_runtime_does_not_take_are_asked_for(tmp_path: pathlib.Pa
 
 
 def test_the_proof_looks_beside_infinities(tmp_path: pathlib.Path) -> None:
-    from trimtab.intake import onnx as intake
+    from trimtab.importers.onnx import load as intake
 
     path = tmp_path / "g.onnx"
     shift = numpy_helper.from_array(np.array([-np.inf, 1.0, 0, 0], np.float32), "c")
@@ -299,7 +299,7 @@ def test_names_of_inputs_that_clash_or_are_taken(tmp_path: pathlib.Path) -> None
 
 
 def test_the_proof_lets_near_ties_pass(tmp_path: pathlib.Path) -> None:
-    from trimtab.intake import onnx as intake
+    from trimtab.importers.onnx import load as intake
 
     class Classes(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

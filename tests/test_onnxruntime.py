@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.backends import _causes, _onnx, _onnx_int8, _scratch
-from trimtab.backends._foreign import calibration_rows, no_numpy_form, plain_names, quiet, wrong_graph
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import BACKENDS
+from trimtab.backends.common import causes, onnx_export, onnx_int8
+from trimtab.backends.common import scratch as _scratch
+from trimtab.backends.common.foreign import calibration_rows, no_numpy_form, plain_names, quiet, wrong_graph
+from trimtab.core.backend import BACKENDS
+from trimtab.core.candidate import Candidate
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Dim
 from trimtab.errors import CompileError, IntegrityError, UsageError
-from trimtab.signature import Dim
 from trimtab.testing.models import CASES
 
 onnx = pytest.importorskip("onnx")
@@ -160,8 +162,8 @@ def test_default_operators_ruin_attention_and_auto_does_not():
 @pytest.mark.parametrize(("case", "answer"), [("encoder", True), ("convnet", False), ("recurrent", False)])
 def test_transformers_are_told_by_their_graph(case, answer, tmp_path):
     OnnxRuntime().compile(CASES[case]()).save(tmp_path)
-    assert _onnx_int8.is_transformer(tmp_path / "model.onnx") is answer
-    nodes = _onnx_int8.linear_nodes(tmp_path / "model.onnx")
+    assert onnx_int8.is_transformer(tmp_path / "model.onnx") is answer
+    nodes = onnx_int8.linear_nodes(tmp_path / "model.onnx")
     assert len(nodes) == {"encoder": 5, "convnet": 1, "recurrent": 1}[case]
 
 
@@ -194,7 +196,7 @@ def test_an_output_before_a_relu_keeps_its_negative_values():
 
 @pytest.mark.parametrize("precision", ["f32", "int8_dynamic", "int8_static"])
 def test_weights_beside_the_file(precision, monkeypatch, tmp_path):
-    monkeypatch.setattr(_onnx, "ONE_FILE_BYTES", 0)
+    monkeypatch.setattr(onnx_export, "ONE_FILE_BYTES", 0)
     candidate = CASES["convnet"]()
     backend = OnnxRuntime(precision=precision)
     executable = backend.compile(candidate)
@@ -270,7 +272,7 @@ def test_weights_whose_place_reads_in_two_ways_are_refused(built, tmp_path, plac
 
 
 def test_linked_weights_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(_onnx, "ONE_FILE_BYTES", 0)
+    monkeypatch.setattr(onnx_export, "ONE_FILE_BYTES", 0)
     executable = OnnxRuntime().compile(CASES["convnet"]())
     executable.save(tmp_path / "artifact")
     os.rename(tmp_path / "artifact" / "model.onnx.data", tmp_path / "elsewhere")
@@ -393,7 +395,7 @@ def test_why_a_model_was_traced_is_told(monkeypatch):
     def refuses(*_):
         raise ValueError("it has no form for this")
 
-    monkeypatch.setitem(_onnx._EXPORTERS, "dynamo exporter", refuses)
+    monkeypatch.setitem(onnx_export._EXPORTERS, "dynamo exporter", refuses)
     executable = OnnxRuntime().compile(small())
     assert "Exported by tracing, because the newer exporter cannot: ValueError: it has no form for this." in executable.notes
     executable.close()
@@ -402,8 +404,8 @@ def test_why_a_model_was_traced_is_told(monkeypatch):
 def test_what_is_wrapped_around_an_error_is_taken_off():
     wrapped = RuntimeError("Couldn't get TorchScript module by tracing.\nException:\nx\nPlease check correctness")
     wrapped.__cause__ = ValueError("\x1b[96mno tracing\x1b[0m, please\nand more")
-    assert _causes.first_line(wrapped) == "ValueError: no tracing, please"
-    assert _causes.first_line(RuntimeError("plain")) == "RuntimeError: plain"
+    assert causes.first_line(wrapped) == "ValueError: no tracing, please"
+    assert causes.first_line(RuntimeError("plain")) == "RuntimeError: plain"
 
 
 class Sorted(nn.Module):

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.backends import _openvino
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import BACKENDS
+from trimtab.backends.common import openvino_conversion
+from trimtab.core.backend import BACKENDS
+from trimtab.core.candidate import Candidate
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Dim
 from trimtab.errors import CompileError, InputError, IntegrityError, UsageError
-from trimtab.signature import Dim
 from trimtab.testing.models import CASES
 
 pytest.importorskip("openvino")
@@ -192,7 +193,7 @@ def test_int8_reaches_the_products(precision):
 @pytest.mark.parametrize(("case", "answer"), [("encoder", True), ("convnet", False), ("recurrent", False)])
 def test_transformers_are_told_by_their_graph(case, answer, tmp_path):
     OpenVino().compile(CASES[case]()).save(tmp_path)
-    assert _openvino.is_transformer(_openvino.core().read_model(tmp_path / "model.xml")) is answer
+    assert openvino_conversion.is_transformer(openvino_conversion.core().read_model(tmp_path / "model.xml")) is answer
 
 
 def test_a_traced_size_is_noticed_and_exported_or_frozen_instead(tmp_path):
@@ -310,7 +311,7 @@ def test_no_telemetry_starts(tmp_path):
         def refuse(*args): raise SystemExit("a socket was opened")
         socket.socket.connect = refuse
         socket.getaddrinfo = refuse
-        from trimtab.contracts import BACKENDS
+        from trimtab.core.technique import BACKENDS
         from trimtab.testing.models import CASES
         for precision in ("f32", "int8_static", "int8_weights"):
             BACKENDS["openvino"](precision=precision).compile(CASES["convnet"]()).close()
@@ -333,7 +334,7 @@ def test_no_telemetry_where_openvino_was_imported_before(tmp_path):
         Telemetry.send_event = Telemetry.start_session = Telemetry.init = refuse
         from openvino.tools.ovc import telemetry_utils
         before = telemetry_utils.tm
-        from trimtab.contracts import BACKENDS
+        from trimtab.core.technique import BACKENDS
         from trimtab.testing.models import CASES
         BACKENDS["openvino"]().compile(CASES["convnet"]()).close()
         assert telemetry_utils.tm is before
@@ -351,9 +352,9 @@ def test_ctrl_c_is_heard_after_openvino_was_used(guarded):
     """Two CPU plug-ins that end in the order in which they began free the memory that signal handlers run on."""
     program = textwrap.dedent("""
         import contextlib, os, signal, sys
-        from trimtab.backends._openvino import core
-        from trimtab.backends._signal_stack import signal_stack_kept
-        from trimtab.contracts import BACKENDS
+        from trimtab.backends.common.openvino_conversion import core
+        from trimtab.backends.common.signal_stack import signal_stack_kept
+        from trimtab.core.technique import BACKENDS
         from trimtab.testing.models import CASES
         first, second = (BACKENDS["openvino"](precision=p).compile(CASES["convnet"]()) for p in ("f32", "int8_weights"))
         first.close()
@@ -393,7 +394,7 @@ def test_fields_are_checked():
 def test_a_conversion_is_used_again(tmp_path, monkeypatch):
     candidate = Candidate.of(Mixed().eval(), mixed(16).args, scratch=tmp_path)
     OpenVino().compile(candidate).close()
-    monkeypatch.setattr(_openvino, "convert", None)
+    monkeypatch.setattr(openvino_conversion, "convert", None)
     executable = OpenVino(precision="int8_weights").compile(candidate)
     agree(candidate, executable, candidate.leaves, tolerance=0.1)
 

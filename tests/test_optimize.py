@@ -20,18 +20,18 @@ import torch
 
 import trimtab
 from _studies import data
-from trimtab._json import from_json
-from trimtab.environment import Environment
+from trimtab._internal.serialization import from_json
+from trimtab.api.optimize import command_line, run_folder
+from trimtab.core.measurement import Interval
+from trimtab.core.trial import State
 from trimtab.errors import IntegrityError, StorageError, UsageError
-from trimtab.measurement import Interval
-from trimtab.optimizing import command_line, run_folder
-from trimtab.study import verdict
+from trimtab.execution.fork_pool import Workers
+from trimtab.execution.process import WorkerProcess
+from trimtab.hardware.environment import Environment
+from trimtab.study import ranking
 from trimtab.study.options import Options
-from trimtab.study.process import WorkerProcess
 from trimtab.study.record import Record
 from trimtab.study.study import Study
-from trimtab.study.workers import Workers
-from trimtab.trial import State
 
 WORKLOAD = """
 import torch, trimtab
@@ -342,7 +342,7 @@ def test_time_is_kept_for_a_confirmation_only_once_there_is_something_to_confirm
         # over at once, if the time for a confirmation counted from the start
         study.search(deadline=now + 3600, reserve=lambda: 7200)
         *before, last = study.trials
-        eager = verdict.best_eager(study.trials)
+        eager = ranking.best_eager(study.trials)
         assert study.leader is last is not eager
         assert {trial.recipe.backend.name for trial in before if trial.state is State.COMPLETE} >= {"eager"}
         study.search(deadline=now + 3600, reserve=lambda: 7200)

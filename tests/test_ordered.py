@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from _backends import reloaded
-from trimtab._ordered import ordered, redrawn, slower, stretched
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
-from trimtab.contracts import Backend
-from trimtab.signature import Dim
-from trimtab.subject import prepare
-from trimtab.workload import Workload
+from trimtab.core.backend import Backend
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
+from trimtab.core.workload import Workload
+from trimtab.evaluation.prepared_workload import prepare
+from trimtab.tensors.comparison import ordered, redrawn, slower, stretched
 
 
 class Bags(nn.Module):

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from _backends import needs_compiler, reloaded
-from trimtab._ties import NEAR_TIES, too_many_differ
-from trimtab._tree import Record, flatten
-from trimtab.backends._foreign import wrong_graph
-from trimtab.backends._owned import held_by, owned
-from trimtab.backends._program import disagreement
+from trimtab.backends.common.exported_program import disagreement
+from trimtab.backends.common.foreign import wrong_graph
+from trimtab.backends.common.owned_outputs import held_by, owned
 from trimtab.backends.eager import Eager
 from trimtab.backends.inductor import Inductor
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS, Backend, Executable
+from trimtab.core.backend import BACKENDS, Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
 from trimtab.measure.parity import compare_outputs
 from trimtab.passes.channels_last import ChannelsLast
-from trimtab.signature import Dim
+from trimtab.tensors.comparison import NEAR_TIES, too_many_differ
+from trimtab.tensors.structure import Record, flatten
 from trimtab.testing.models import anchored
 
 

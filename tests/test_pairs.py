@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from _served import KEY, Work
-from trimtab._json import from_json, to_json
+from trimtab._internal.serialization import from_json, to_json
+from trimtab.api.compare import Timing
+from trimtab.core.measurement import Comparison, Interval, Measurement
 from trimtab.errors import MeasurementError
 from trimtab.measure import pairs
 from trimtab.measure.host import Share
@@ -28,8 +30,6 @@ from trimtab.measure.pooled import MOST_STARTS, PRIOR_STARTS, STARTS, narrow, nu
 from trimtab.measure.quantiles import t_quantile
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import LocalRunner
-from trimtab.measurement import Comparison, Interval, Measurement
-from trimtab.study.compare import Timing
 
 pytestmark = pytest.mark.alone
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trimtab._json import from_json, to_json
-from trimtab._masks import errors, mask_bound
-from trimtab._tree import flatten, unflatten
+from trimtab._internal.serialization import from_json, to_json
+from trimtab.core.measurement import Parity
+from trimtab.core.signature import TensorSpec
 from trimtab.measure import parity, values
 from trimtab.measure.parity import compare_outputs
-from trimtab.measurement import Parity
-from trimtab.signature import TensorSpec
+from trimtab.tensors.comparison import errors, mask_bound
+from trimtab.tensors.structure import flatten, unflatten
 
 
 def outputs(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

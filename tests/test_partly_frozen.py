@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from _backends import needs_compiler, reloaded
-from trimtab._fitted import Fitted
-from trimtab.backends._foreign import calibration_rows
-from trimtab.backends._program import export_program
+from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.backends.aoti import Aoti
+from trimtab.backends.common.exported_program import export_program
+from trimtab.backends.common.foreign import calibration_rows
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
-from trimtab.contracts import Backend
+from trimtab.core.backend import Backend
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
 from trimtab.errors import InputError
-from trimtab.signature import Dim
 
 
 class Rows(nn.Module):
@@ -89,7 +89,7 @@ def test_a_frozen_batch_is_called_with_any_at_every_length() -> None:
             return torch.stack([self.proj(row).cumsum(0) for row in x])
 
     candidate = candidate_of(Own())
-    fitted = Fitted(OnnxRuntime().compile(candidate), candidate.signature)
+    fitted = PaddedExecutable(OnnxRuntime().compile(candidate), candidate.signature)
     for shape in ((1, 9, 4), (5, 3, 4)):
         x = torch.randn(shape)
         torch.testing.assert_close(fitted(x), candidate.model(x), atol=1e-5, rtol=1e-4)

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab import _machine
-from trimtab._machine import usable_cores
-from trimtab.backends._program import export_program
-from trimtab.candidate import Candidate
-from trimtab.contracts import PASSES
+from trimtab.backends.common.exported_program import export_program
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
+from trimtab.core.technique import PASSES
 from trimtab.errors import CompileError, UsageError
+from trimtab.hardware import system
+from trimtab.hardware.system import usable_cores
 from trimtab.passes.autocast import Autocast
 from trimtab.passes.batch import Batch
 from trimtab.passes.fold_bn import FoldBn
 from trimtab.passes.int8_weights import Int8Weights
 from trimtab.passes.remove_dropout import RemoveDropout
 from trimtab.passes.threads import Threads
-from trimtab.signature import Dim
 from trimtab.testing.models import convnet, encoder, recurrent, shared
 
 
@@ -215,16 +215,16 @@ def test_every_pass_registers_under_its_file_name() -> None:
     assert {"autocast", "batch", "channels_last", "fold_bn", "int8_weights", "remove_dropout", "threads"} <= set(PASSES)
 
 
-@pytest.mark.skipif(not _machine.has_glibc(), reason="needs the GNU C library")
+@pytest.mark.skipif(not system.has_glibc(), reason="needs the GNU C library")
 def test_kept_memory_is_not_asked_for_again() -> None:
     """Counted in page faults, in a process of its own: with blocks of 40 MB each call would touch 20,000 pages anew."""
     program = textwrap.dedent("""
         import resource, sys, torch
         from torch import nn
-        from trimtab.candidate import Candidate
-        from trimtab.contracts import BACKENDS, PASSES
-        from trimtab.evaluate import apply_passes
-        from trimtab.recipe import Recipe
+        from trimtab.core.candidate import Candidate
+        from trimtab.core.technique import BACKENDS, PASSES
+        from trimtab.evaluation.evaluate import apply_passes
+        from trimtab.core.recipe import Recipe
         torch.set_num_threads(1)
         candidate = Candidate.of(nn.Sequential(nn.ReLU(), nn.Sigmoid()), (torch.randn(10_000_000),))
         recipe = Recipe(passes=tuple(PASSES[name]() for name in sys.argv[1:]), backend=BACKENDS["eager"]())

@@ -13,12 +13,12 @@ from torch import nn
 
 import trimtab
 from trimtab import Workload
-from trimtab._paths import path_of
+from trimtab._internal.files import path_of
+from trimtab.core.recipe import Recipe
 from trimtab.errors import UsageError
-from trimtab.recipe import Recipe
-from trimtab.train.collate import Collate
-from trimtab.train.events import JsonLines, TensorBoard
-from trimtab.train.mapped import MappedTensors
+from trimtab.train.data.collate import Collate
+from trimtab.train.data.memory_mapped import MappedTensors
+from trimtab.train.telemetry.events import JsonLines, TensorBoard
 
 
 def trainer(**more: Any) -> trimtab.Trainer:

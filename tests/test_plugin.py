@@ -30,8 +30,8 @@ def python(installed: pathlib.Path, *arguments: str) -> subprocess.CompletedProc
 
 def test_found_by_name(installed: pathlib.Path) -> None:
     code = (
-        "from trimtab.contracts import BACKENDS, PASSES\n"
-        "from trimtab.recipe import Recipe\n"
+        "from trimtab.core.technique import BACKENDS, PASSES\n"
+        "from trimtab.core.recipe import Recipe\n"
         "recipe = Recipe(passes=(PASSES['dense_weights'](),), backend=BACKENDS['traced']())\n"
         "assert Recipe.from_json(recipe.to_json()) == recipe\n"
         "assert {'eager', 'traced'} <= set(BACKENDS)\n"
@@ -53,7 +53,7 @@ def test_a_clash_names_both(installed: pathlib.Path, tmp_path: pathlib.Path) -> 
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: rude\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text("[trimtab.backends]\neager = rude:Eager\n")
-    done = python(tmp_path, "-c", "from trimtab.contracts import BACKENDS; BACKENDS['eager']")
+    done = python(tmp_path, "-c", "from trimtab.core.technique import BACKENDS; BACKENDS['eager']")
     assert "Two sources claim the backend 'eager'" in done.stderr
     assert "trimtab.backends.eager" in done.stderr
     assert "rude:Eager (entry point of rude)" in done.stderr
@@ -62,11 +62,11 @@ def test_a_clash_names_both(installed: pathlib.Path, tmp_path: pathlib.Path) -> 
 def test_one_that_cannot_be_imported_is_left_out_with_a_note(tmp_path: pathlib.Path) -> None:
     facts = tmp_path / "old_plugin-1.0.dist-info"
     facts.mkdir()
-    (tmp_path / "old_plugin.py").write_text("from trimtab.contracts import SomethingOfAnOlderVersion\n")
+    (tmp_path / "old_plugin.py").write_text("from trimtab.core.technique import SomethingOfAnOlderVersion\n")
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: old-plugin\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text("[trimtab.passes]\nold = old_plugin:Old\n")
     code = (
-        "from trimtab.contracts import PASSES\n"
+        "from trimtab.core.technique import PASSES\n"
         "from trimtab.errors import UsageError\n"
         "assert 'threads' in list(PASSES) and 'old' not in list(PASSES) and len(PASSES) == len(dict(PASSES))\n"
         "try: PASSES['old']\n"
@@ -81,6 +81,9 @@ def test_one_that_cannot_be_imported_is_left_out_with_a_note(tmp_path: pathlib.P
 
 
 def test_its_code_is_among_that_which_a_study_is_held_to(installed: pathlib.Path) -> None:
-    code = "import torch\nfrom trimtab.study.sources import code_of\nprint('trimtab_demo' in code_of(torch.nn.Identity(), {}))"
+    code = (
+        "import torch\nfrom trimtab.evaluation.code_fingerprint import code_of\n"
+        "print('trimtab_demo' in code_of(torch.nn.Identity(), {}))"
+    )
     done = python(installed, "-c", code)
     assert done.stdout.strip() == "True", done.stderr

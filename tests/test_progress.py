@@ -17,16 +17,16 @@ from rich.console import Console
 
 import trimtab
 from _faulty import run, write
+from trimtab.api.optimize import Interrupt
 from trimtab.backends.eager import Eager
 from trimtab.cli._progress import Board, Lines, Quiet
 from trimtab.cli.optimize import show
+from trimtab.core.measurement import Interval
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import State, Trial
 from trimtab.errors import WorkloadError
-from trimtab.measurement import Interval
-from trimtab.optimizing import Interrupt
-from trimtab.recipe import Recipe
 from trimtab.study.progress import INTERRUPTED, Printed
-from trimtab.study.sampler import Ask
-from trimtab.trial import State, Trial
+from trimtab.study.samplers.ladder import Ask
 
 STRANGE = "x.cpp:100: \x1b]0;owned\x07\x1b[31m no kernel"
 PLAIN = "x.cpp:100: "

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab import environment
-from trimtab.backends import _onnx_int8, _openvino
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import BACKENDS
+from trimtab.backends.common import onnx_int8, openvino_conversion
+from trimtab.core.backend import BACKENDS
+from trimtab.core.candidate import Candidate
+from trimtab.core.settings import Settings
+from trimtab.hardware import environment
 
 ABOUT = {
     ("onnxruntime", "int8_static"): {"spinning": False},
@@ -89,8 +90,8 @@ def test_openvino_has_weights_of_seven_bits_where_sums_clip(vnni, largest, monke
     pytest.importorskip("nncf")
     monkeypatch.setattr(environment, "has_vnni", lambda: vnni)
     one = candidate(None)
-    plain = _openvino.runtime().convert_model(model(), example_input=one.args[0])
-    made = _openvino.quantize(plain, [args for args, _ in one.calibration], recurrent=False)
+    plain = openvino_conversion.runtime().convert_model(model(), example_input=one.args[0])
+    made = openvino_conversion.quantize(plain, [args for args, _ in one.calibration], recurrent=False)
     constants = [node.data for node in made.get_ops() if node.get_type_name() == "Constant"]
     weights = [values.astype(int) for values in constants if values.dtype == "int8"]
     assert sorted(values.shape for values in weights) == [(8, 64), (64, 32)]
@@ -99,7 +100,7 @@ def test_openvino_has_weights_of_seven_bits_where_sums_clip(vnni, largest, monke
 
 def asks_for_exact_sums(session):
     try:
-        return session.get_session_options().get_session_config_entry(_onnx_int8.EXACTLY) == "1"
+        return session.get_session_options().get_session_config_entry(onnx_int8.EXACTLY) == "1"
     except RuntimeError:
         return False
 

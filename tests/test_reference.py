@@ -16,22 +16,23 @@ from torch import nn
 
 from _backends import needs_compiler
 from test_artifact_edges import replayed, shipped
-from trimtab._faithful import faithful
-from trimtab.artifact import Golden
+from trimtab.artifact.artifact import Golden
 from trimtab.backends.eager import Eager
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS, missing_package
+from trimtab.core.backend import BACKENDS
+from trimtab.core.candidate import Candidate
+from trimtab.core.recipe import Recipe
+from trimtab.core.signature import Dim
+from trimtab.core.technique import missing_package
+from trimtab.core.workload import Evaluation, Workload
+from trimtab.data.splits import Batch
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.evaluate import runner_for, start
+from trimtab.evaluation.evaluate import runner_for, start
+from trimtab.evaluation.fidelity import faithful
+from trimtab.evaluation.prepared_workload import prepare
+from trimtab.evaluation.reference import Reference, drop, predict, refer, score
 from trimtab.measure.parity import compare_outputs
 from trimtab.passes.autocast import Autocast
-from trimtab.recipe import Recipe
-from trimtab.reference import Reference, drop, predict, refer, score
-from trimtab.signature import Dim
-from trimtab.splits import Batch
-from trimtab.subject import prepare
-from trimtab.workload import Evaluation, Workload
 
 BATCH = {"x": {0: Dim("batch")}}
 

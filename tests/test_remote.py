@@ -23,9 +23,9 @@ import pytest
 
 from _served import KEY, Work
 from trimtab.errors import MeasurementError
+from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.measure.remote import LONGEST_PATH, RemoteRunner, serve
 from trimtab.measure.timer import LocalRunner, Runner
-from trimtab.study.rivals import Rivals
 
 SCRIPT = pathlib.Path(__file__).with_name("_served.py")
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -190,5 +190,5 @@ def test_sockets_lie_where_their_paths_are_short_enough(tmp_path: pathlib.Path, 
     long = tmp_path / ("d" * LONGEST_PATH)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with Rivals({}, tmp_path) as rivals:
+    with BaselineServers({}, tmp_path) as rivals:
         assert len(os.fsencode(rivals._sockets / "as_written")) <= LONGEST_PATH

@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 
 from _studies import BACKENDS, comparison, confirmed, data, interval, recipes, record, with_logs
-from trimtab._json import from_json, to_json
+from trimtab._internal.serialization import from_json, to_json
 from trimtab.cli.report import report_command
-from trimtab.confirm import Confirmation
-from trimtab.contracts import BACKENDS as REGISTERED
-from trimtab.contracts import PASSES, Technique
+from trimtab.core.backend import BACKENDS as REGISTERED
+from trimtab.core.measurement import Drop, Interval
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES, Technique
+from trimtab.core.trial import State
+from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
-from trimtab.measurement import Drop, Interval
-from trimtab.recipe import Recipe
-from trimtab.report import _charts, _logs, _rows, _trust, _words, html, side_by_side, text, write
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.report import charts, formatting, html, reliability, side_by_side, text, trial_table, write
+from trimtab.report import logs as _logs
 from trimtab.study.record import Record
-from trimtab.trial import State
-from trimtab.workload import Limits
 
 
 def page(found: Record, folder: pathlib.Path) -> str:
@@ -55,29 +56,29 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     ],
 )
 def test_numbers_read_well_and_unknown_ones_are_said_to_be(value: float | None, shown: str) -> None:
-    assert _words.digits(value) == shown
+    assert formatting.digits(value) == shown
 
 
 @pytest.mark.parametrize(
     ("ms", "shown"), [(0.0004, "400 ns"), (0.025, "25.0 µs"), (0.42, "0.420 ms"), (81.0, "81.0 ms"), (2500.0, "2.50 s")]
 )
 def test_latencies_come_in_the_unit_that_suits_them(ms: float, shown: str) -> None:
-    assert _words.milliseconds(ms) == shown
+    assert formatting.milliseconds(ms) == shown
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.31, "0.31 s"), (59.9, "60 s"), (60.0, "1 min 0 s"), (187.0, "3 min 7 s"), (3900.0, "1 h 5 min")]
 )
 def test_durations(seconds: float, shown: str) -> None:
-    assert _words.duration(seconds) == shown
+    assert formatting.duration(seconds) == shown
 
 
 def test_a_vague_speed_up_is_quoted_by_its_lower_bound() -> None:
-    assert _words.quoted(Interval(2.5, 2.4, 2.6)) == "2.50x"
-    assert _words.quoted(Interval(149.0, 3.88, 5722.0)) == "at least 3.88x"
-    assert _words.speed(Interval(149.0, 3.88, 5722.0)) == "at least 3.88x (3.88 to >1000)"
-    assert _words.speed(Interval(149.0, 0.88, 5722.0)) == "unclear (0.88 to >1000)"
-    assert _words.speed(Interval(2.0, math.nan, math.nan)) == "2.00x"
+    assert formatting.quoted(Interval(2.5, 2.4, 2.6)) == "2.50x"
+    assert formatting.quoted(Interval(149.0, 3.88, 5722.0)) == "at least 3.88x"
+    assert formatting.speed(Interval(149.0, 3.88, 5722.0)) == "at least 3.88x (3.88 to >1000)"
+    assert formatting.speed(Interval(149.0, 0.88, 5722.0)) == "unclear (0.88 to >1000)"
+    assert formatting.speed(Interval(2.0, math.nan, math.nan)) == "2.00x"
 
 
 @pytest.mark.parametrize("cls", [*PASSES.values(), *REGISTERED.values()], ids=lambda cls: cls.name)
@@ -92,17 +93,17 @@ def test_every_technique_says_what_it_is(cls: type[Technique]) -> None:
 def test_a_recipe_in_words_names_data_and_threads() -> None:
     found = record(12)
     static, threaded = recipes(2 + 7)[2], recipes(20)[16]
-    assert _words.recipe(static, found) == ("OpenVINO, int8 weights and activations, calibrated on 256 examples, 2 threads")
-    assert _words.recipe(threaded, found).count("thread") == 1
+    assert formatting.recipe(static, found) == ("OpenVINO, int8 weights and activations, calibrated on 256 examples, 2 threads")
+    assert formatting.recipe(threaded, found).count("thread") == 1
 
 
 def test_scores_that_are_no_shares_are_not_shown_in_percent(folder: pathlib.Path) -> None:
     found = record(6)
     prepared = dataclasses.replace(found.prepared, score=23.4, share=False)
     found = dataclasses.replace(found, prepared=prepared, limits=Limits(max_drop=0.5))
-    assert ("drop of the score", "0.500") in _words.limits(found)
-    assert _words.drop(Drop(value=0.25, low=0.1, upper=0.4, n=10), found) == "0.250 (≤ 0.400)"
-    axis = _charts.pareto(found, _rows.rows(found))
+    assert ("drop of the score", "0.500") in formatting.limits(found)
+    assert formatting.drop(Drop(value=0.25, low=0.1, upper=0.4, n=10), found) == "0.250 (≤ 0.400)"
+    axis = charts.pareto(found, trial_table.rows(found))
     assert axis is not None
     assert "ticksuffix" not in axis.layout["xaxis"]
 
@@ -112,8 +113,8 @@ def test_scores_that_are_no_shares_are_not_shown_in_percent(folder: pathlib.Path
 
 def test_the_front_is_what_no_other_trial_beats() -> None:
     found = record(24, failed=2)
-    points = _charts.points(found, _rows.rows(found))
-    best = _charts.front(points)
+    points = charts.points(found, trial_table.rows(found))
+    best = charts.front(points)
     assert best == sorted(best, key=lambda point: point.x)
     for point in points:
         beaten = any(p.x <= point.x and p.speed.value >= point.speed.value and p is not point for p in best)
@@ -122,7 +123,7 @@ def test_the_front_is_what_no_other_trial_beats() -> None:
 
 def test_colours_size_and_limits_of_the_front() -> None:
     found = record(24, failed=2, limits=Limits(max_drop=0.02, latency_ms=0.2))
-    chart = _charts.pareto(found, _rows.rows(found))
+    chart = charts.pareto(found, trial_table.rows(found))
     assert chart is not None
     keys = {trace["name"]: trace["marker"]["color"] for trace in chart.data if trace.get("showlegend", True)}
     assert set(keys) == {"eager", "onnxruntime", "openvino", "torchscript"}
@@ -133,7 +134,7 @@ def test_colours_size_and_limits_of_the_front() -> None:
 
 def test_without_labels_the_front_is_drawn_over_the_error_of_the_outputs() -> None:
     found = record(12, labels=False)
-    chart = _charts.pareto(found, _rows.rows(found))
+    chart = charts.pareto(found, trial_table.rows(found))
     assert chart is not None
     assert chart.layout["xaxis"]["type"] == "log"
     assert all(x > 0 for trace in chart.data for x in trace["x"] if x is not None)  # the exact original too
@@ -144,7 +145,7 @@ def test_what_is_hardly_known_is_not_drawn_and_that_is_said(folder: pathlib.Path
     found = record(8, failed=0)
     vague = dataclasses.replace(found.trials[3], speedup=Interval(50.0, 0.01, 1e20))
     found = dataclasses.replace(found, trials=(*found.trials[:3], vague, *found.trials[4:]))
-    assert len(_charts.points(found, _rows.rows(found))) == 7
+    assert len(charts.points(found, trial_table.rows(found))) == 7
     assert "Not drawn: 1 trial," in page(found, folder)
 
 
@@ -207,8 +208,8 @@ def test_machine_code_is_verified_with_trust() -> None:
     shipped = next(trial for trial in found.trials if trial.recipe.hash == found.best)
     code = dataclasses.replace(shipped, recipe=Recipe(backend=REGISTERED["aoti"]()))
     other = dataclasses.replace(found, trials=(code,), best=code.recipe.hash)
-    assert _trust.commands(found)[-1] == "trimtab verify runs/digits/artifact"
-    assert _trust.commands(other)[-1] == "trimtab verify runs/digits/artifact --trust"
+    assert reliability.commands(found)[-1] == "trimtab verify runs/digits/artifact"
+    assert reliability.commands(other)[-1] == "trimtab verify runs/digits/artifact --trust"
 
 
 def test_undecidable_trials_are_listed_with_what_would_decide(folder: pathlib.Path) -> None:
@@ -301,7 +302,7 @@ def test_what_was_refused_when_it_was_measured_again_is_shown_with_its_log(tmp_p
     again = Record.read(run)
     assert again == found
     whole = page(again, run)
-    place = next(n for n, row in enumerate(_rows.rows(again)) if row.trial == trial)
+    place = next(n for n, row in enumerate(trial_table.rows(again)) if row.trial == trial)
     shown = data(whole)["trials"][place]["again"]
     assert shown.startswith("The confirmation failed: it crashed.\n\nTraceback ...\nKeyError: 3\n\n")
     assert shown.endswith("the last words of the confirmation")
@@ -310,7 +311,7 @@ def test_what_was_refused_when_it_was_measured_again_is_shown_with_its_log(tmp_p
     assert (
         "refused when measured again",
         f"{trial.recipe}: The confirmation failed: it crashed. ({log})",
-    ) in _trust.confirmation(again)
+    ) in reliability.confirmation(again)
     assert log in re.sub(r'<script type="application/json".*?</script>', "", whole, flags=re.DOTALL)
     many = [trial] * 200 + [found.trials[0]] * 200
     allowed = _logs.allowances(many, [trial.recipe.hash])
@@ -320,11 +321,11 @@ def test_what_was_refused_when_it_was_measured_again_is_shown_with_its_log(tmp_p
 def test_where_nothing_held_it_is_not_said_that_nothing_was_measured_again() -> None:
     found = record(6, status="limits_not_met")
     facts = dict(
-        _trust.confirmation(dataclasses.replace(found, refused=(Confirmation(recipe=found.trials[0].recipe, ok=False),)))
+        reliability.confirmation(dataclasses.replace(found, refused=(Confirmation(recipe=found.trials[0].recipe, ok=False),)))
     )
     assert facts["confirmation"] == "none: what was measured again did not hold"
     assert facts["refused when measured again"].endswith(": the log says why")
-    assert dict(_trust.confirmation(found))["confirmation"].startswith("none: nothing was measured again")
+    assert dict(reliability.confirmation(found))["confirmation"].startswith("none: nothing was measured again")
 
 
 def test_a_record_of_an_earlier_version_is_read(tmp_path: pathlib.Path) -> None:

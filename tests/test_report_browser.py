@@ -15,7 +15,7 @@ import pytest
 from _studies import broken, explanation, recipes, record, with_logs
 from trimtab.report import write
 from trimtab.study.record import Record
-from trimtab.study.sampler import as_written
+from trimtab.study.samplers.ladder import as_written
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'trimtab[dev]'")
 

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from _studies import comparison, record, with_logs
-from trimtab._json import from_json, to_json
+from trimtab._internal.serialization import from_json, to_json
 from trimtab.cli.report import compare_command, report_command
-from trimtab.confirm import Confirmation
-from trimtab.measurement import Drop, Interval, Parity
-from trimtab.report import _charts, _rows, _trust, _verdict, _words, html, side_by_side, text
-from trimtab.report._logs import tail
+from trimtab.core.measurement import Drop, Interval, Parity
+from trimtab.core.trial import State
+from trimtab.core.workload import Limits
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.report import charts, formatting, headline, html, reliability, side_by_side, text, trial_table
+from trimtab.report.logs import tail
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Record
 from trimtab.study.result import Ladder, busy
 from trimtab.study.training import finish
-from trimtab.trial import State
-from trimtab.workload import Limits
 
 
 def said(found: Record, folder: pathlib.Path) -> str:
@@ -41,7 +41,7 @@ def said(found: Record, folder: pathlib.Path) -> str:
 def front(latency_ms: float) -> dict[str, Any]:
     """The layout of the front of a study with that limit; a call takes 0.42 ms as written, and about a quarter at best."""
     found = record(12, failed=0, limits=Limits(max_drop=0.02, latency_ms=latency_ms))
-    chart = _charts.pareto(found, _rows.rows(found))
+    chart = charts.pareto(found, trial_table.rows(found))
     assert chart is not None
     return chart.layout
 
@@ -86,7 +86,7 @@ def test_slow_calls_are_not_taken_for_a_busy_machine(tmp_path: pathlib.Path) -> 
     ) in page
     assert "too busy" not in page
     trained = dataclasses.replace(found, mode="train")
-    assert _verdict.doubt(trained).endswith("Give it more time: timing_seconds=60, fresh=True.")
+    assert headline.doubt(trained).endswith("Give it more time: timing_seconds=60, fresh=True.")
 
 
 def test_the_heading_does_not_quote_what_the_warning_says_not_to_quote(tmp_path: pathlib.Path) -> None:
@@ -97,13 +97,13 @@ def test_the_heading_does_not_quote_what_the_warning_says_not_to_quote(tmp_path:
     assert "The machine was too busy while this was measured" in page
     assert "Quote the interval, not the number. Run the study again with --fresh when the machine is quiet." in page
     vague = measured(record(8), Interval(9.0, 0.3, 27.0))
-    assert "Quote no number from it. Run" in _verdict.doubt(vague)
-    assert _verdict.headline(measured(record(8), Interval(2.0, 1.9, 2.1))) == "2.00x as fast as written"
+    assert "Quote no number from it. Run" in headline.doubt(vague)
+    assert headline.headline(measured(record(8), Interval(2.0, 1.9, 2.1))) == "2.00x as fast as written"
 
 
 def test_faster_is_only_what_surely_is() -> None:
-    assert _verdict.headline(measured(record(8), Interval(9.0, 3.0, 27.0))) == "at least 3.00x as fast as written"
-    assert _verdict.headline(measured(record(8), Interval(0.8, 0.5, 1.3))) == "keeps the limits, at what speed is unclear"
+    assert headline.headline(measured(record(8), Interval(9.0, 3.0, 27.0))) == "at least 3.00x as fast as written"
+    assert headline.headline(measured(record(8), Interval(0.8, 0.5, 1.3))) == "keeps the limits, at what speed is unclear"
 
 
 def test_nothing_is_said_to_ship_that_was_refused(tmp_path: pathlib.Path) -> None:
@@ -114,14 +114,14 @@ def test_nothing_is_said_to_ship_that_was_refused(tmp_path: pathlib.Path) -> Non
     page = said(found, tmp_path)
     assert "digits: nothing ships" in page
     assert "What ships:" not in page
-    assert not [row for row in _rows.rows(found) if row.ships]
+    assert not [row for row in trial_table.rows(found) if row.ships]
     assert "confirmed no: On the test data: NaN." in page
-    assert _verdict.headline(kept) == "nothing is faster than the original", "openvino ships, which computes the same"
-    assert _verdict.headline(dataclasses.replace(kept, best=first.hash)) == "the original ships"
+    assert headline.headline(kept) == "nothing is faster than the original", "openvino ships, which computes the same"
+    assert headline.headline(dataclasses.replace(kept, best=first.hash)) == "the original ships"
 
 
 def test_a_drop_that_nobody_can_see_is_no_limit_that_was_kept() -> None:
-    found = dict(_trust.study(record(6, labels=False, limits=Limits(max_drop=0.02))))
+    found = dict(reliability.study(record(6, labels=False, limits=Limits(max_drop=0.02))))
     assert found["limit: drop of the score"] == "0.02, which nothing shows without labels"
 
 
@@ -145,7 +145,7 @@ def test_slow_calls_and_busy_neighbours_are_counted_apart() -> None:
 
 def test_examples_that_a_lossy_recipe_has_lost_are_told_beside_its_error() -> None:
     parity = Parity(ok=True, reason=None, n=1024, centred_error=0.03, tail_error=9.0, unrelated=1)
-    assert _words.parity(parity, record(8)).endswith("on 1,024 examples; 1 example off by as much as the outputs vary")
+    assert formatting.parity(parity, record(8)).endswith("on 1,024 examples; 1 example off by as much as the outputs vary")
 
 
 # ---- trainings
@@ -171,13 +171,13 @@ OF_INFERENCE = ("test data", "selection data", "drop", "score", "What ships", "a
 
 def test_a_training_is_said_to_be_measured_over_updates_and_from_other_parameters(tmp_path: pathlib.Path) -> None:
     found = trained()
-    facts = dict(_trust.confirmation(found))
+    facts = dict(reliability.confirmation(found))
     assert facts["measured from"] == "other parameters, with the data in another order, over 24 updates"
     assert facts["loss from other parameters"] == "0.5200 before, 0.5210 after, over the last 6 updates"
     assert facts["rise of the loss from other parameters"].startswith("0.00100 (≤ 0.00400); ")
     assert facts["rise of the loss from other parameters"].endswith(" in the search")
     assert facts["losses from other parameters"] == "apart by 0.20% at most, over 24 updates"
-    assert dict(_trust.data(found)) == {"loss of the training as written": "0.5200 at the end of 24 updates"}
+    assert dict(reliability.data(found)) == {"loss of the training as written": "0.5200 at the end of 24 updates"}
     page = said(found, tmp_path)
     assert "The last rung was measured again in fresh processes." in page
     assert "Speed against loss" in page
@@ -188,7 +188,7 @@ def test_a_training_is_said_to_be_measured_over_updates_and_from_other_parameter
     assert "losses compared: 24 updates" in text(found)
     assert "rise at most" in text(found)
     assert side_by_side(found, found).differences == ()
-    chart = _charts.pareto(found, _rows.rows(found))
+    chart = charts.pareto(found, trial_table.rows(found))
     assert chart is not None
     sizes = [size for trace in chart.data if "customdata" in trace for size in trace["marker"]["size"]]
     assert len(sizes) == 6
@@ -197,7 +197,7 @@ def test_a_training_is_said_to_be_measured_over_updates_and_from_other_parameter
 
 def test_where_the_settings_as_written_stay_no_confirmation_is_claimed(tmp_path: pathlib.Path) -> None:
     found = trained("kept_original", again=False, comparison=None)
-    assert _trust.confirmation(found) == [
+    assert reliability.confirmation(found) == [
         ("confirmation", "none: nothing was measured again, the figures are those of the search")
     ]
     page = said(found, tmp_path)
@@ -308,8 +308,8 @@ def test_what_was_given_up_early_is_not_said_to_miss_a_limit(tmp_path: pathlib.P
     trials[4] = dataclasses.replace(trials[4], size_mb=None, reason="It has no files.")
     trials[5] = dataclasses.replace(trials[5], size_mb=40.0)
     found = dataclasses.replace(record(12, labels=False, failed=0), trials=tuple(trials), limits=Limits(size_mb=10.0))
-    rows = _rows.rows(found)
-    ends = {rows[point.row].trial.number: point.hover.split("<br>")[-1] for point in _charts.points(found, rows)}
+    rows = trial_table.rows(found)
+    ends = {rows[point.row].trial.number: point.hover.split("<br>")[-1] for point in charts.points(found, rows)}
     assert [ends[number] for number in (2, 3, 4, 5)] == [
         "COMPLETE, within the limits",
         "STOPPED",
@@ -317,8 +317,8 @@ def test_what_was_given_up_early_is_not_said_to_miss_a_limit(tmp_path: pathlib.P
         "COMPLETE, not within the limits",
     ]
     free = dataclasses.replace(found, limits=Limits())
-    rows = _rows.rows(free)
-    ends = {rows[point.row].trial.number: point.hover.split("<br>")[-1] for point in _charts.points(free, rows)}
+    rows = trial_table.rows(free)
+    ends = {rows[point.row].trial.number: point.hover.split("<br>")[-1] for point in charts.points(free, rows)}
     assert ends[4] == "COMPLETE, not in a form that ships"
     page = said(found, tmp_path)
     assert "rings miss a limit, were given up early or have no form that ships." in page
@@ -328,7 +328,7 @@ def test_what_was_given_up_early_is_not_said_to_miss_a_limit(tmp_path: pathlib.P
 
 def test_a_training_has_no_size_that_was_not_measured() -> None:
     found = trained()
-    assert all("size" not in point.hover for point in _charts.points(found, _rows.rows(found)))
+    assert all("size" not in point.hover for point in charts.points(found, trial_table.rows(found)))
     assert "not measured" not in text(found).split("TRIALS")[1].split("TRUST")[0]
     assert "88.0 MB of memory" in text(found)
     assert "88.0 MB of memory" in text(dataclasses.replace(record(12), objective="memory"))
@@ -337,29 +337,29 @@ def test_a_training_has_no_size_that_was_not_measured() -> None:
 
 def test_settings_that_stay_have_no_speed_up_over_themselves() -> None:
     stays = trained("kept_original", again=False, comparison=None, against_tuned=None)
-    assert not [tile for tile in _verdict.tiles(stays) if "speed-up" in tile.name]
-    assert "speed-up over as written" in {tile.name for tile in _verdict.tiles(trained())}
+    assert not [tile for tile in headline.tiles(stays) if "speed-up" in tile.name]
+    assert "speed-up over as written" in {tile.name for tile in headline.tiles(trained())}
 
 
 def test_where_nothing_was_timed_nothing_is_said_to_be_measured() -> None:
     for found in (record(0, status=None), record(4, failed=4, status="limits_not_met")):
-        assert _verdict.conditions(found).startswith("Nothing was timed on Example CPU 9000, last run on 2026-11-21, 2 threads")
-    assert _verdict.conditions(record(4)).startswith("Measured on Example CPU 9000")
+        assert headline.conditions(found).startswith("Nothing was timed on Example CPU 9000, last run on 2026-11-21, 2 threads")
+    assert headline.conditions(record(4)).startswith("Measured on Example CPU 9000")
 
 
 def test_the_noise_of_one_trial_is_one_figure() -> None:
     name = "spread of the original against itself, over the trials"
-    assert dict(_trust.noise(record(1, failed=0, status=None)))[name] == "2.1%"
-    assert dict(_trust.noise(record(4, failed=0)))[name] == "2.1% to 2.1%, half of them up to 2.1%"
+    assert dict(reliability.noise(record(1, failed=0, status=None)))[name] == "2.1%"
+    assert dict(reliability.noise(record(4, failed=0)))[name] == "2.1% to 2.1%, half of them up to 2.1%"
 
 
 def test_a_bound_that_is_not_finite_says_nothing() -> None:
     wide = Interval(1.2, 0.3, math.inf)
     for each in (wide, Interval(1.2, 0.3, math.nan)):  # as it comes back from JSON
-        assert _words.speed(each) == "unclear (0.30 to >1000)"
-        assert _words.bounds(each) == "0.30 to >1000, 95% interval"
-    assert _words.bounds(Interval(2.0, math.nan, math.nan)) == ""
-    assert "goes from 0.30 to >1000. Quote no number from it." in _verdict.doubt(measured(record(8), wide))
+        assert formatting.speed(each) == "unclear (0.30 to >1000)"
+        assert formatting.bounds(each) == "0.30 to >1000, 95% interval"
+    assert formatting.bounds(Interval(2.0, math.nan, math.nan)) == ""
+    assert "goes from 0.30 to >1000. Quote no number from it." in headline.doubt(measured(record(8), wide))
     left = record(8, failed=0)
     trials = [dataclasses.replace(t, speedup=wide) if t.number == 3 else t for t in left.trials]
     right = from_json(Record, json.loads(json.dumps(to_json(dataclasses.replace(left, trials=tuple(trials))))))

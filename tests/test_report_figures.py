@@ -17,17 +17,27 @@ from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
-from trimtab.contracts import Backend
-from trimtab.measurement import Interval, Measurement
-from trimtab.recipe import Recipe
-from trimtab.report import _charts, _roof, _rows, _trust, _verdict, _why, html, side_by_side, text
-from trimtab.study import sentences, verdict
+from trimtab.core.backend import Backend
+from trimtab.core.measurement import Interval, Measurement
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import Trial
+from trimtab.core.workload import Limits
+from trimtab.report import (
+    charts,
+    headline,
+    html,
+    operator_breakdown,
+    reliability,
+    roofline_chart,
+    side_by_side,
+    text,
+    trial_table,
+)
+from trimtab.study import conclusions, ranking
 from trimtab.study.options import Options
 from trimtab.study.record import Record
 from trimtab.study.result import Best, Result
-from trimtab.study.sampler import as_written
-from trimtab.trial import Trial
-from trimtab.workload import Limits
+from trimtab.study.samplers.ladder import as_written
 
 
 def said(found: Record, folder: pathlib.Path) -> str:
@@ -37,7 +47,7 @@ def said(found: Record, folder: pathlib.Path) -> str:
 
 
 def tiles(found: Record) -> dict[str, tuple[str, str]]:
-    return {tile.name: (tile.value, tile.below) for tile in _verdict.tiles(found)}
+    return {tile.name: (tile.value, tile.below) for tile in headline.tiles(found)}
 
 
 def confirmed_as(found: Record, **figures: Any) -> Record:
@@ -52,7 +62,7 @@ def confirmed_as(found: Record, **figures: Any) -> Record:
 def test_latencies_side_by_side_were_timed_in_turns_and_divide_to_the_speed_up(tmp_path: pathlib.Path) -> None:
     times = dataclasses.replace(comparison(4.0), candidate=measured(0.125), rival=measured(0.5))
     found = confirmed_as(record(12), speedup=interval(4.0), latency_ms=measured(0.125), comparison=times)
-    ladder = [verdict.entry(found.winner, found.limits, rung="best", confirmed=found.confirmation)]  # type: ignore[arg-type]
+    ladder = [ranking.entry(found.winner, found.limits, rung="best", confirmed=found.confirmation)]  # type: ignore[arg-type]
     found = dataclasses.replace(found, ladder=(*found.ladder[:-1], *ladder))
     assert found.ladder[0]["latency_ms"]["median"] == WRITTEN_MS  # of another minute
     assert tiles(found)["median latency"] == ("0.125 ms", "0.500 ms as written, in turns with it")
@@ -84,7 +94,7 @@ def rungs(found: Result) -> dict[str, Any]:
 
 def test_one_recipe_has_one_figure_on_the_ladder() -> None:
     trials = list(record(8, failed=0).trials)
-    exact = next(t for t in verdict.ranked(trials, Limits(max_drop=0.02), "latency") if t.recipe.exact)
+    exact = next(t for t in ranking.ranked(trials, Limits(max_drop=0.02), "latency") if t.recipe.exact)
     ladder = rungs(result(trials, exact))
     assert ladder["lossless"]["recipe"] == ladder["best"]["recipe"]
     assert ladder["lossless"] | {"rung": "best"} == ladder["best"]
@@ -111,7 +121,7 @@ def test_what_was_written_is_once_as_fast_as_itself_also_where_its_copy_ships() 
 
 def test_the_front_shows_the_search_and_says_what_the_confirmation_said(tmp_path: pathlib.Path) -> None:
     found = record(12, failed=0)
-    chart = _charts.pareto(found, _rows.rows(found))
+    chart = charts.pareto(found, trial_table.rows(found))
     assert chart is not None
     (label,) = (note for note in chart.layout["annotations"] if note["text"].startswith("ships"))
     assert label["text"] == "ships<br>(3.91x when measured again)"
@@ -119,7 +129,7 @@ def test_the_front_shows_the_search_and_says_what_the_confirmation_said(tmp_path
     assert found.winner.speedup is not None
     assert label["y"] == found.winner.speedup.value
     assert "Points show what the search measured." in said(found, tmp_path)
-    chart = _charts.pareto(confirmed_as(found, again=False), _rows.rows(found))
+    chart = charts.pareto(confirmed_as(found, again=False), trial_table.rows(found))
     assert chart is not None
     assert [note["text"] for note in chart.layout["annotations"]].count("ships") == 1
 
@@ -140,7 +150,7 @@ def test_the_front_shows_the_search_and_says_what_the_confirmation_said(tmp_path
     ],
 )
 def test_the_report_says_how_many_recipes_saw_the_test_data(tried: tuple[str, ...], test: str) -> None:
-    assert dict(_trust.data(record(4, tried=tried)))["test"] == test
+    assert dict(reliability.data(record(4, tried=tried)))["test"] == test
 
 
 def test_exact_recipes_that_the_data_could_not_decide_are_counted(tmp_path: pathlib.Path) -> None:
@@ -159,13 +169,13 @@ def test_exact_recipes_that_the_data_could_not_decide_are_counted(tmp_path: path
     assert "exact recipes that the data cannot decide are held to rounding instead" in page
     assert nothing not in page
     assert f"undecidable trials: 0, and {exact} exact, held to rounding instead" in " ".join(text(found).split())
-    row = next(row for row in _rows.rows(found) if row.trial.recipe.exact)
-    facts = dict(_rows._facts(row.trial, found))
+    row = next(row for row in trial_table.rows(found) if row.trial.recipe.exact)
+    facts = dict(trial_table._facts(row.trial, found))
     assert facts["limit of the drop"].endswith(
         "undecidable with 500 examples, but it is exact and was held to rounding instead"
     )
     one = dataclasses.replace(found, trials=tuple(t for t in trials if not t.recipe.exact or t.recipe == as_written()))
-    assert _trust.excused(one) == "1 exact recipe is undecided by the data; it was held to floating-point noise instead."
+    assert reliability.excused(one) == "1 exact recipe is undecided by the data; it was held to floating-point noise instead."
 
 
 @pytest.mark.parametrize(
@@ -177,9 +187,9 @@ def test_silence_of_a_runtime_is_a_finding_only_where_it_would_have_spoken(backe
     found = record(4, failed=0)
     best = dataclasses.replace(found.trials[0], recipe=Recipe(backend=backend), notes=())
     found = dataclasses.replace(found, trials=(best,), best=best.recipe.hash)
-    assert not _why.said(found)
-    assert ("no operator that the runtime could not run natively" in _why.nothing(found)) == known
-    assert ("does not say which operators" in _why.nothing(found)) != known
+    assert not operator_breakdown.said(found)
+    assert ("no operator that the runtime could not run natively" in operator_breakdown.nothing(found)) == known
+    assert ("does not say which operators" in operator_breakdown.nothing(found)) != known
 
 
 # ---- doubtful figures
@@ -190,13 +200,13 @@ def test_processes_that_run_unlike_each_time_are_not_blamed_on_a_busy_machine() 
         comparison(2.0), ratio=Interval(2.0, 1.6, 2.5), process_noise=0.12, starts=5, rival_ms=(0.4123, 0.52)
     )
     found = confirmed_as(record(8), speedup=unlike.ratio, against_tuned=None, comparison=unlike)
-    assert _verdict.doubt(found) == (
+    assert headline.doubt(found) == (
         "Each time they start the two run at another ratio, by 12% over 5 starts; the original took 0.412 to 0.52 ms: the "
         "interval of the speed-up goes from 1.60 to 2.50. Quote the interval, not the number. That is how they run here: more "
         "time or a quieter machine would narrow it little."
     )
     busy = dataclasses.replace(unlike, foreign=0.4)
-    assert _verdict.doubt(confirmed_as(found, comparison=busy)).startswith("The machine was too busy")
+    assert headline.doubt(confirmed_as(found, comparison=busy)).startswith("The machine was too busy")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +227,7 @@ def test_the_verdict_quotes_no_number_that_the_page_says_not_to_quote(ratio: Int
     best = trial(2, Recipe(backend=OpenVino()), labels=True, limit=0.02, draw=random.Random(0))
     again = dataclasses.replace(confirmed(best, labels=True, limit=0.02), speedup=ratio)
     study: Any = types.SimpleNamespace(trials=[best], options=Options())
-    sentence = sentences.improved(study, Best(trial=best, confirmation=again, artifact=None), [], best)
+    sentence = conclusions.improved(study, Best(trial=best, confirmation=again, artifact=None), [], best)
     assert sentence.startswith(words + "3.62x the tuned original (3.50 to 3.75)")
 
 
@@ -243,8 +253,8 @@ def busy_server() -> Record:
     rate = Measurement(unit="examples/s", n=20, median=800.0, interval=Interval(800.0, 780.0, 820.0))
     again = dataclasses.replace(confirmed(best, labels=True, limit=0.02), latency_ms=best.latency_ms, throughput=rate)
     ladder = (
-        verdict.entry(trials[0], found.limits, rung="as_written"),
-        verdict.entry(best, found.limits, rung="best", confirmed=again),
+        ranking.entry(trials[0], found.limits, rung="as_written"),
+        ranking.entry(best, found.limits, rung="best", confirmed=again),
     )
     return dataclasses.replace(
         found,
@@ -258,11 +268,11 @@ def busy_server() -> Record:
 def test_latencies_of_other_batches_say_of_how_many_examples_they_are(tmp_path: pathlib.Path) -> None:
     found = busy_server()
     assert tiles(found)["median latency"] == ("40.0 ms", "for 8 examples; 5.00 ms as written for 1 example")
-    assert [rung["examples a call"] for rung in _verdict.rungs(found)] == ["1", "8"]
+    assert [rung["examples a call"] for rung in headline.rungs(found)] == ["1", "8"]
     page = said(found, tmp_path)
     assert "A latency is that of one call alone, with as many examples as its recipe takes at once." in page
-    names = [column.name for column in _rows.columns(found)]
-    for row in _rows.rows(found):
+    names = [column.name for column in trial_table.columns(found)]
+    for row in trial_table.rows(found):
         cells = dict(zip(names, row.cells, strict=True))
         assert cells["examples a call"].key == (8 if row.trial.recipe.backend.name == "openvino" else 1)
     assert "examples a call, from the top: 1, 8." in " ".join(text(found).split())
@@ -270,8 +280,8 @@ def test_latencies_of_other_batches_say_of_how_many_examples_they_are(tmp_path: 
     lines = {line.name: line.left for line in side_by_side(found, found).lines}
     assert lines["best"].endswith("40.0 ms for 8 examples, 0.130 MB")
     plain = record(8)
-    assert "examples a call" not in _verdict.rungs(plain)[0]
-    assert len(_rows.columns(plain)) == len(_rows.rows(plain)[0].cells)
+    assert "examples a call" not in headline.rungs(plain)[0]
+    assert len(trial_table.columns(plain)) == len(trial_table.rows(plain)[0].cells)
 
 
 def test_the_ladder_of_a_terminal_says_so_too() -> None:
@@ -290,7 +300,7 @@ def test_a_score_on_other_data_is_said_to_be(tmp_path: pathlib.Path) -> None:
     assert "on the test data" not in str(result(trials, trials[2], score=None, baseline_score=None).ladder())
     found = record(8)
     sentence = "The score of the best is on the test data, where the model as written has 97.60%."
-    assert _verdict.tested(found) == sentence
+    assert headline.tested(found) == sentence
     assert sentence in html(found, tmp_path)
     assert sentence in " ".join(text(found).split())
     assert found.confirmation is not None
@@ -300,7 +310,7 @@ def test_a_score_on_other_data_is_said_to_be(tmp_path: pathlib.Path) -> None:
         dataclasses.replace(found.confirmation, ok=False),
         dataclasses.replace(found.confirmation, baseline_score=found.prepared.score),  # one set of data served for both
     ):
-        assert _verdict.tested(dataclasses.replace(found, confirmation=other)) is None
+        assert headline.tested(dataclasses.replace(found, confirmation=other)) is None
 
 
 def test_a_throughput_has_its_interval_and_what_it_was_as_written() -> None:
@@ -312,24 +322,24 @@ def test_a_throughput_has_its_interval_and_what_it_was_as_written() -> None:
 
 def test_the_time_under_load_is_not_called_that_of_a_call() -> None:
     found = busy_server()
-    for side in _why.sides(found):
+    for side in operator_breakdown.sides(found):
         assert "One call takes" not in side.summary
         assert "passes outside of them" not in side.summary
         assert side.summary.startswith("With 8 requests at once the inputs of one call are through every ")
-    assert all(side.summary.startswith("One call takes ") for side in _why.sides(record(8)))
+    assert all(side.summary.startswith("One call takes ") for side in operator_breakdown.sides(record(8)))
 
 
 def test_the_date_is_that_of_the_measurement_and_not_of_the_last_run(tmp_path: pathlib.Path) -> None:
     found = dataclasses.replace(record(8), started="2027-01-31T08:00:00+00:00")
     page = said(found, tmp_path)
     assert "Measured on Example CPU 9000 on 2026-11-21, 2 threads" in page
-    assert dict(_trust.confirmation(found))["measured again at"] == "2026-11-21T15:00:00+00:00"
-    facts = dict(_trust.study(found))
+    assert dict(reliability.confirmation(found))["measured again at"] == "2026-11-21T15:00:00+00:00"
+    facts = dict(reliability.study(found))
     assert facts["last run began"] == "2027-01-31T08:00:00+00:00"
     assert facts["last run took"] == "3 min 7 s"
     assert not {"began", "took"} & set(facts)
     running = dataclasses.replace(record(8, status=None), started="2027-01-31T08:00:00+00:00")
-    assert "Measured on Example CPU 9000, last run on 2027-01-31, 2 threads" in _verdict.conditions(running)
+    assert "Measured on Example CPU 9000, last run on 2027-01-31, 2 threads" in headline.conditions(running)
 
 
 # ---- charts that show what their caption says
@@ -337,12 +347,12 @@ def test_the_date_is_that_of_the_measurement_and_not_of_the_last_run(tmp_path: p
 
 def test_beaten_points_are_pale_without_shining_through_and_lie_below() -> None:
     found = record(24, failed=2)
-    rows = _rows.rows(found)
-    best = {point.row for point in _charts.front(_charts.points(found, rows))}
-    chart = _charts.pareto(found, rows)
+    rows = trial_table.rows(found)
+    best = {point.row for point in charts.front(charts.points(found, rows))}
+    chart = charts.pareto(found, rows)
     assert chart is not None
     traces = [trace for trace in chart.data if "customdata" in trace]
-    assert {n for trace in traces for n in trace["customdata"]} == {p.row for p in _charts.points(found, rows)}
+    assert {n for trace in traces for n in trace["customdata"]} == {p.row for p in charts.points(found, rows)}
     pale = [trace["marker"]["color"].endswith(" 0.35") for trace in traces]
     assert pale == sorted(pale, reverse=True)
     assert {True, False} == set(pale)
@@ -359,13 +369,13 @@ def test_every_roof_that_is_used_has_its_name_and_the_colour_of_its_model() -> N
     one, other = (found.explanations[name] for name in ("as_written", "best"))
     place = dataclasses.replace(other, dtype="float32", threads=1)
     threaded = dataclasses.replace(found, explanations={"as_written": one, "best": place})
-    chart = _roof.roofline(threaded)
+    chart = roofline_chart.roofline(threaded)
     assert chart is not None
     lines = {trace["name"]: trace["line"]["color"] for trace in chart.data if trace["mode"] == "lines"}
     assert (lines["float32, 2 threads"], lines["float32, 1 thread"]) == ("@quiet", "@accent")
     notes = {note["text"]: note["yanchor"] for note in chart.layout["annotations"]}
     assert notes == {"float32, 2 threads: as written": "bottom", "float32, 1 thread: what ships": "top"}
-    both = _roof.roofline(dataclasses.replace(found, explanations={"as_written": one, "best": one}))
+    both = roofline_chart.roofline(dataclasses.replace(found, explanations={"as_written": one, "best": one}))
     assert both is not None
     assert [note["text"] for note in both.layout["annotations"]] == ["float32, 2 threads: as written and what ships"]
     assert {trace["line"]["color"] for trace in both.data if trace["name"] == "float32, 2 threads"} == {"@ink"}

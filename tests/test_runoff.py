@@ -9,18 +9,18 @@ from collections.abc import Iterator
 import pytest
 
 from _faulty import write
-from trimtab._json import to_json
+from trimtab._internal.serialization import to_json
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.torchscript import TorchScript
-from trimtab.evaluate import BUILT
-from trimtab.measurement import Interval
-from trimtab.recipe import Recipe
+from trimtab.core.measurement import Interval
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import State, Trial
+from trimtab.evaluation.evaluate import BUILT
+from trimtab.execution.fork_pool import Workers
 from trimtab.study.options import Options
 from trimtab.study.runoff import _displaces, _key, contenders, run_off
-from trimtab.study.sampler import Ask
+from trimtab.study.samplers.ladder import Ask
 from trimtab.study.study import Study
-from trimtab.study.workers import Workers
-from trimtab.trial import State, Trial
 
 EXACT, LOSSY = Recipe(backend=OnnxRuntime()), Recipe(backend=OnnxRuntime(precision="int8_dynamic"))
 # many small operators, each of which costs eager torch a call

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from _labelled import X, Y, top1
-from trimtab.capture import Call
+from trimtab.core.capture import Call
+from trimtab.core.workload import Evaluation, Workload
 from trimtab.errors import WorkloadError
-from trimtab.reference import refer
-from trimtab.study.jobs import prepare_job, trial_job
-from trimtab.study.sameness import _alike, calibrates_otherwise, check_data, fingerprint, keep, look
-from trimtab.study.sampler import as_written
-from trimtab.subject import Subject, prepare
+from trimtab.evaluation.prepared_workload import Subject, prepare
+from trimtab.evaluation.reference import refer
+from trimtab.evaluation.reproducibility import _alike, calibrates_otherwise, check_data, fingerprint, keep, look
+from trimtab.execution.jobs.inference import prepare_job, trial_job
+from trimtab.study.samplers.ladder import as_written
 from trimtab.train import MappedTensors
-from trimtab.workload import Evaluation, Workload
 
 EXAMPLE = torch.ones(2, 8)
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim, parameter_names
+from trimtab.core.workload import Workload
 from trimtab.errors import CompileError
-from trimtab.signature import Dim, parameter_names
-from trimtab.subject import prepare
-from trimtab.workload import Workload
+from trimtab.evaluation.prepared_workload import prepare
 
 
 class Swish(torch.autograd.Function):

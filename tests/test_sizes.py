@@ -14,20 +14,20 @@ from torch import nn
 import trimtab
 from _backends import needs_compiler, reloaded
 from _labelled import X
-from trimtab._fitted import Fitted
-from trimtab.backends import _other_sizes
-from trimtab.backends._foreign import wrong_graph
-from trimtab.backends._program import PROGRAM, export_program, verified
+from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.backends.aoti import Aoti
+from trimtab.backends.common import other_sizes
+from trimtab.backends.common.exported_program import PROGRAM, export_program, verified
+from trimtab.backends.common.foreign import wrong_graph
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
-from trimtab.contracts import BACKENDS, Backend
+from trimtab.core.backend import BACKENDS, Backend
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
+from trimtab.core.workload import Evaluation, Workload
 from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
-from trimtab.signature import Dim
-from trimtab.subject import prepare
-from trimtab.workload import Evaluation, Workload
+from trimtab.evaluation.prepared_workload import prepare
 
 
 class Unet(nn.Sequential):
@@ -81,7 +81,7 @@ def test_a_size_that_fails_is_named_with_what_to_state() -> None:
 
 def test_a_batch_in_multiples_is_filled_up() -> None:
     candidate = Candidate.of(nn.Linear(8, 2).eval(), (X[:4],), dynamic={"input": {0: Dim("batch", step=4)}})
-    fitted = Fitted(OnnxRuntime().compile(candidate), candidate.signature)
+    fitted = PaddedExecutable(OnnxRuntime().compile(candidate), candidate.signature)
     assert torch.allclose(fitted(X[:7]), candidate.model(X[:7]), atol=1e-5)
 
 
@@ -228,7 +228,7 @@ def test_other_sizes_are_small_where_one_is_far() -> None:
 def test_other_sizes_are_near_where_the_model_takes_no_small_ones() -> None:
     dims = {"input": {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}}
     candidate = Candidate.of(nn.Conv2d(3, 4, 8).eval(), (torch.zeros(1, 3, 16, 16),), dynamic=dims)
-    far = _other_sizes.farthest(candidate, candidate.signature.dims[1], {"batch": 2, "height": 18, "width": 19})
+    far = other_sizes.farthest(candidate, candidate.signature.dims[1], {"batch": 2, "height": 18, "width": 19})
     assert far is not None
     assert dict(far.sizes) == {"batch": 2, "height": 144, "width": 19}
 
@@ -246,11 +246,11 @@ def test_far_sizes_end_with_a_call_that_costs_much(what: str, monkeypatch: pytes
             return x.mean(1)
 
     candidate = of_length(Quadratic(), 512)
-    monkeypatch.setattr(_other_sizes, "FAR_S", 0.1 if what == "seconds" else 60.0)
-    monkeypatch.setattr(_other_sizes, "free_mb", lambda: 1000.0)
-    monkeypatch.setattr(_other_sizes, "lifetime_mb", lambda: peak[0])
+    monkeypatch.setattr(other_sizes, "FAR_S", 0.1 if what == "seconds" else 60.0)
+    monkeypatch.setattr(other_sizes, "free_mb", lambda: 1000.0)
+    monkeypatch.setattr(other_sizes, "lifetime_mb", lambda: peak[0])
     asked.clear()
-    far = _other_sizes.farthest(candidate, candidate.signature.dims[1], {"batch": 3, "length": 17})
+    far = other_sizes.farthest(candidate, candidate.signature.dims[1], {"batch": 3, "length": 17})
     assert far is not None
     assert far.sizes["length"] == max(asked) == 64
     assert far.answer[1][0].shape == (2, 8)
@@ -305,7 +305,7 @@ def test_rows_of_a_fixed_batch_that_an_output_counts_by_steps_are_put_together()
     fixed = TorchScript().compile(Candidate.of(model, (torch.randn(3, 16, 8),)))
     assert candidate.signature.outputs[0].shape == ("?", 5)
     x = torch.randn(7, 16, 8)
-    assert torch.allclose(Fitted(fixed, candidate.signature)(x), model(x), atol=1e-6)
+    assert torch.allclose(PaddedExecutable(fixed, candidate.signature)(x), model(x), atol=1e-6)
 
 
 def test_rows_of_a_fixed_batch_that_an_output_counts_by_itself_are_not() -> None:
@@ -316,7 +316,7 @@ def test_rows_of_a_fixed_batch_that_an_output_counts_by_itself_are_not() -> None
     example, x = torch.tensor([[1.0], [2.0], [-1.0]]), torch.arange(-4.0, 3.0)[:, None]
     candidate = Candidate.of(Positive().eval(), (example,), dynamic={"x": {0: Dim("batch")}})
     assert candidate.signature.outputs[0].shape == ("?", 1)
-    fitted = Fitted(Eager().compile(Candidate.of(Positive().eval(), (example,))), candidate.signature)
+    fitted = PaddedExecutable(Eager().compile(Candidate.of(Positive().eval(), (example,))), candidate.signature)
     assert fitted(x[:6]).tolist() == [[1.0]]
     with pytest.raises(CompileError, match=r"the output output: float32\[\?, 1\] of several batches cannot be put together"):
         fitted(x)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.study.sources import MODEL, code_of
+from trimtab.evaluation.code_fingerprint import MODEL, code_of
 
 TEXT = """
 import time

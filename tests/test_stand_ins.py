@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab._golden import Golden
+from trimtab.artifact.test_vectors import Golden
 from trimtab.backends.eager import Eager
-from trimtab.candidate import Candidate
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
+from trimtab.core.workload import Evaluation, Workload
 from trimtab.errors import WorkloadError
-from trimtab.reference import refer
-from trimtab.signature import Dim
-from trimtab.subject import RESAMPLED, fresh, prepare
-from trimtab.workload import Evaluation, Workload
+from trimtab.evaluation.prepared_workload import RESAMPLED, fresh, prepare
+from trimtab.evaluation.reference import refer
 
 
 class Doing(nn.Module):

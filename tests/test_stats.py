@@ -14,6 +14,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from trimtab.core.measurement import Drop, Interval, Measurement
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure import quantiles
 from trimtab.measure.quantiles import binomial_cdf
@@ -28,7 +29,6 @@ from trimtab.measure.stats import (
     summarize,
     widened,
 )
-from trimtab.measurement import Drop, Interval, Measurement
 
 Blocks = Callable[[np.random.Generator, int], np.ndarray]
 

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from _backends import needs_compiler
-from trimtab._json import dumps, from_json
-from trimtab._tree import Record, Structure, flatten, opened, unflatten
-from trimtab.backends._owned import owned
+from trimtab._internal.serialization import dumps, from_json
+from trimtab.backends.common.owned_outputs import owned
 from trimtab.backends.eager import Eager
 from trimtab.backends.inductor import Inductor
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
-from trimtab.contracts import Backend
-from trimtab.signature import Dim, Signature
+from trimtab.core.backend import Backend
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim, Signature
+from trimtab.tensors.structure import Record, Structure, flatten, opened, unflatten
 
 BATCH = {"x": {0: Dim("batch")}}
 

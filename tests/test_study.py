@@ -20,20 +20,22 @@ import pytest
 import sqlalchemy
 
 from _studies import ENVIRONMENT, record
-from trimtab.contracts import BACKENDS, PASSES
+from trimtab.api.optimize import alone, forgetting
+from trimtab.core import search_space
+from trimtab.core.backend import BACKENDS
+from trimtab.core.measurement import Drop, Interval, Measurement
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES
+from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
-from trimtab.measurement import Drop, Interval, Measurement
-from trimtab.optimizing import alone, forgetting
 from trimtab.passes.threads import Threads
-from trimtab.recipe import Recipe
-from trimtab.study import space, verdict
-from trimtab.study.finish import ahead, pays
+from trimtab.study import ranking
+from trimtab.study.final_selection import ahead, pays
 from trimtab.study.options import Options
 from trimtab.study.record import claim
-from trimtab.study.sampler import Facts, Ladder, Tpe, as_written
+from trimtab.study.samplers.ladder import Ladder, SearchState, Tpe, as_written
 from trimtab.study.storage import Storage, in_file, shown
-from trimtab.trial import State, Trial
-from trimtab.workload import Limits
 
 IDENTITY = {"workload": "abc", "objective": "latency"}
 EAGER = Recipe(backend=BACKENDS["eager"]())
@@ -56,11 +58,11 @@ def drop(value: float, upper: float, limit: float, decided: bool | None, low: fl
     return Drop(value=value, low=low, upper=upper, n=400, limit=limit, decided=decided, n_needed=needed, share=True)
 
 
-def facts(limits: Limits = Limits(), throughput: bool = False) -> Facts:
-    return Facts(
+def facts(limits: Limits = Limits(), throughput: bool = False) -> SearchState:
+    return SearchState(
         throughput=throughput,
-        feasible=lambda trial: verdict.feasible(trial, limits),
-        value=lambda trial: verdict.value(trial, "latency"),
+        feasible=lambda trial: ranking.feasible(trial, limits),
+        value=lambda trial: ranking.value(trial, "latency"),
     )
 
 
@@ -140,7 +142,7 @@ def test_tpe_covers_the_space_and_repeats_nothing(tmp_path) -> None:
         ask = sampler.ask(trials, facts())
         assert ask is not None
         trial = by_backend(ask.recipe)
-        value = verdict.value(trial, "latency")
+        value = ranking.value(trial, "latency")
         trials.append(storage.finish(sampler.pending, trial, value) if sampler.pending else storage.add(trial, value))
     assert len({trial.recipe.hash for trial in trials}) == 25
     assert [t.recipe for t in storage.trials()] == [t.recipe for t in sorted(trials, key=lambda t: t.number)]
@@ -168,7 +170,7 @@ def test_a_study_goes_on_with_other_techniques_than_it_began_with(tmp_path, monk
     url = f"sqlite:///{tmp_path}/study.db"
     storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
     storage.add(complete(as_written(), 1.0), 1.0)
-    found = space.parameters
+    found = search_space.parameters
 
     def fewer(recipe: Recipe) -> Any:
         values, spaces = found(recipe)
@@ -228,7 +230,7 @@ def test_suggestions_that_do_not_fit_end_the_search(tmp_path) -> None:
             break
     assert len(left) == 10
     assert not any(trial.state == optuna.trial.TrialState.RUNNING for trial in storage.study.trials)
-    assert verdict.too_short(left).endswith("and 5 more.") or verdict.too_short(left).endswith(", 5 more.")
+    assert ranking.too_short(left).endswith("and 5 more.") or ranking.too_short(left).endswith(", 5 more.")
 
 
 def test_storage_says_what_is_wrong_with_the_file(tmp_path) -> None:
@@ -269,7 +271,7 @@ def test_of_a_recipe_that_was_tried_again_the_last_trial_counts(tmp_path) -> Non
 )
 def test_a_trial_that_a_limit_ended_is_tried_again_with_a_higher_one(ended_by: Any, limit: float | None, *, more: bool) -> None:
     trial = Trial(recipe=EAGER, state=State.FAILED, ended_by=ended_by, limit=limit)
-    assert verdict.has_more(trial, seconds=60.0, memory_mb=1000.0) is more
+    assert ranking.has_more(trial, seconds=60.0, memory_mb=1000.0) is more
 
 
 def test_a_study_that_was_deleted_meanwhile_is_the_storage_s_fault_for_every_sampler(tmp_path) -> None:
@@ -482,7 +484,7 @@ LOSSY = Recipe(passes=(PASSES["autocast"](),), backend=BACKENDS["eager"]())
     ],
 )
 def test_limits_are_kept_or_missed_in_words(trial: Trial, limits: Limits, missed: list[str]) -> None:
-    assert [miss.words for miss in verdict.misses(trial, limits)] == missed
+    assert [miss.words for miss in ranking.misses(trial, limits)] == missed
 
 
 def test_the_answer_to_an_impossible_wish_names_the_nearest_and_what_binds() -> None:
@@ -491,7 +493,7 @@ def test_the_answer_to_an_impossible_wish_names_the_nearest_and_what_binds() -> 
         complete(Recipe(backend=BACKENDS["torchscript"]()), 2.0),
         complete(LOSSY, 4.0, drop=drop(0.05, 0.06, 0.005, False, 0.04)),
     ]
-    words = verdict.unmet(trials, Limits(latency_ms=4.0))
+    words = ranking.unmet(trials, Limits(latency_ms=4.0))
     assert words == (
         "Nothing meets latency 4 ms. The nearest is torchscript: its latency of 5 ms is above the limit of 4 ms. "
         "The accuracy limit is what binds: without it, autocast(dtype=bfloat16) + eager would do."
@@ -504,7 +506,7 @@ def test_a_recipe_that_may_lose_accuracy_has_to_pay_for_it() -> None:
 
     def order(speedup: Interval) -> list[str]:
         lossy = dataclasses.replace(complete(LOSSY, 2.0), speedup=speedup)
-        return [str(t.recipe) for t in verdict.ranked([slower, lossy, exact], Limits(), "latency")]
+        return [str(t.recipe) for t in ranking.ranked([slower, lossy, exact], Limits(), "latency")]
 
     assert order(Interval(2.05, 2.01, 2.1)) == [str(LOSSY), "torchscript", "eager"], "it is surely faster"
     assert order(Interval(2.05, 1.99, 2.1)) == ["torchscript", str(LOSSY), "eager"], "it may be no faster at all"
@@ -517,8 +519,8 @@ def test_also_in_memory_or_size_and_for_more_than_noise(objective: str) -> None:
         return dataclasses.replace(complete(recipe, 1.0), peak_mb=mb, size_mb=mb)
 
     exact = of(EAGER, 40.0)
-    assert verdict.ranked([of(LOSSY, 39.9), exact], Limits(), objective)[0] is exact
-    assert verdict.ranked([exact, lossy := of(LOSSY, 39.0)], Limits(), objective)[0] is lossy
+    assert ranking.ranked([of(LOSSY, 39.9), exact], Limits(), objective)[0] is exact
+    assert ranking.ranked([exact, lossy := of(LOSSY, 39.0)], Limits(), objective)[0] is lossy
 
 
 def test_what_may_be_faster_on_a_busy_machine_is_looked_at_again() -> None:
@@ -532,11 +534,11 @@ def test_what_may_be_faster_on_a_busy_machine_is_looked_at_again() -> None:
     hardly = seen(1.04, 0.9, "inductor")
 
     def ahead(*trials: Trial, objective: str = "latency") -> list[Trial]:
-        return verdict.ahead([eager, *trials], Limits(), objective, eager)
+        return ranking.ahead([eager, *trials], Limits(), objective, eager)
 
     assert ahead(unsure, likely, surely) == [surely], "what is sure comes first, and goes to the confirmation alone"
     assert ahead(unsure, likely, hardly) == [likely]
-    assert [verdict.surely_ahead(trial, eager, "latency") for trial in (surely, likely)] == [True, False]
+    assert [ranking.surely_ahead(trial, eager, "latency") for trial in (surely, likely)] == [True, False]
     assert ahead(hardly) == []
     assert ahead(dataclasses.replace(likely, recipe=EAGER)) == [], "the tuned original is the best of these already"
     assert ahead() == []
@@ -544,9 +546,9 @@ def test_what_may_be_faster_on_a_busy_machine_is_looked_at_again() -> None:
 
 
 def test_space_variants_are_all_different_and_parameters_are_stable() -> None:
-    seen = [str(technique) for technique in space.techniques()]
+    seen = [str(technique) for technique in search_space.techniques()]
     assert len(seen) == len(set(seen)) > 10
-    names = [sorted(space.parameters(Recipe(backend=backend))[1]) for backend in space.backends()]
+    names = [sorted(search_space.parameters(Recipe(backend=backend))[1]) for backend in search_space.backends()]
     common = set.intersection(*map(set, names))
     assert "backend" in common
     assert "pass.threads" in common
@@ -565,15 +567,15 @@ def test_a_few_bytes_less_are_no_improvement() -> None:
 def test_the_original_to_beat_keeps_the_limits_and_has_a_figure_if_any_has() -> None:
     written = dataclasses.replace(complete(as_written(), 1.0), peak_mb=100.0)
     tuned = dataclasses.replace(complete(EAGER, 1.2), peak_mb=300.0)
-    assert verdict.best_eager([written, tuned]) is tuned
-    assert verdict.best_eager([written, tuned], Limits(memory_mb=200)) is written
-    assert verdict.best_eager([written, tuned], Limits(memory_mb=50)) is tuned, "neither keeps it"
+    assert ranking.best_eager([written, tuned]) is tuned
+    assert ranking.best_eager([written, tuned], Limits(memory_mb=200)) is written
+    assert ranking.best_eager([written, tuned], Limits(memory_mb=50)) is tuned, "neither keeps it"
     unknown = dataclasses.replace(tuned, peak_mb=None)
-    assert verdict.best_eager([written, unknown]) is unknown
-    assert verdict.best_eager([written, unknown], Limits(), "memory") is written
-    assert verdict.best_eager([written, tuned], Limits(), "memory") is written, "it needs less"
+    assert ranking.best_eager([written, unknown]) is unknown
+    assert ranking.best_eager([written, unknown], Limits(), "memory") is written
+    assert ranking.best_eager([written, tuned], Limits(), "memory") is written, "it needs less"
     slow = dataclasses.replace(complete(Recipe(passes=(Threads(count=1),), backend=EAGER.backend), 0.5), peak_mb=99.0)
-    assert verdict.best_eager([written, slow], Limits(), "memory") is written, "and that is noise"
+    assert ranking.best_eager([written, slow], Limits(), "memory") is written, "and that is noise"
 
 
 def test_the_model_as_written_is_nobody_ahead_of_its_own_tuned_form() -> None:
@@ -591,15 +593,15 @@ def test_a_first_timing_is_held_against_the_best_that_the_recipe_could_take_the_
     lossy = Recipe(backend=BACKENDS["openvino"](precision="int8_static"))
     trials = [complete(as_written(), 1.0), complete(Recipe(backend=BACKENDS["onnxruntime"]()), 3.0), complete(lossy, 6.0)]
     recipe = Recipe(backend=BACKENDS["openvino"]() if exact else BACKENDS["openvino"](precision="int8_weights"))
-    ranked = verdict.ranked(trials, Limits(), "latency")
+    ranked = ranking.ranked(trials, Limits(), "latency")
     low = {trial.recipe: trial.speedup.low for trial in ranked if trial.speedup}
-    found = verdict.to_reach(recipe, trials, Limits(), "latency")
-    assert found == {"floor": verdict.HOPELESS * low[lossy], "best": low[lossy if not exact else trials[1].recipe]}
+    found = ranking.to_reach(recipe, trials, Limits(), "latency")
+    assert found == {"floor": ranking.HOPELESS * low[lossy], "best": low[lossy if not exact else trials[1].recipe]}
     assert found["best"] == pytest.approx(best, abs=0.11)
-    assert verdict.to_reach(recipe, trials, Limits(), "size") == {}
+    assert ranking.to_reach(recipe, trials, Limits(), "size") == {}
 
 
 def test_a_training_that_is_hopeless_is_stopped_though_it_is_exact_and_eager() -> None:
     trials = [complete(as_written(), 1.0), complete(Recipe(backend=BACKENDS["eager"]()), 4.0)]
     slow = Recipe(passes=(PASSES["channels_last"](),), backend=BACKENDS["eager"]())
-    assert verdict.to_reach(slow, trials, Limits(), "throughput")["floor"] > 1
+    assert ranking.to_reach(slow, trials, Limits(), "throughput")["floor"] > 1

@@ -29,11 +29,12 @@ from trimtab.cli import environment
 from trimtab.cli._boundary import again
 from trimtab.cli._progress import Board, Lines, Quiet, Reflowing, clock, view
 from trimtab.cli.main import COMMANDS, FIRST_STEPS, app, main
-from trimtab.contracts import BACKENDS, PASSES
-from trimtab.measurement import Drop, Interval
-from trimtab.recipe import Recipe
-from trimtab.study.sampler import Ask
-from trimtab.trial import State, Trial
+from trimtab.core.backend import BACKENDS
+from trimtab.core.measurement import Drop, Interval
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES
+from trimtab.core.trial import State, Trial
+from trimtab.study.samplers.ladder import Ask
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trimtab._fixes import told
-from trimtab._said import an, counted, of_type
-from trimtab._user_code import user_code
+from trimtab._internal.text import an, counted, of_type, told
+from trimtab._internal.user_code import user_code
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate
+from trimtab.core.candidate import Candidate
 from trimtab.errors import WorkloadError
-from trimtab.evaluate import save
+from trimtab.evaluation.evaluate import save
 
 
 class Swish(torch.autograd.Function):

@@ -13,22 +13,23 @@ import torch
 from torch import nn
 
 from _backends import needs_compiler, reloaded
-from trimtab.backends._other_sizes import other_size
-from trimtab.backends._program import disagreement, export_program, export_static, program_call, verified
-from trimtab.backends._scratch import fingerprint
 from trimtab.backends.aoti import Aoti
+from trimtab.backends.common.exported_program import disagreement, export_program, export_static, program_call, verified
+from trimtab.backends.common.other_sizes import other_size
+from trimtab.backends.common.scratch import fingerprint
 from trimtab.backends.eager import Eager
 from trimtab.backends.inductor import Inductor
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import Backend, Executable
-from trimtab.environment import Environment
+from trimtab.core.backend import Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Dim
 from trimtab.errors import ArtifactError, CompileError, UsageError
+from trimtab.evaluation.reproducibility import weights_of
+from trimtab.hardware.environment import Environment
 from trimtab.passes.int8_weights import Int8Weights
-from trimtab.signature import Dim
-from trimtab.study.sameness import weights_of
 from trimtab.testing.models import convnet, deciding, encoder, structured
 
 

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trimtab import Settings, Trainer
 from trimtab.errors import NonFiniteError, TrimtabError, UsageError, WorkloadError
-from trimtab.train.clock import PHASES
-from trimtab.train.events import Ended, Event, JsonLines, Progressed, Saved, TensorBoard, Validated
-from trimtab.train.schedule import cosine, linear, one_cycle
-from trimtab.train.stopping import EarlyStopping
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.optim.schedules import cosine, linear, one_cycle
+from trimtab.train.runtime.step_clock import PHASES
+from trimtab.train.telemetry.events import Ended, Event, JsonLines, Progressed, Saved, TensorBoard, Validated
 
 Batch = list[torch.Tensor]
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from _ranks import on_ranks
-from trimtab.candidate import Settings
-from trimtab.train.additive import Additive
-from trimtab.train.clock import HostClock
-from trimtab.train.step import Step
+from trimtab.core.settings import Settings
+from trimtab.train.engine.loss_additivity import Additive
+from trimtab.train.engine.step import Step
+from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.trainer import Trainer
 
 PAD = 0

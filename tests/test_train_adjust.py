@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from trimtab import Settings, Trainer
-from trimtab.train.adjust import WINDOWS, Adjuster, Micro, Window, Workers, workers_of
-from trimtab.train.clock import HostClock
-from trimtab.train.events import Adjusted, Event, Progressed
-from trimtab.train.feed import Feed
-from trimtab.train.loader import Loader
+from trimtab.train.autotune.online_tuning import WINDOWS, Adjuster, Micro, Window, Workers, workers_of
+from trimtab.train.data.device_prefetch import mover
+from trimtab.train.data.loader import Loader
+from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.position import Position
-from trimtab.train.prefetch import mover
+from trimtab.train.runtime.step_clock import HostClock
+from trimtab.train.telemetry.events import Adjusted, Event, Progressed
 
 CPU = mover(torch.device("cpu"))
 ADJUSTED = Settings(threads=1, adjust=True)
@@ -90,7 +90,7 @@ def test_a_loader_that_becomes_slow_gets_workers_and_the_run_stays_the_same(draw
 
 def test_workers_are_changed_in_the_middle_of_an_epoch() -> None:
     loader = Loader(list(range(6)), 1, seed=1)
-    feed = Feed(loader, 1, HostClock(), CPU)
+    feed = MicroBatcher(loader, 1, HostClock(), CPU)
     want = [int(batch) for batch in loader]
     feed.begin(0)
     groups = feed.groups()
@@ -106,7 +106,7 @@ def test_workers_are_changed_in_the_middle_of_an_epoch() -> None:
 
 
 def test_micro_batches_leave_batchnorm_alone() -> None:
-    feed = Feed([], 1, HostClock(), CPU)
+    feed = MicroBatcher([], 1, HostClock(), CPU)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert Micro(feed, model, 2).why_not() == "BatchNorm would see other batches."
     remedy = Micro(feed, nn.Linear(2, 2), 2)
@@ -227,7 +227,7 @@ def test_a_shift_of_a_moment_is_no_shift() -> None:
 
 def test_an_attempt_at_smaller_batches_ends_no_run() -> None:
     graphs = [(torch.randn(6, 3), torch.zeros(2, 9), torch.zeros(4))] * 2
-    feed = Feed(graphs, 1, HostClock(), lambda batch: batch)
+    feed = MicroBatcher(graphs, 1, HostClock(), lambda batch: batch)
     remedy = Micro(feed, nn.Linear(3, 1), 3)
     remedy.apply()
     feed.begin(0)
@@ -296,7 +296,7 @@ def joined(file: Any, items: list[Any]) -> Any:
 
 
 def against_workers(loader: Any) -> str | None:
-    return Workers(Feed(loader, 1, HostClock(), CPU), Position(), 2).why_not()
+    return Workers(MicroBatcher(loader, 1, HostClock(), CPU), Position(), 2).why_not()
 
 
 @pytest.mark.parametrize("make", [Records, Reopened, Reduced, lambda file: Held([file] * 20_000), lambda file: Held({1: file})])

@@ -21,18 +21,19 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from _peaks import write_peaks
 from trimtab import Settings, Trainer
-from trimtab._peaks import Peaks, Rate
-from trimtab.contracts import PASSES
+from trimtab.core import search_space
+from trimtab.core.technique import PASSES
 from trimtab.errors import UsageError
-from trimtab.study import space
-from trimtab.train import auto, progress
-from trimtab.train.auto import OFF, undecided
-from trimtab.train.events import Event, Progressed, Remarked
-from trimtab.train.kernels import use_kernels
-from trimtab.train.peak import _peak, flops_share
-from trimtab.train.peek import first_batches
-from trimtab.train.runtime import running
-from trimtab.train.summary import Summary
+from trimtab.hardware.peaks import Peaks, Rate
+from trimtab.train.autotune import auto_settings
+from trimtab.train.autotune.auto_settings import OFF, undecided
+from trimtab.train.data.peek import first_batches
+from trimtab.train.optim.kernels import use_kernels
+from trimtab.train.runtime.torch_settings import running
+from trimtab.train.telemetry import progress
+from trimtab.train.telemetry.events import Event, Progressed, Remarked
+from trimtab.train.telemetry.mfu import _peak, flops_share
+from trimtab.train.telemetry.summary import Summary
 
 ALL = Settings(
     threads=1,
@@ -151,7 +152,7 @@ def test_what_pays_is_on_with_its_figures() -> None:
 
 
 def test_bfloat16_is_declined_by_measurement_where_it_is_emulated() -> None:
-    if auto._native_bfloat16() or torch.cuda.is_available():
+    if auto_settings._native_bfloat16() or torch.cuda.is_available():
         pytest.skip("this machine multiplies bfloat16")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
@@ -178,7 +179,7 @@ def test_precision_that_changes_the_loss_is_off() -> None:
     targets = [(x, torch.randn(len(x), 4)) for x, _ in batches(4)]
     model = Cancelling()
     made = trainer(model, Settings(threads=1), loss=nn.MSELoss(), optimizer=torch.optim.SGD)
-    decisions = auto._Decisions(made, targets, None)
+    decisions = auto_settings._Decisions(made, targets, None)
     decisions.make([])
     technique = PASSES["autocast"]()
     text = decisions._verdict(technique, "autocast", "bfloat16", 60.0).text
@@ -255,8 +256,8 @@ def test_the_first_batches_are_not_used_up() -> None:
 def test_searches_for_inference_leave_passes_for_training_alone() -> None:
     training = {name for name in PASSES if "infer" not in PASSES[name].modes}
     assert {"compile", "optimizer", "attention", "tf32", "cudnn_benchmark"} <= training
-    assert {technique.name for technique in space.techniques()}.isdisjoint(training)
-    assert {step.name for exact in (True, False) for step in space.passes(exact=exact)}.isdisjoint(training)
+    assert {technique.name for technique in search_space.techniques()}.isdisjoint(training)
+    assert {step.name for exact in (True, False) for step in search_space.passes(exact=exact)}.isdisjoint(training)
 
 
 def test_kernels_of_an_optimizer_can_change_between_updates() -> None:
@@ -392,7 +393,7 @@ import sys
 import torch
 from torch import nn
 from trimtab import Settings, Trainer
-from trimtab._peaks import Peaks, Rate
+from trimtab.hardware.peaks import Peaks, Rate
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import nn
 
 from _runs import Line, loader, trainer
 from trimtab import Trainer
-from trimtab.train.stopping import Ema
+from trimtab.train.optim.ema import Ema
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

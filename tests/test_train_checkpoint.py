@@ -23,17 +23,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.testing._internal.two_tensor import TwoTensor
 
 from trimtab import Settings, Trainer
-from trimtab._user_code import IN_WORKER
+from trimtab._internal.user_code import IN_WORKER
 from trimtab.errors import StorageError, UsageError
-from trimtab.train import held
-from trimtab.train.checkpoint import HASHES, STATE, TENSORS, Checkpoints
-from trimtab.train.events import Event, Progressed, Saved
-from trimtab.train.schedule import one_cycle
-from trimtab.train.stopping import EarlyStopping
+from trimtab.train.checkpoint import folder_lock
+from trimtab.train.checkpoint.checkpoints import HASHES, STATE, TENSORS, Checkpoints
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.optim.schedules import one_cycle
+from trimtab.train.telemetry.events import Event, Progressed, Saved
 
 SCRIPT = """
 import sys, torch
-from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.checkpoint.checkpoints import Checkpoints
 checkpoints = Checkpoints(sys.argv[1])
 for update in range(1, 100_000):
     checkpoints.save(update, {"update": update, "tensor": torch.full((200_000,), float(update))})
@@ -331,23 +331,23 @@ def test_a_folder_that_is_let_go_while_another_run_asks_for_it_is_kept_from_a_th
 
     def lock(file: int, how: int) -> None:
         if not took:
-            (tmp_path / held.NAME).unlink()
+            (tmp_path / folder_lock.NAME).unlink()
         took.append(real(file, how))
 
     monkeypatch.setattr(fcntl, "lockf", lock)
-    ours = held.hold(tmp_path)
+    ours = folder_lock.hold(tmp_path)
     assert ours is not None
     assert len(took) == 2
-    assert os.path.samestat(os.fstat(ours.fileno()), (tmp_path / held.NAME).stat())
-    held.let_go(tmp_path, ours)
+    assert os.path.samestat(os.fstat(ours.fileno()), (tmp_path / folder_lock.NAME).stat())
+    folder_lock.let_go(tmp_path, ours)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_let_go_hides_no_other_error(tmp_path: pathlib.Path) -> None:
-    ours = held.hold(tmp_path)
-    (tmp_path / held.NAME).unlink(missing_ok=True)
-    (tmp_path / held.NAME).mkdir()  # as little to be removed as in a folder that is read-only by now
-    held.let_go(tmp_path, ours)
+    ours = folder_lock.hold(tmp_path)
+    (tmp_path / folder_lock.NAME).unlink(missing_ok=True)
+    (tmp_path / folder_lock.NAME).mkdir()  # as little to be removed as in a folder that is read-only by now
+    folder_lock.let_go(tmp_path, ours)
     assert ours is None or ours.closed
 
 

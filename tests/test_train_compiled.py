@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from _backends import needs_compiler
-from trimtab.candidate import Settings
-from trimtab.train.recompute import Recomputed
+from trimtab.core.settings import Settings
+from trimtab.train.memory.activation_checkpointing import Recomputed
 from trimtab.train.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")

@@ -19,9 +19,9 @@ from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from trimtab import Settings, Trainer
 from trimtab.train import Collate, Loader, MappedTensors
-from trimtab.train.distributed.data import share
-from trimtab.train.fetch import Chosen, Columns, source_of
-from trimtab.train.stateful import Seekable
+from trimtab.train.data.loader_position import Seekable
+from trimtab.train.data.readers import Chosen, Columns, source_of
+from trimtab.train.distributed.data_sharding import share
 
 X, Y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 400).astype(int) + 1

@@ -15,13 +15,13 @@ from torch.utils.data import Dataset
 from transformers import BatchEncoding
 
 import trimtab
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.clock import HostClock
-from trimtab.train.feed import Feed
-from trimtab.train.loader import Loader
-from trimtab.train.prefetch import StreamTransfer, Transfer, _Coming, mover, stored, transfer_for
-from trimtab.train.tuned_loader import Way, _Trial, tune_loader
+from trimtab.train.data.device_prefetch import StreamTransfer, Transfer, _Coming, mover, stored, transfer_for
+from trimtab.train.data.loader import Loader
+from trimtab.train.data.micro_batches import MicroBatcher
+from trimtab.train.data.worker_tuning import Way, _Trial, tune_loader
+from trimtab.train.runtime.step_clock import HostClock
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 X = torch.arange(512.0).reshape(64, 8)
@@ -65,7 +65,7 @@ def test_what_lies_in_memory_is_read_here() -> None:
 
 @pytest.mark.parametrize("pin", [None, False, True])
 def test_pinning_stays_as_it_is(pin: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.train.loader._pinned", lambda batch: batch)  # there may be no GPU to lock memory for
+    monkeypatch.setattr("trimtab.train.data.loader._pinned", lambda batch: batch)  # there may be no GPU to lock memory for
     loader = Loader(X, 8, pin=pin)
     tune_loader(loader, seconds=0.5, most_workers=0)
     assert loader.pin is pin
@@ -91,11 +91,11 @@ class Early(Transfer):
 
 @pytest.mark.parametrize("transfer", [Transfer, Early])
 def test_what_fails_on_the_way_to_the_device_is_not_told_as_the_loaders(transfer: type[Transfer]) -> None:
-    def fed(error: Exception) -> Feed:
+    def fed(error: Exception) -> MicroBatcher:
         def move(batch: Any) -> Any:
             raise error
 
-        feed = Feed([X], 1, HostClock(), move, transfer=transfer(move))
+        feed = MicroBatcher([X], 1, HostClock(), move, transfer=transfer(move))
         feed.begin(0)
         return feed
 

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from trimtab.errors import StorageError, UsageError, WorkloadError
-from trimtab.train.collate import Collate
-from trimtab.train.loader import Loader
-from trimtab.train.mapped import HEADER, MappedTensors
+from trimtab.train.data.collate import Collate
+from trimtab.train.data.loader import Loader
+from trimtab.train.data.memory_mapped import HEADER, MappedTensors
 
 
 class Faulty(Dataset[Any]):
@@ -111,7 +111,7 @@ def test_a_worker_that_has_ended_is_told_of_and_replaced(fault: str) -> None:
 SMALL = """
 import resource, torch
 from torch.utils.data import Dataset, get_worker_info
-from trimtab.train.loader import Loader
+from trimtab.train.data.loader import Loader
 class Small(Dataset):
     def __len__(self):
         return 8

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.collate import Collate
-from trimtab.train.loader import Loader
+from trimtab.train.data.collate import Collate
+from trimtab.train.data.loader import Loader
 from trimtab.train.trainer import Trainer
 
 TOKENS = {"input_ids": [[1], [2, 3], [4, 5, 6], [7]], "labels": [0, 1, 0, 1]}

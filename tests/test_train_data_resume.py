@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import trimtab
-from trimtab.train.collate import Collate
-from trimtab.train.events import Event, Progressed
-from trimtab.train.loader import Loader
+from trimtab.train.data.collate import Collate
+from trimtab.train.data.loader import Loader
+from trimtab.train.telemetry.events import Event, Progressed
 
 SAVED, KILLED, STEPS = 24, 31, 84
 """With about 30 batches an epoch: the checkpoint that is left is of mid-epoch, and the losses after it cross two epochs."""

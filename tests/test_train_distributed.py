@@ -16,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from _ranks import failure, on_ranks
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import PeerError, TrimtabError, UsageError
-from trimtab.train.distributed.data import Share, share
+from trimtab.train.distributed.data_parallel import DataParallelGroup
+from trimtab.train.distributed.data_sharding import Share, share
 from trimtab.train.distributed.devices import local_device
-from trimtab.train.distributed.group import Group
-from trimtab.train.distributed.processes import _attempt
-from trimtab.train.distributed.replicas import Replicas
-from trimtab.train.pace import Pace, laggard
-from trimtab.train.summary import Summary
+from trimtab.train.distributed.launch import _attempt
+from trimtab.train.distributed.process_group import Group
+from trimtab.train.telemetry.stragglers import Pace, laggard
+from trimtab.train.telemetry.summary import Summary
 from trimtab.train.trainer import Trainer
 
 CLASSES = 4
@@ -201,7 +201,7 @@ def buckets(folder: pathlib.Path) -> dict[str, Any]:
         made = trainer(network(), accumulate=accumulate, bucket_mb=0.002)
         calls: list[int] = []
         world = made.world
-        assert isinstance(world, Replicas)
+        assert isinstance(world, DataParallelGroup)
         begin = world.exchange.begin
         world.exchange.begin = lambda b, calls=calls, begin=begin: (calls.append(b.flat.nbytes), begin(b))[1]  # type: ignore
         updates = made.fit(batches(16 * accumulate), epochs=1).updates

@@ -11,10 +11,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from _ranks import on_ranks
-from trimtab.candidate import Settings
-from trimtab.train.distributed.exchange import Bucket, Exchange, in_a_row, shaped
-from trimtab.train.distributed.group import Group
-from trimtab.train.distributed.processes import start
+from trimtab.core.settings import Settings
+from trimtab.train.distributed.comm_hooks import Bucket, Exchange, in_a_row, shaped
+from trimtab.train.distributed.launch import start
+from trimtab.train.distributed.process_group import Group
 from trimtab.train.trainer import Trainer
 
 KINDS = [None, "float16", "bfloat16", "powersgd"]

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from _ranks import on_ranks
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import UsageError
-from trimtab.train.distributed.processes import join
+from trimtab.train.distributed.launch import join
 from trimtab.train.distributed.tensor_parallel import mesh, split_layers
 from trimtab.train.trainer import Trainer
 
@@ -343,7 +343,7 @@ SCRIPT = """
 import json, os, pathlib, signal, sys
 import torch
 from torch import nn
-from trimtab.candidate import Settings
+from trimtab.core.candidate import Settings
 from trimtab.train.trainer import Trainer
 
 torch.set_num_threads(1)

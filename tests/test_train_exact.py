@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.feed import join
+from trimtab.train.data.micro_batches import join
 from trimtab.train.trainer import Trainer
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -17,9 +17,9 @@ from _ranks import on_ranks
 from _runs import COUNTED, EPOCH, Line, loader, told, trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import WorkloadError
-from trimtab.train.batch_size import find_batch
-from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.events import Event, Progressed, Remarked
+from trimtab.train.autotune.batch_size import find_batch
+from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.telemetry.events import Event, Progressed, Remarked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from _nets import CPU, Nested, adam, convolutional, made, transformer
 from _runs import full_at
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train import memory
-from trimtab.train.batch_size import find_batch
-from trimtab.train.events import Event, Progressed, Remarked
-from trimtab.train.live import peak_activations
+from trimtab.train.autotune.batch_size import find_batch
+from trimtab.train.engine import out_of_memory
+from trimtab.train.memory.peak_activations import peak_activations
+from trimtab.train.telemetry.events import Event, Progressed, Remarked
 from trimtab.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("peaks_known")
@@ -123,7 +123,7 @@ def test_a_failed_try_leaves_no_trace_in_buffers_and_random_numbers() -> None:
 
 
 def test_whole_batches_are_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "AGAIN_AFTER", 2)
+    monkeypatch.setattr(out_of_memory, "AGAIN_AFTER", 2)
     torch.manual_seed(0)
     greedy = Greedy(8)
     trainer = Trainer(greedy, loss=nn.CrossEntropyLoss(), optimizer=adam)

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
 from _runs import EPOCH, Line, loader, told, trainer
 from trimtab import Trainer
 from trimtab.errors import UsageError
-from trimtab.train.events import Event, Validated
-from trimtab.train.schedule import cosine, one_cycle
-from trimtab.train.stopping import EarlyStopping
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.optim.schedules import cosine, one_cycle
+from trimtab.train.telemetry.events import Event, Validated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from trimtab import Settings, Trainer
-from trimtab.train.loader import Loader
-from trimtab.train.losses import Written, final, increase
-from trimtab.train.step import Update
+from trimtab.train.data.loader import Loader
+from trimtab.train.engine.step import Update
+from trimtab.train.loss.loss_parity import BaselineLosses, final, increase
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CUDA = pytest.param("cuda", marks=gpu)
@@ -49,7 +49,7 @@ def test_half_precision_learns_what_float32_does(device: str, precision: Any) ->
     exact = learnt(Settings(device=device), 80)
     half = learnt(Settings(device=device, autocast=precision), 80)
     assert exact != half
-    found = increase(Written.of(exact, []), half, HIGHER * final(exact))
+    found = increase(BaselineLosses.of(exact, []), half, HIGHER * final(exact))
     assert found.upper <= HIGHER * exact[0], found  # of what there was to learn
     assert final(half) < 0.5 * half[0]
 

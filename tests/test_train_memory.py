@@ -21,15 +21,15 @@ from torch.profiler import ProfilerActivity, profile
 from _nets import CPU, MODELS, Residual, adam, convolutional, made, perceptron, transformer
 from _peaks import write_peaks
 from _ranks import on_ranks
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.batch_size import backward
-from trimtab.train.budget import Verified, choose
-from trimtab.train.double import Double
-from trimtab.train.live import Live, peak_activations
-from trimtab.train.peak import flops_share
-from trimtab.train.recompute import Recomputed
-from trimtab.train.runtime import allocate
+from trimtab.train.autotune.batch_size import backward
+from trimtab.train.autotune.shadow_run import ShadowRun
+from trimtab.train.memory.activation_budget import Verified, choose
+from trimtab.train.memory.activation_checkpointing import Recomputed
+from trimtab.train.memory.peak_activations import Live, peak_activations
+from trimtab.train.runtime.torch_settings import allocate
+from trimtab.train.telemetry.mfu import flops_share
 from trimtab.train.trainer import Trainer
 
 
@@ -728,7 +728,7 @@ def test_a_double_of_a_run_keeps_its_budget() -> None:
 
     def peak(settings: Settings) -> float:
         trainer = Trainer(model, loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=settings)
-        double = Double(trainer, settings, [(x, x)])
+        double = ShadowRun(trainer, settings, [(x, x)])
         step = double.step
         return peak_activations(lambda: backward(step, (x, x)), double.model.parameters(), torch.device("cpu")) / 1e6
 
@@ -736,7 +736,7 @@ def test_a_double_of_a_run_keeps_its_budget() -> None:
     assert peak(Settings(threads=1, activation_mb=0.7 * whole)) <= 0.7 * whole
     chain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     trainer = Trainer(chain, loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(segments=2))
-    assert "forward" in vars(Double(trainer, trainer.settings, [(torch.zeros(2, 4), torch.zeros(2, 4))]).model)
+    assert "forward" in vars(ShadowRun(trainer, trainer.settings, [(torch.zeros(2, 4), torch.zeros(2, 4))]).model)
 
 
 class Counting(nn.Linear):

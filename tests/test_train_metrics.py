@@ -14,8 +14,8 @@ from _ranks import failure, on_ranks
 from _runs import trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.events import Callback, Event, Progressed, Validated
-from trimtab.train.stopping import EarlyStopping
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.telemetry.events import Callback, Event, Progressed, Validated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Batches = list[tuple[torch.Tensor, torch.Tensor]]

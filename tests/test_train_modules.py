@@ -15,10 +15,10 @@ from torch import nn
 from _runs import EPOCH, loader, trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError
-from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.distributed.group import Group
-from trimtab.train.events import Event, Progressed
-from trimtab.train.prepare import check_place, optimizer_for
+from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.distributed.process_group import Group
+from trimtab.train.engine.setup import check_place, optimizer_for
+from trimtab.train.telemetry.events import Event, Progressed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

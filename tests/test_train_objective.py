@@ -17,15 +17,15 @@ from torch.nn import functional
 
 from _peaks import write_peaks
 from trimtab import Settings, Trainer
+from trimtab.core.workload import Training, Workload
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.study.train_jobs import _fingerprint
-from trimtab.train.objective import Objective, fresh
-from trimtab.train.peak import flops_share
-from trimtab.train.prepare import loss_on, optimizer_for
-from trimtab.train.rehearsal import rehearsal
-from trimtab.train.stopping import EarlyStopping
-from trimtab.train.trying import prepared
-from trimtab.workload import Training, Workload
+from trimtab.evaluation.training.workload import prepared
+from trimtab.execution.jobs.training import _fingerprint
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.engine.setup import loss_on, optimizer_for
+from trimtab.train.loss.adapter import LossAdapter, fresh
+from trimtab.train.runtime.snapshots import rehearsal
+from trimtab.train.telemetry.mfu import flops_share
 
 CLASSES = 4
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
@@ -170,7 +170,7 @@ def test_only_a_weight_may_stand_beside_the_mean(beside: tuple[Any, ...], said: 
 
 @pytest.mark.parametrize("weight", [3, 2.5, 0, np.float32(2.5), np.int64(3), torch.tensor(3)])
 def test_a_weight_is_any_number_that_a_mean_can_be_over(weight: Any) -> None:
-    objective = Objective(lambda model, batch: (popping(model, batch), weight))
+    objective = LossAdapter(lambda model, batch: (popping(model, batch), weight))
     assert float(objective(network(), batches(1)[0])[1]) == float(weight)
     assert objective(network(), batches(1)[0], weighed=False)[1] == 1.0
 
@@ -240,7 +240,7 @@ def test_the_class_of_a_model_says_what_its_loss_is_a_mean_over(kind: str, weigh
     model.config.architectures = ["GPT2LMHeadModel"]
     tokens = torch.randint(1, 20, (2, 7))
     labels = torch.tensor([0, 2]) if weight == 2 else tokens
-    assert int(Objective(None)(model, {"input_ids": tokens, "labels": labels})[1]) == weight
+    assert int(LossAdapter(None)(model, {"input_ids": tokens, "labels": labels})[1]) == weight
 
 
 @pytest.mark.parametrize(("shifts", "weight"), [(True, 12), (False, 14)])
@@ -275,7 +275,7 @@ def test_a_class_of_its_own_that_asks_transformers_for_its_loss_is_a_mean_over_w
     )  # fmt: skip
     tokens = torch.randint(1, 20, (2, 7))
     for kind in (Speaker, Naming) if shifts else (Tagger,):
-        assert int(Objective(None)(kind(config), {"input_ids": tokens, "labels": tokens})[1]) == weight
+        assert int(LossAdapter(None)(kind(config), {"input_ids": tokens, "labels": tokens})[1]) == weight
 
 
 def test_a_loss_that_is_a_module_may_take_the_model(tmp_path: pathlib.Path) -> None:
@@ -302,7 +302,7 @@ def test_a_class_of_its_own_goes_by_what_the_config_says() -> None:
             return {"loss": super().forward(x).mean()}
 
     batch = {"x": torch.randn(2, 4), "labels": torch.ones(2, 7, dtype=torch.long)}
-    assert int(Objective(None)(Wrapped(4, 3), batch)[1]) == 12
+    assert int(LossAdapter(None)(Wrapped(4, 3), batch)[1]) == 12
 
 
 @pytest.mark.parametrize("ignored", [255, -1])
@@ -310,19 +310,19 @@ def test_class_weights_go_with_any_label_that_is_left_out(ignored: int) -> None:
     weight, inputs, labels = torch.tensor([1.0, 2.0, 4.0]), torch.randn(8, 4), torch.randint(0, 3, (8,))
     labels[::2] = ignored
     loss = nn.CrossEntropyLoss(weight=weight, ignore_index=ignored)
-    found, total = Objective(loss)(nn.Linear(4, 3), (inputs, labels))
+    found, total = LossAdapter(loss)(nn.Linear(4, 3), (inputs, labels))
     assert float(total) == float(weight[labels[1::2]].sum())
     assert torch.isfinite(found)
     labels[1] = 7
     with pytest.raises(WorkloadError, match="A label is 7, but the model has 3 outputs"):
-        Objective(loss)(nn.Linear(4, 3), (inputs, labels))
+        LossAdapter(loss)(nn.Linear(4, 3), (inputs, labels))
 
 
 def test_labels_that_are_bytes_are_counted_whatever_their_number() -> None:
     batch = torch.randn(3, 4), torch.tensor([156, 3, 100], dtype=torch.uint8)
-    assert float(Objective(nn.CrossEntropyLoss())(nn.Linear(4, 200), batch)[1]) == 3
+    assert float(LossAdapter(nn.CrossEntropyLoss())(nn.Linear(4, 200), batch)[1]) == 3
     weighted = nn.CrossEntropyLoss(weight=torch.full((200,), 2.0), ignore_index=100)
-    assert float(Objective(weighted)(nn.Linear(4, 200), batch)[1]) == 4
+    assert float(LossAdapter(weighted)(nn.Linear(4, 200), batch)[1]) == 4
 
 
 # A loss with parameters or a state of its own.

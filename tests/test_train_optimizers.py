@@ -15,14 +15,14 @@ from torch.optim import ASGD, SGD, AdamW, Muon, NAdam, Optimizer
 from _runs import EPOCH, loader, told, trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError
-from trimtab.train.batch_size import find_batch
-from trimtab.train.events import Event, Progressed, Validated
-from trimtab.train.kernels import bring_state
-from trimtab.train.optimizer_state import load
-from trimtab.train.rehearsal import rehearsal
-from trimtab.train.schedule import cosine
-from trimtab.train.stopping import EarlyStopping
-from trimtab.train.world import World
+from trimtab.train.autotune.batch_size import find_batch
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.optim.kernels import bring_state
+from trimtab.train.optim.optimizer_state import load
+from trimtab.train.optim.schedules import cosine
+from trimtab.train.runtime.snapshots import rehearsal
+from trimtab.train.runtime.world import World
+from trimtab.train.telemetry.events import Event, Progressed, Validated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

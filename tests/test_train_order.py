@@ -19,13 +19,13 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, R
 from _runs import COUNTED, DATA, EPOCH, STAYING, Drawing, Stream, loader, told, trainer
 from trimtab import Settings
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.batch_size import find_batch
-from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.clock import HostClock
-from trimtab.train.draws import generators_of
-from trimtab.train.feed import Feed
-from trimtab.train.loader import Loader
-from trimtab.train.peek import first_batches
+from trimtab.train.autotune.batch_size import find_batch
+from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.data.loader import Loader
+from trimtab.train.data.micro_batches import MicroBatcher
+from trimtab.train.data.peek import first_batches
+from trimtab.train.runtime.random_generators import generators_of
+from trimtab.train.runtime.step_clock import HostClock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -337,11 +337,11 @@ def test_the_sampler_within_a_batch_sampler_hears_of_epochs_once(own: bool) -> N
     sampler, data = Shuffled(), list(range(4))
     loader: DataLoader[int]
     loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False)) if own else DataLoader(data, 2, sampler=sampler)  # type: ignore[arg-type]
-    feed = Feed(loader, 1, HostClock(), lambda batch: batch)
+    feed = MicroBatcher(loader, 1, HostClock(), lambda batch: batch)
     feed.begin(0)
     feed.begin(1)
     assert sampler.epochs == [0, 1]
-    Feed(
+    MicroBatcher(
         DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)), 1, HostClock(), lambda batch: batch
     ).begin(1)  # type: ignore[arg-type]
 
@@ -368,7 +368,7 @@ class Told(Dataset[int]):
 def test_the_parts_of_a_joined_dataset_hear_of_epochs_and_keep_their_generators(join: Callable[..., Dataset[Any]]) -> None:
     parts = Told(), Told()
     loader = DataLoader(join(*parts), 2)
-    feed = Feed(loader, 1, HostClock(), lambda batch: batch)
+    feed = MicroBatcher(loader, 1, HostClock(), lambda batch: batch)
     feed.begin(0)
     feed.begin(1)
     assert [part.epochs for part in parts] == [[0, 1]] * 2

@@ -14,14 +14,14 @@ from torch import nn
 
 from _ranks import failure, variables
 from _runs import full_at
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import PeerError, UsageError
-from trimtab.train.batch_size import find_batch
-from trimtab.train.distributed import shards
-from trimtab.train.distributed.exchange import Bucket
-from trimtab.train.distributed.processes import join
-from trimtab.train.distributed.replicas import Replicas
-from trimtab.train.events import Event, Remarked, Validated
+from trimtab.train.autotune.batch_size import find_batch
+from trimtab.train.distributed import fsdp
+from trimtab.train.distributed.comm_hooks import Bucket
+from trimtab.train.distributed.data_parallel import DataParallelGroup
+from trimtab.train.distributed.launch import join
+from trimtab.train.telemetry.events import Event, Remarked, Validated
 from trimtab.train.trainer import Trainer
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -106,7 +106,7 @@ def not_finite() -> dict[str, Any]:
     return found
 
 
-def crossed(world: Replicas, given: torch.Tensor) -> torch.Tensor:
+def crossed(world: DataParallelGroup, given: torch.Tensor) -> torch.Tensor:
     """What becomes of the gradient of one matrix."""
     bucket = Bucket(0, [nn.Parameter(torch.zeros_like(given))], given.flatten().clone(), last=True)
     world.exchange.begin(bucket).wait()
@@ -117,7 +117,10 @@ def tried_again() -> dict[str, Any]:
     """What crosses of no gradient after others, and after others whose update failed."""
     found = {}
     for name in ("went well", "failed"):
-        world, given = Replicas(Settings(communication="powersgd")), torch.randn(32, 32, generator=torch.manual_seed(1))
+        world, given = (
+            DataParallelGroup(Settings(communication="powersgd")),
+            torch.randn(32, 32, generator=torch.manual_seed(1)),
+        )
         for _ in range(3):
             crossed(world, given)
         if name == "failed":
@@ -128,7 +131,10 @@ def tried_again() -> dict[str, Any]:
 
 def narrow() -> dict[str, Any]:
     """A bfloat16 gradient, which torch's power iteration takes no good care of."""
-    world, given = Replicas(Settings(communication="powersgd")), torch.randn(32, 32, generator=torch.manual_seed(1)).bfloat16()
+    world, given = (
+        DataParallelGroup(Settings(communication="powersgd")),
+        torch.randn(32, 32, generator=torch.manual_seed(1)).bfloat16(),
+    )
     return {"whole": all(torch.equal(crossed(world, given), given) for _ in range(4))}
 
 
@@ -208,7 +214,7 @@ def skipped() -> dict[str, list[str]]:
     """Shards of which the processes gather others; where nobody looks as they run, it shows when they have."""
     found = {name: epoch(trainer(Skips(more=more), sharding="shard"), Sized(2, 2)) for name, more in SKIPPED.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "COMPARED", 0)
+        patch.setattr(fsdp, "COMPARED", 0)
         found["late"] = epoch(trainer(Skips(more=False), sharding="shard"), Sized(2, 2))
     return found
 

@@ -16,13 +16,15 @@ from torch import nn
 from _nets import Nested
 from _ranks import failure, on_ranks
 from _runs import full_at
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import PeerError
 from trimtab.measure.timer import uncollected
-from trimtab.train import batch_size, budget, step
-from trimtab.train.batch_size import find_batch
-from trimtab.train.distributed import processes
-from trimtab.train.distributed.processes import join
+from trimtab.train.autotune import batch_size
+from trimtab.train.autotune.batch_size import find_batch
+from trimtab.train.distributed import launch
+from trimtab.train.distributed.launch import join
+from trimtab.train.engine import step
+from trimtab.train.memory import activation_budget
 from trimtab.train.trainer import Trainer
 
 
@@ -59,7 +61,7 @@ def searches() -> dict[str, Any]:
         patch.setattr(batch_size, "free_mb", lambda: on_second(0))
         found["beyond"] = [one.reason[:24] for one in find_batch(trainer(), batches(1), seconds=0.5).tried]
         if dist.get_rank() == 1:
-            patch.setattr(budget, "trace", full_at(1, budget.trace))
+            patch.setattr(activation_budget, "trace", full_at(1, activation_budget.trace))
         found["trace"] = failure(lambda: trainer(settings=Settings(activation_mb=100.0)).fit(batches(), epochs=1))
     return found
 
@@ -104,14 +106,14 @@ def updates() -> dict[str, Any]:
         found["freed"] = [held.fit(batches(2), epochs=1).updates, model.kept]
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(step, "Kept", full_at(3, step.Kept))
+            patch.setattr(step, "Kept", full_at(3, step.Snapshot))
         found["kept"] = trainer(settings=Settings(nonfinite="skip")).fit(Sized(5), epochs=1).updates
     found["short"] = failure(lambda: trainer().fit(Sized(on_second(2, 5)), epochs=1))
     return found
 
 
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
-    processes.TIMEOUT = dt.timedelta(seconds=90)
+    launch.TIMEOUT = dt.timedelta(seconds=90)
     trainer()  # which meets the other process
     return {"searches": searches(), "updates": updates()}
 
@@ -139,7 +141,7 @@ def test_what_fails_in_one_process_leaves_nobody_waiting(ranks: list[dict[str, A
 
 def full(name: str, folder: pathlib.Path) -> list[str]:
     """Rank 1 has no room in its optimizer, in shares, for the zeros that rank 0 waits for, or to send a bucket."""
-    processes.TIMEOUT = dt.timedelta(seconds=60)
+    launch.TIMEOUT = dt.timedelta(seconds=60)
     join(Settings())
     second, call = dist.get_rank() == 1, {"shares": 2, "zeros": 3}.get(name, 100)
     made = trainer(Nested(on_second(5), call), settings=Settings(sharding="shard" if name == "shares" else "replicate"))

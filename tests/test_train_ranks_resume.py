@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from _ranks import on_ranks
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import TrimtabError
-from trimtab.train import epoch
-from trimtab.train.loader import Loader
+from trimtab.train.data.loader import Loader
+from trimtab.train.engine import epoch
 from trimtab.train.trainer import Trainer
 
 COUNT = 8

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from _ranks import failure
-from trimtab.candidate import Settings
-from trimtab.train.batch_size import find_batch
+from trimtab.core.settings import Settings
+from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.distributed.tensor_parallel import mesh, split_layers
-from trimtab.train.events import Progressed
+from trimtab.train.telemetry.events import Progressed
 from trimtab.train.trainer import Trainer
 
 KINDS = (None, "bfloat16", "float16", "powersgd")

@@ -17,11 +17,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from _nets import Nested
 from _ranks import failure
-from trimtab.candidate import Settings
-from trimtab.train.distributed.processes import join
+from trimtab.core.settings import Settings
+from trimtab.train.data.loader import Loader
+from trimtab.train.distributed.launch import join
 from trimtab.train.distributed.tensor_parallel import mesh, split_layers
-from trimtab.train.loader import Loader
-from trimtab.train.stopping import EarlyStopping
+from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.trainer import Trainer
 
 CLASSES = 4

@@ -26,8 +26,8 @@ from _ranks import on_ranks
 from _runs import Line, loader, told, trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError
-from trimtab.train.events import Event
-from trimtab.train.schedule import cosine, linear, one_cycle
+from trimtab.train.optim.schedules import cosine, linear, one_cycle
+from trimtab.train.telemetry.events import Event
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 2**-6

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from _runs import COUNTED, DATA, EPOCH, LOADERS_THAT_END, Drawing, Line, Stream, loader, told, trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import StorageError, UsageError
-from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.events import Event, Progressed, Remarked, Saved, Validated
-from trimtab.train.stopping import EarlyStopping
+from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.telemetry.events import Event, Progressed, Remarked, Saved, Validated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from trimtab import Settings, Trainer
 from trimtab.errors import WorkloadError
-from trimtab.train.feed import join, split, united
-from trimtab.train.objective import examples, fresh, tensors
-from trimtab.train.prefetch import mover
-from trimtab.train.rows import length, uneven
+from trimtab.train.data.batch_structure import length, uneven
+from trimtab.train.data.device_prefetch import mover
+from trimtab.train.data.micro_batches import join, split, united
+from trimtab.train.loss.adapter import examples, fresh, tensors
 
 
 def detection(count: int, side: int = 4) -> Any:

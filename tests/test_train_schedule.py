@@ -35,9 +35,9 @@ from torch.utils.data import DataLoader
 from _runs import EPOCH, Line, Stream, loader, told, trainer
 from trimtab import Settings, Trainer
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.events import Event
-from trimtab.train.schedule import ENDLESS, cosine, linear, one_cycle, remark
-from trimtab.train.stopping import EarlyStopping
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.optim.schedules import ENDLESS, cosine, linear, one_cycle, remark
+from trimtab.train.telemetry.events import Event
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -480,7 +480,7 @@ def test_a_plateau_of_the_opposite_direction_is_refused() -> None:
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
-        ("cosine", "schedule is 'cosine', a str, and no schedule. Give one such as trimtab.train.schedule.cosine()"),
+        ("cosine", "schedule is 'cosine', a str, and no schedule. Give one such as trimtab.train.optim.schedules.cosine()"),
         ("cosine", "or a function: lambda optimizer, updates: StepLR(optimizer, updates // 3)."),
         (lambda o: StepLR(o, 1), "which cannot be called with (optimizer, updates): too many positional arguments. Give"),
         (one_cycle, "schedule is one_cycle, which cannot be called with (optimizer, updates)"),

@@ -12,8 +12,8 @@ from torch import nn
 
 from _runs import loader, trainer
 from trimtab import Trainer
-from trimtab.train.events import Event, Validated
-from trimtab.train.stopping import EarlyStopping
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.telemetry.events import Event, Validated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

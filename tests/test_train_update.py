@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from _runs import loader, told
 from trimtab import Settings, Trainer
-from trimtab._float32 import rounded_to_tf32
 from trimtab.errors import NonFiniteError, UsageError, WorkloadError
-from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.clock import HostClock
-from trimtab.train.events import Event, JsonLines, Progressed, TensorBoard
-from trimtab.train.objective import Objective
-from trimtab.train.rehearsal import rehearsal
-from trimtab.train.runtime import random_state, running, set_random_state
-from trimtab.train.step import Step, Update
-from trimtab.train.world import World, weighted, wide
+from trimtab.tensors.precision import rounded_to_tf32
+from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.engine.step import Step, Update
+from trimtab.train.loss.adapter import LossAdapter
+from trimtab.train.runtime.snapshots import rehearsal
+from trimtab.train.runtime.step_clock import HostClock
+from trimtab.train.runtime.torch_settings import random_state, running, set_random_state
+from trimtab.train.runtime.world import World, weighted, wide
+from trimtab.train.telemetry.events import Event, JsonLines, Progressed, TensorBoard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -48,7 +48,7 @@ def trainer(model: nn.Module, **options: Any) -> Trainer:
 def step_of(model: nn.Module, **settings: Any) -> Step:
     """An update of ``model`` alone, as the loop makes it."""
     options = Settings(**settings)
-    return Step(model, Objective(nn.CrossEntropyLoss()), descent(model.parameters()), options, World(), HostClock())
+    return Step(model, LossAdapter(nn.CrossEntropyLoss()), descent(model.parameters()), options, World(), HostClock())
 
 
 def test_parameters_that_join_the_optimizer_in_mid_run_get_the_gradient_of_their_update_only() -> None:
@@ -294,7 +294,7 @@ def test_an_optimizer_made_for_fused_kernels_takes_float16_with_others(kernels: 
 def test_an_update_that_overflows_leaves_no_momentum(kernels: Any) -> None:
     model, (x, y) = nn.Linear(64, 64), (torch.randn(8, 64), 3000 * torch.randn(8, 64))
     optimizer = torch.optim.SGD(model.parameters(), 1e-9, momentum=0.9, **kernels)
-    step = Step(model, Objective(nn.MSELoss()), optimizer, Settings(autocast="float16"), World(), HostClock())
+    step = Step(model, LossAdapter(nn.MSELoss()), optimizer, Settings(autocast="float16"), World(), HostClock())
     updates = [step([(x, y)])]
     assert updates[0].overflowed
     assert not optimizer.state

@@ -15,9 +15,9 @@ from torch import nn
 from _runs import DATA, EPOCH, LOADERS_THAT_END, Line, loader, trainer
 from trimtab import Trainer
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.events import Event, Progressed, Validated
-from trimtab.train.stopping import EarlyStopping
+from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.telemetry.events import Event, Progressed, Validated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Batches = list[tuple[torch.Tensor, torch.Tensor]]

@@ -20,26 +20,28 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trimtab
-from trimtab.candidate import Settings
-from trimtab.contracts import BACKENDS, PASSES, Pass
+from trimtab.api.tune import _spoken
+from trimtab.core import search_space
+from trimtab.core.backend import BACKENDS
+from trimtab.core.measurement import Drop, Interval
+from trimtab.core.recipe import Recipe
+from trimtab.core.settings import Settings
+from trimtab.core.technique import PASSES, Pass
+from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Limits, Training, Workload
 from trimtab.errors import NonFiniteError, UsageError, WorkloadError
-from trimtab.evaluate import Plan
-from trimtab.measurement import Drop, Interval
-from trimtab.recipe import Recipe
-from trimtab.study import space, verdict
-from trimtab.study.climb import Climb, trained_as_written
+from trimtab.evaluation.evaluate import Plan
+from trimtab.evaluation.prepared_workload import prepare
+from trimtab.evaluation.training.timer import Updates
+from trimtab.evaluation.training.trial import STILL, _unfaithful, confirm, try_recipe
+from trimtab.evaluation.training.workload import TrainingSubject, first, prepared
+from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.record import Record
-from trimtab.study.sampler import Facts
-from trimtab.subject import prepare
-from trimtab.train.loader import Loader
-from trimtab.train.losses import Written, increase, parity, too_coarse
-from trimtab.train.trial import STILL, _unfaithful, confirm, try_recipe
-from trimtab.train.trying import TrainingSubject, first, prepared
-from trimtab.train.updates import Updates
-from trimtab.trial import State, Trial
-from trimtab.tuning import _spoken
-from trimtab.workload import Limits, Training, Workload
+from trimtab.study.samplers.greedy import GreedySampler, trained_as_written
+from trimtab.study.samplers.ladder import SearchState
+from trimtab.train.data.loader import Loader
+from trimtab.train.loss.loss_parity import BaselineLosses, increase, parity, too_coarse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -337,7 +339,7 @@ def test_a_lossy_recipe_is_held_to_the_limit_of_the_loss() -> None:
 
 
 def test_a_loss_that_is_no_number_is_a_mismatch() -> None:
-    written = Written.of([1.0, 0.5, 0.4], [[1.0, 0.5, 0.4]])
+    written = BaselineLosses.of([1.0, 0.5, 0.4], [[1.0, 0.5, 0.4]])
     found = parity(written, [1.0, math.nan, 0.4], exact=False)
     assert not found.ok
     assert found.reason == "The loss of update 2 is nan, where it is 0.5 as written."
@@ -347,7 +349,7 @@ def test_a_loss_that_is_no_number_is_a_mismatch() -> None:
 
 def test_the_interval_of_the_rise_decides() -> None:
     losses = [2.0 - 0.01 * i for i in range(40)]
-    written = Written.of(losses, [losses])
+    written = BaselineLosses.of(losses, [losses])
     assert increase(written, [loss + 0.1 for loss in losses], 0.05).decided is False
     assert increase(written, losses, 0.05).decided is True
     noisy = [loss + (0.3 if i % 2 else -0.2) for i, loss in enumerate(losses)]
@@ -379,15 +381,15 @@ def test_the_climb_tries_everything_alone_then_adds_up_what_pays() -> None:
             found *= speeds.get(step.name, 0.8)
         return found
 
-    facts, climb, done = Facts(throughput=True, feasible=lambda trial: True, value=value), Climb(), []
+    facts, climb, done = SearchState(throughput=True, feasible=lambda trial: True, value=value), GreedySampler(), []
     while (ask := climb.ask(done, facts)) is not None:
         done.append(Trial(recipe=ask.recipe, state=State.COMPLETE, stage=ask.stage))
     assert done[0].recipe == trained_as_written()
     assert len({trial.recipe.hash for trial in done}) == len(done)
-    assert {trial.recipe.passes for trial in done} >= {(step,) for step in space.training() if step.exact}
+    assert {trial.recipe.passes for trial in done} >= {(step,) for step in search_space.training() if step.exact}
     best = max(done, key=value).recipe
     assert [step.name for step in best.passes] == ["joined", "threads", "autocast"]
-    assert not any("infer" not in step.modes for step in space.passes(exact=True))
+    assert not any("infer" not in step.modes for step in search_space.passes(exact=True))
 
 
 # Whole studies.
@@ -471,7 +473,9 @@ def test_a_study_that_is_cut_off_keeps_what_is_finished(number: signal.Signals, 
 
 
 def test_an_exact_recipe_whose_loss_is_surely_too_high_is_refused() -> None:
-    written = Written(losses=(1.0,) * 24, tolerance=(1e-4,) * 12 + (1.0,) * 12)  # rounding may do anything to the later losses
+    written = BaselineLosses(
+        losses=(1.0,) * 24, tolerance=(1e-4,) * 12 + (1.0,) * 12
+    )  # rounding may do anything to the later losses
     same = parity(written, written.losses, exact=True)
     assert same.ok
 
@@ -561,8 +565,8 @@ def test_what_does_nothing_is_not_added_up() -> None:
             value *= {"joined": 1.5, "autocast": 1.4}.get(step.name, 1.01)
         return Interval(value, 0.975 * value, 1.025 * value)
 
-    facts = Facts(throughput=True, feasible=lambda trial: True, value=lambda trial: interval(trial).low)
-    climb, done = Climb(), list[Trial]()
+    facts = SearchState(throughput=True, feasible=lambda trial: True, value=lambda trial: interval(trial).low)
+    climb, done = GreedySampler(), list[Trial]()
     while (ask := climb.ask(done, facts)) is not None:
         trial = Trial(recipe=ask.recipe, state=State.COMPLETE, stage=ask.stage)
         done.append(dataclasses.replace(trial, speedup=interval(trial)))
@@ -574,8 +578,8 @@ def test_exact_settings_that_a_busy_machine_could_not_tell_are_looked_at_again()
     original = Trial(recipe=trained_as_written(), state=State.COMPLETE, speedup=Interval(1.0, 0.97, 1.03))
     for step in (PASSES["optimizer"](), PASSES["autocast"]()):
         noisy = Trial(recipe=recipe(step), state=State.COMPLETE, speedup=Interval(1.5, 0.95, 2.3))
-        assert verdict.ahead([original, noisy], Limits(), "throughput", original, tuned=False) == [noisy]
-    assert verdict.ahead([original], Limits(), "throughput", original, tuned=False) == []
+        assert ranking.ahead([original, noisy], Limits(), "throughput", original, tuned=False) == [noisy]
+    assert ranking.ahead([original], Limits(), "throughput", original, tuned=False) == []
 
 
 def test_a_budget_is_for_the_dry_run_too(tmp_path: pathlib.Path) -> None:

@@ -16,22 +16,23 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from _ranks import free_port, variables
-from trimtab._json import from_json, to_json
-from trimtab.candidate import Settings
-from trimtab.contracts import BACKENDS, PASSES, Pass
+from trimtab._internal.serialization import from_json, to_json
+from trimtab.core.backend import BACKENDS
+from trimtab.core.recipe import Recipe
+from trimtab.core.settings import Settings
+from trimtab.core.technique import PASSES, Pass
+from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Training, Workload
 from trimtab.errors import MeasurementError, NonFiniteError, UsageError, WorkloadError
-from trimtab.evaluate import Plan
+from trimtab.evaluation.evaluate import Plan
+from trimtab.evaluation.training.timer import Updates
+from trimtab.evaluation.training.trial import try_recipe
+from trimtab.evaluation.training.workload import TrainingSubject, first, loader, prepared
+from trimtab.execution.jobs import training as train_jobs
 from trimtab.measure.remote import RemoteRunner, serve
-from trimtab.recipe import Recipe
-from trimtab.study import train_jobs
 from trimtab.study.training import stay
-from trimtab.train.losses import Written, final, increase, parity
+from trimtab.train.loss.loss_parity import BaselineLosses, final, increase, parity
 from trimtab.train.trainer import Trainer
-from trimtab.train.trial import try_recipe
-from trimtab.train.trying import TrainingSubject, first, loader, prepared
-from trimtab.train.updates import Updates
-from trimtab.trial import State, Trial
-from trimtab.workload import Training, Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +57,7 @@ def workload(model: Any = network, settings: Settings = Settings(), **more: Any)
     return Workload(name="tiny", mode="train", model=model, training=training)
 
 
-def tried(subject: TrainingSubject, written: Written, rival: Updates, step: Pass = FOREACH) -> Trial:
+def tried(subject: TrainingSubject, written: BaselineLosses, rival: Updates, step: Pass = FOREACH) -> Trial:
     recipe = Recipe(passes=(step,), backend=BACKENDS["eager"]())
     return try_recipe(recipe, subject, written, rival, plan=Plan(seconds=0.2, quick_s=0.1))
 
@@ -178,7 +179,7 @@ def test_an_update_that_is_left_out_as_written_is_no_mismatch(update: int) -> No
     subject = prepared(workload(loss=Spoilt(mark(update)), settings=Settings(nonfinite="skip")), 12)
     written = subject.written(seed=0)
     assert math.isnan(written.losses[update])
-    again = from_json(Written, json.loads(json.dumps(to_json(written))))  # as trials get it
+    again = from_json(BaselineLosses, json.loads(json.dumps(to_json(written))))  # as trials get it
     found = tried(subject, again, Updates(subject, subject.settings, seed=0))
     assert found.state is State.COMPLETE, found.reason
     assert found.parity is not None
@@ -191,15 +192,15 @@ def test_an_update_that_is_left_out_as_written_is_no_mismatch(update: int) -> No
 
 
 def test_losses_that_are_no_numbers_are_alike_only_among_themselves() -> None:
-    written = Written.of([1.0, math.nan, 0.4, 0.5], [[1.0, math.inf, 0.4, 0.5]])
+    written = BaselineLosses.of([1.0, math.nan, 0.4, 0.5], [[1.0, math.inf, 0.4, 0.5]])
     assert written.tolerance[3] < 0.01
     assert parity(written, [1.0, math.nan, 0.4, 0.5], exact=True).ok
     assert not parity(written, [1.0, 0.5, 0.4, 0.5], exact=True).ok
     assert not parity(written, [math.nan, math.nan, 0.4, 0.5], exact=False).ok
     assert final([1.0, 2.0, math.nan, 3.0]) == 3.0
     assert increase(written, [1.0, math.nan, 0.5, 0.6], 0.01).value == pytest.approx(0.1)
-    chance = Written.of([1.0, 0.5], [[1.0, math.nan]])  # rounding decides what is a number
-    assert parity(from_json(Written, json.loads(json.dumps(to_json(chance)))), [1.0, 7.0], exact=True).ok
+    chance = BaselineLosses.of([1.0, 0.5], [[1.0, math.nan]])  # rounding decides what is a number
+    assert parity(from_json(BaselineLosses, json.loads(json.dumps(to_json(chance)))), [1.0, 7.0], exact=True).ok
 
 
 def test_why_the_settings_as_written_stay_is_said_in_whole_sentences() -> None:

@@ -14,14 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab import _units
-from trimtab._json import dumps, from_json, to_json, write_json
-from trimtab._tree import Record, flatten, names, unflatten
-from trimtab.contracts import BACKENDS, CHECKS, PASSES, Pass, technique_from_json
+from trimtab._internal import units
+from trimtab._internal.serialization import dumps, from_json, to_json, write_json
+from trimtab.core.backend import BACKENDS
+from trimtab.core.check import CHECKS
+from trimtab.core.measurement import Drop, Interval
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES, Pass, technique_from_json
+from trimtab.core.trial import State, Trial
 from trimtab.errors import UnknownNameError, UsageError
-from trimtab.measurement import Drop, Interval
-from trimtab.recipe import Recipe
-from trimtab.trial import State, Trial
+from trimtab.tensors.structure import Record, flatten, names, unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +105,13 @@ def test_trial_round_trips_through_json() -> None:
 @pytest.mark.parametrize(
     ("function", "text", "value"),
     [
-        (_units.seconds, "4ms", 0.004),
-        (_units.seconds, "10m", 600.0),
-        (_units.seconds, "1.5 h", 5400.0),
-        (_units.megabytes, "5MB", 5.0),
-        (_units.megabytes, "1GiB", 1073.741824),
-        (_units.fraction, "0.5%", 0.005),
-        (_units.fraction, "0.02", 0.02),
+        (units.seconds, "4ms", 0.004),
+        (units.seconds, "10m", 600.0),
+        (units.seconds, "1.5 h", 5400.0),
+        (units.megabytes, "5MB", 5.0),
+        (units.megabytes, "1GiB", 1073.741824),
+        (units.fraction, "0.5%", 0.005),
+        (units.fraction, "0.02", 0.02),
     ],
 )
 def test_units(function, text: str, value: float) -> None:
@@ -119,11 +121,11 @@ def test_units(function, text: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("function", "text", "message"),
     [
-        (_units.seconds, "4", "--x is '4': the unit is missing. Write it like 4ms, 90s or 10m."),
-        (_units.seconds, "4MB", "--x is '4MB': 'MB' is not a unit of it. Write it like 4ms, 90s or 10m."),
-        (_units.megabytes, "big", "--x is 'big', which is not a positive number with a unit. Write it like 5MB or 1.5GB."),
-        (_units.fraction, "1ms", "--x is '1ms': 'ms' is not a unit of a share. Write it like 0.5% or 0.005."),
-        (_units.seconds, "-4ms", "--x is '-4ms', which is not a positive number with a unit. Write it like 4ms, 90s or 10m."),
+        (units.seconds, "4", "--x is '4': the unit is missing. Write it like 4ms, 90s or 10m."),
+        (units.seconds, "4MB", "--x is '4MB': 'MB' is not a unit of it. Write it like 4ms, 90s or 10m."),
+        (units.megabytes, "big", "--x is 'big', which is not a positive number with a unit. Write it like 5MB or 1.5GB."),
+        (units.fraction, "1ms", "--x is '1ms': 'ms' is not a unit of a share. Write it like 0.5% or 0.005."),
+        (units.seconds, "-4ms", "--x is '-4ms', which is not a positive number with a unit. Write it like 4ms, 90s or 10m."),
     ],
 )
 def test_wrong_units_say_what_was_expected(function, text: str, message: str) -> None:

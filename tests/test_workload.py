@@ -18,24 +18,24 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trimtab
 from _labelled import X
-from trimtab._fitted import Fitted
-from trimtab._user_code import IN_WORKER
+from trimtab._internal.user_code import IN_WORKER
+from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.backends.onnxruntime import OnnxRuntime
-from trimtab.candidate import Candidate
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
+from trimtab.core.workload import Evaluation, Limits, Training, Workload
+from trimtab.data.splits import split
 from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
-from trimtab.evaluate import TORCH_THREADS
-from trimtab.intake.load import load_workload
+from trimtab.evaluation import reproducibility
+from trimtab.evaluation.evaluate import TORCH_THREADS
+from trimtab.evaluation.prepared_workload import fresh, prepare
+from trimtab.evaluation.reference import Reference, predict
+from trimtab.execution.jobs.inference import original_job, prepare_job, read_workload
+from trimtab.execution.process import environment
+from trimtab.execution.workload_transfer import handed
+from trimtab.importers.load import load_workload
 from trimtab.passes.int8_weights import Int8Weights
-from trimtab.reference import Reference, predict
-from trimtab.signature import Dim
-from trimtab.splits import split
-from trimtab.study import sameness
-from trimtab.study.handing import handed
-from trimtab.study.jobs import original_job, prepare_job, read_workload
-from trimtab.study.process import environment
-from trimtab.study.sampler import as_written
-from trimtab.subject import fresh, prepare
-from trimtab.workload import Evaluation, Limits, Training, Workload
+from trimtab.study.samplers.ladder import as_written
 
 
 def top1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,8 @@ def test_a_batch_that_is_stated_to_be_fixed_is_never_taken_apart(form: str) -> N
     assert executable.signature.batch is None
     evaluation, batches = workload.evaluation, subject.splits.test
     want, got = (
-        predict(call, batches, evaluation) for call in (subject.model, Fitted(executable, subject.candidate.signature))
+        predict(call, batches, evaluation)
+        for call in (subject.model, PaddedExecutable(executable, subject.candidate.signature))
     )
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, got, strict=True))
 
@@ -581,7 +582,7 @@ class Stages(nn.Module):
 def test_a_model_whose_train_returns_nothing_is_measured_as_written(tmp_path: pathlib.Path) -> None:
     workload = Workload(model=Stages(), inputs=torch.ones(1, 4))
     (tmp_path / "w.pkl").write_bytes(cloudpickle.dumps(workload))
-    sameness.keep(tmp_path / "reference", prepare(workload))
+    reproducibility.keep(tmp_path / "reference", prepare(workload))
     job = {"workload": {"pickle": str(tmp_path / "w.pkl")}, "reference": str(tmp_path / "reference"), "weights": {}}
     assert original_job(job, tmp_path)["peak_mb"] is not None
     Int8Weights().apply(Candidate.of(workload.model, (torch.ones(1, 4),)))

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import trimtab
-from trimtab.train.loader import Loader
+from trimtab.train.data.loader import Loader
 
 TRAIN, BATCH, EPOCHS, TARGET = 1347, 64, 30, 0.10
 SETTINGS = trimtab.Settings(threads=1, optimizer="fused", memory_format="channels_last")

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.train.collate import Collate
-from trimtab.train.loader import Loader
-from trimtab.train.objective import IGNORED
+from trimtab.train.data.collate import Collate
+from trimtab.train.data.loader import Loader
+from trimtab.train.loss.adapter import IGNORED
 
 HELD_OUT, BATCH, EPOCHS, TARGET = 200, 32, 12, 1.9
 SETTINGS = trimtab.Settings(optimizer="fused", clip_norm=1.0)

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.train.collate import Collate
-from trimtab.train.loader import Loader
+from trimtab.train.data.collate import Collate
+from trimtab.train.data.loader import Loader
 
 transformers.logging.set_verbosity_error()
 

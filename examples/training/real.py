@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from trimtab.train.events import Event, Validated
+from trimtab.train.telemetry.events import Event, Validated
 from trimtab.train.trainer import Trainer
 
 BYTES = 256

@@ -14,7 +14,7 @@ from sklearn.datasets import load_breast_cancer
 from torch import nn
 
 import trimtab
-from trimtab.train.loader import Loader
+from trimtab.train.data.loader import Loader
 
 TRAIN, BATCH, EPOCHS, TARGET = 400, 16, 60, 0.085
 SETTINGS = trimtab.Settings(threads=1, optimizer="fused")

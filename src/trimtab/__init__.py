@@ -6,61 +6,64 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab.artifact import Artifact, load, open_artifact
-    from trimtab.candidate import Candidate, Settings
-    from trimtab.contracts import BACKENDS, CHECKS, PASSES, Backend, Check, Choice, Executable, Pass
-    from trimtab.environment import Environment
+    from trimtab.api.compare import compare
+    from trimtab.api.optimize import optimize
+    from trimtab.api.tune import tune
+    from trimtab.api.verify import verify
+    from trimtab.artifact.artifact import Artifact, load, open_artifact
+    from trimtab.core.backend import BACKENDS, Backend, Executable
+    from trimtab.core.candidate import Candidate
+    from trimtab.core.check import CHECKS, Check
+    from trimtab.core.finding import Finding
+    from trimtab.core.measurement import Interval, Measurement
+    from trimtab.core.recipe import Recipe
+    from trimtab.core.settings import Settings
+    from trimtab.core.signature import Dim
+    from trimtab.core.technique import PASSES, Choice, Pass
+    from trimtab.core.trial import State, Trial
+    from trimtab.core.workload import Evaluation, Limits, Training, Workload
     from trimtab.errors import TrimtabError
-    from trimtab.finding import Finding
-    from trimtab.intake.load import load_workload
-    from trimtab.measurement import Interval, Measurement
-    from trimtab.optimizing import optimize
-    from trimtab.recipe import Recipe
-    from trimtab.signature import Dim
-    from trimtab.study.compare import compare
+    from trimtab.hardware.environment import Environment
+    from trimtab.importers.load import load_workload
     from trimtab.study.progress import Progress
     from trimtab.study.study import Study
-    from trimtab.study.verify import verify
     from trimtab.train.trainer import Trainer
-    from trimtab.trial import State, Trial
-    from trimtab.tuning import tune
-    from trimtab.workload import Evaluation, Limits, Training, Workload
 
 _HOMES = {
-    "Artifact": "artifact",
-    "BACKENDS": "contracts",
-    "Backend": "contracts",
-    "CHECKS": "contracts",
-    "Candidate": "candidate",
-    "Check": "contracts",
-    "Choice": "contracts",
-    "Dim": "signature",
-    "Environment": "environment",
-    "Evaluation": "workload",
-    "Executable": "contracts",
-    "Finding": "finding",
-    "Interval": "measurement",
-    "Limits": "workload",
-    "Measurement": "measurement",
-    "PASSES": "contracts",
-    "Pass": "contracts",
+    "Artifact": "artifact.artifact",
+    "BACKENDS": "core.backend",
+    "Backend": "core.backend",
+    "CHECKS": "core.check",
+    "Candidate": "core.candidate",
+    "Check": "core.check",
+    "Choice": "core.technique",
+    "Dim": "core.signature",
+    "Environment": "hardware.environment",
+    "Evaluation": "core.workload",
+    "Executable": "core.backend",
+    "Finding": "core.finding",
+    "Interval": "core.measurement",
+    "Limits": "core.workload",
+    "Measurement": "core.measurement",
+    "PASSES": "core.technique",
+    "Pass": "core.technique",
     "Progress": "study.progress",
-    "Recipe": "recipe",
-    "Settings": "candidate",
-    "State": "trial",
+    "Recipe": "core.recipe",
+    "Settings": "core.candidate",
+    "State": "core.trial",
     "Study": "study.study",
     "Trainer": "train.trainer",
-    "Training": "workload",
-    "Trial": "trial",
+    "Training": "core.workload",
+    "Trial": "core.trial",
     "TrimtabError": "errors",
-    "Workload": "workload",
-    "compare": "study.compare",
-    "load": "artifact",
+    "Workload": "core.workload",
+    "compare": "api.compare",
+    "load": "artifact.artifact",
     "load_workload": "intake.load",
-    "open_artifact": "artifact",
-    "optimize": "optimizing",
-    "tune": "tuning",
-    "verify": "study.verify",
+    "open_artifact": "artifact.artifact",
+    "optimize": "api.optimize",
+    "tune": "api.tune",
+    "verify": "api.verify",
 }
 """Public name -> the module that defines it. Loaded when first asked for, so that importing trimtab costs next to nothing."""
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab.candidate import Candidate
-from trimtab.contracts import Backend, Executable, Pass
+from trimtab.core.backend import Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Pass
 from trimtab.errors import ArtifactError, CompileError
 
 

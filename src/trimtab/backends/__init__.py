@@ -1,1 +1,1 @@
-"""Runtimes, one file each: the file name registers it. See :class:`trimtab.contracts.Backend`."""
+"""Runtimes, one file each: the file name registers it. See :class:`trimtab.core.backend.Backend`."""

@@ -14,14 +14,10 @@ from typing import Any, Literal
 import torch
 from torch.export import ExportedProgram
 
-from trimtab._fixes import with_fix
-from trimtab._json import from_json, write_json
-from trimtab._machine import no_compiler
-from trimtab._said import counted
-from trimtab.backends._causes import first_line
-from trimtab.backends._inductor import Mode, options
-from trimtab.backends._owned import in_order
-from trimtab.backends._program import (
+from trimtab._internal.serialization import from_json, write_json
+from trimtab._internal.text import counted, with_fix
+from trimtab.backends.common.causes import first_line
+from trimtab.backends.common.exported_program import (
     EXPORT_ERRORS,
     dense,
     export_program,
@@ -32,10 +28,14 @@ from trimtab.backends._program import (
     verified,
     written_back,
 )
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import Backend, Executable
+from trimtab.backends.common.inductor_process import Mode, options
+from trimtab.backends.common.owned_outputs import in_order
+from trimtab.core.backend import Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Signature
 from trimtab.errors import ArtifactError, CompileError, IntegrityError, UsageError
-from trimtab.signature import Signature
+from trimtab.hardware.system import no_compiler
 
 EXAMPLE = "example.pt2"
 DYNAMIC = "dynamic.pt2"

@@ -12,17 +12,18 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from trimtab._archive import load_program
-from trimtab._json import from_json, write_json
-from trimtab.backends._graph_call import graph_call
-from trimtab.backends._owned import held_by, in_order, owned
-from trimtab.backends._program import PROGRAM, bare_module, frozen_note, lost_dims, write_exported
-from trimtab.backends._scratch import copy_files, fingerprint, shared_folder
-from trimtab.backends._script import SCRIPT, kept_signature, load_script, save_script, script_flat
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import Backend, Executable
+from trimtab._internal.serialization import from_json, write_json
+from trimtab.backends.common.exported_program import PROGRAM, bare_module, frozen_note, lost_dims, write_exported
+from trimtab.backends.common.graph_call import graph_call
+from trimtab.backends.common.owned_outputs import held_by, in_order, owned
+from trimtab.backends.common.scratch import copy_files, fingerprint, shared_folder
+from trimtab.backends.common.torchscript import SCRIPT, kept_signature, load_script, save_script, script_flat
+from trimtab.core.backend import Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Signature
 from trimtab.errors import CompileError
-from trimtab.signature import Signature
+from trimtab.safe_load.archives import load_program
 
 T = TypeVar("T")
 

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab._archive import load_program
-from trimtab._machine import no_compiler
-from trimtab.backends._inductor import Mode, options
-from trimtab.backends._other_sizes import answer, at_sizes, other_size
-from trimtab.backends._owned import copied, in_order, lent_twice
-from trimtab.backends._program import (
+from trimtab.backends.common.exported_program import (
     EXPORT_ERRORS,
     PROGRAM,
     bare_module,
@@ -31,10 +26,16 @@ from trimtab.backends._program import (
     write_exported,
     written_back,
 )
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import Backend, Executable
+from trimtab.backends.common.inductor_process import Mode, options
+from trimtab.backends.common.other_sizes import answer, at_sizes, other_size
+from trimtab.backends.common.owned_outputs import copied, in_order, lent_twice
+from trimtab.core.backend import Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Dim, Signature
 from trimtab.errors import ArtifactError, CompileError
-from trimtab.signature import Dim, Signature
+from trimtab.hardware.system import no_compiler
+from trimtab.safe_load.archives import load_program
 
 
 class FlatProgram(nn.Module):

@@ -13,11 +13,9 @@ import torch
 from torch._C import _from_dlpack as from_dlpack  # torch's own functions around the two ask for longer than they convert
 from torch._C import _to_dlpack as to_dlpack
 
-from trimtab import environment
-from trimtab._weights import weights
-from trimtab.backends import _onnx_int8 as int8
-from trimtab.backends._causes import first_line
-from trimtab.backends._foreign import (
+from trimtab.backends.common import onnx_int8 as int8
+from trimtab.backends.common.causes import first_line
+from trimtab.backends.common.foreign import (
     CONVERSION_ERRORS,
     Conversion,
     Row,
@@ -30,13 +28,17 @@ from trimtab.backends._foreign import (
     returned,
     returning,
 )
-from trimtab.backends._onnx import MODEL, TRACING, export_onnx, model_files, refuse_unsafe, stamp
-from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import Backend, Executable, require
+from trimtab.backends.common.onnx_export import MODEL, TRACING, export_onnx, model_files, refuse_unsafe, stamp
+from trimtab.backends.common.scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
+from trimtab.core.backend import Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.measurement import OperatorTime, operator_shares
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Signature
+from trimtab.core.technique import require
 from trimtab.errors import CompileError, IntegrityError, UsageError
-from trimtab.measurement import OperatorTime, operator_shares
-from trimtab.signature import Signature
+from trimtab.hardware import environment
+from trimtab.tensors.weights import weights
 
 _EXACTLY = f"""    flags = open("/proc/cpuinfo").read().split() if platform.system() == "Linux" else ["avx_vnni"]
     if platform.machine() in ("x86_64", "AMD64") and {{"avx512_vnni", "avx_vnni"}}.isdisjoint(flags):  # else sums saturate

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from trimtab._weights import weights
-from trimtab.backends import _openvino as ir
-from trimtab.backends._causes import first_line
-from trimtab.backends._foreign import (
+from trimtab.backends.common import openvino_conversion as ir
+from trimtab.backends.common.causes import first_line
+from trimtab.backends.common.foreign import (
     CONVERSION_ERRORS,
     Row,
     Run,
@@ -25,14 +24,17 @@ from trimtab.backends._foreign import (
     returned,
     returning,
 )
-from trimtab.backends._openvino_request import Request, run_queue
-from trimtab.backends._openvino_rules import check_model
-from trimtab.backends._scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import Backend, Choice, Executable, install_hint, missing_package
+from trimtab.backends.common.openvino_request import Request, run_queue
+from trimtab.backends.common.openvino_rules import check_model
+from trimtab.backends.common.scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
+from trimtab.core.backend import Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.measurement import OperatorTime
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Signature, TensorSpec
+from trimtab.core.technique import Choice, install_hint, missing_package
 from trimtab.errors import CompileError, InputError, IntegrityError, UsageError
-from trimtab.measurement import OperatorTime
-from trimtab.signature import Signature, TensorSpec
+from trimtab.tensors.weights import weights
 
 
 class OpenVinoExecutable(Executable):

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from trimtab.backends._causes import first_line
-from trimtab.backends._owned import branches, copied, held_by, in_order, lent
-from trimtab.backends._program import EXPORT_ERRORS, lost_dims, quiet
-from trimtab.backends._script import frozen, kept_signature, load_script, save_script, trace_or_script
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import Backend, Executable
+from trimtab.backends.common.causes import first_line
+from trimtab.backends.common.exported_program import EXPORT_ERRORS, lost_dims, quiet
+from trimtab.backends.common.owned_outputs import branches, copied, held_by, in_order, lent
+from trimtab.backends.common.torchscript import frozen, kept_signature, load_script, save_script, trace_or_script
+from trimtab.core.backend import Backend, Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Signature
 from trimtab.errors import CompileError
-from trimtab.signature import Signature
 
 WARM_UP = 3
 """Calls until the profiling executor has specialized the graph."""

@@ -1,1 +1,1 @@
-"""Findings, one file each: the file name registers it. See :class:`trimtab.contracts.Check`."""
+"""Findings, one file each: the file name registers it. See :class:`trimtab.core.check.Check`."""

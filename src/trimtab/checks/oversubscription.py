@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from trimtab.contracts import BACKENDS, PASSES, Check, technique_from_json
-from trimtab.environment import Environment
-from trimtab.finding import Finding
-from trimtab.recipe import Recipe
+from trimtab.core.backend import BACKENDS
+from trimtab.core.check import Check
+from trimtab.core.finding import Finding
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES, technique_from_json
+from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)

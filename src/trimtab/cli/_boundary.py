@@ -19,8 +19,8 @@ from typing import Self
 
 from typer.exceptions import TyperException
 
-from trimtab._json import ESCAPED
-from trimtab._plain import plain
+from trimtab._internal.serialization import ESCAPED
+from trimtab._internal.text import plain
 from trimtab.errors import BUG, EXIT_BUG, TrimtabError, UsageError
 
 EXIT_INTERRUPTED = 130

@@ -17,13 +17,13 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from trimtab._plain import plain as cleaned
+from trimtab._internal.text import plain as cleaned
 from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome
 
 if TYPE_CHECKING:
-    from trimtab.study.sampler import Ask
+    from trimtab.core.trial import Trial
+    from trimtab.study.samplers.ladder import Ask
     from trimtab.study.study import Study
-    from trimtab.trial import Trial
 
 REFRESHES = 4
 """Pictures a second. Drawing one takes about a millisecond, which must stay far below what is being measured."""

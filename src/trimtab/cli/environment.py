@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import trimtab
-from trimtab._json import dumps, to_json
+from trimtab._internal.serialization import dumps, to_json
 from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
 from trimtab.errors import UsageError
@@ -28,7 +28,7 @@ _MARKUP = re.compile(r"(?::[a-z]+:)?`+~?([^`]+)`+")
 """Of docstrings, which a terminal shows as it stands."""
 
 if TYPE_CHECKING:
-    from trimtab.environment import Environment, Peaks
+    from trimtab.hardware.environment import Environment, Peaks
 
 
 def env_command(
@@ -46,9 +46,9 @@ def env_command(
     """
     with waiting("looking at this machine, and measuring its peaks if they are not known yet"):
         environment = trimtab.Environment.capture()
-        peaks = late("environment").measured_peaks(environment, refresh=refresh)
+        peaks = late("hardware.environment").measured_peaks(environment, refresh=refresh)
     if json:
-        missing = {item.package: item.command for item in late("environment").OPTIONAL if not item.installed}
+        missing = {item.package: item.command for item in late("hardware.environment").OPTIONAL if not item.installed}
         typer.echo(
             dumps({"environment": environment, "fingerprint": environment.fingerprint, "peaks": peaks, "missing": missing})
         )
@@ -106,7 +106,7 @@ def _packages_table(found: Environment) -> Table:
     table = _table("package", "version", "what it would bring")
     for name, number in found.versions.items():
         _add(table, name, number, "")
-    for item in late("environment").OPTIONAL:
+    for item in late("hardware.environment").OPTIONAL:
         if not item.installed:
             _add(table, item.package, "not installed", f"{item.brings} {item.command}")
     return table
@@ -124,9 +124,9 @@ def list_command(
       trimtab list passes --json
     """
     with waiting(f"looking for {kind}"):
-        contracts = late("contracts")
+        contracts = late("core.technique")
         registry = getattr(contracts, kind.upper())
-        with late("backends._foreign").quiet():  # some packages talk to their developers when they are imported
+        with late("backends.common.foreign").quiet():  # some packages talk to their developers when they are imported
             rows = [_row(cls, contracts) for cls in registry.values()]
     for note in registry.broken.values():
         typer.echo(f"note: {note}", err=True)

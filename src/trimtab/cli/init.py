@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from trimtab._paths import typed
-from trimtab.intake.starter import write_starter
+from trimtab._internal.files import typed
+from trimtab.importers.starter import write_starter
 
 
 def init_command(

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import trimtab
-from trimtab._json import dumps, from_json
-from trimtab._paths import typed
-from trimtab._plain import plain
-from trimtab._units import fraction, positive, seconds
+from trimtab._internal.files import typed
+from trimtab._internal.serialization import dumps, from_json
+from trimtab._internal.text import plain
+from trimtab._internal.units import fraction, positive, seconds
 from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
 from trimtab.cli.optimize import Inputs, Shape, Task, brought
-from trimtab.measurement import Interval
+from trimtab.core.measurement import Interval
 
 if TYPE_CHECKING:
-    from trimtab.artifact import Verification
+    from trimtab.artifact.artifact import Verification
 
 EXIT_NOT_VERIFIED = 1
 Trust = Annotated[bool, typer.Option("--trust", help="Allow an artifact that carries native code.")]

@@ -13,19 +13,18 @@ import typer
 from rich.console import Console
 
 import trimtab
-from trimtab._fixes import no_file
-from trimtab._json import dumps
-from trimtab._paths import typed
-from trimtab._plain import plain as cleaned
-from trimtab._said import counted
-from trimtab._units import megabytes, seconds
+from trimtab._internal.files import typed
+from trimtab._internal.serialization import dumps
+from trimtab._internal.text import counted, no_file
+from trimtab._internal.text import plain as cleaned
+from trimtab._internal.units import megabytes, seconds
 from trimtab.cli._boundary import again
 from trimtab.cli._progress import on_terminal, view
 from trimtab.errors import UsageError
 
 if TYPE_CHECKING:
+    from trimtab.core.workload import Workload
     from trimtab.study.result import Result
-    from trimtab.workload import Workload
 
 EXIT_LIMITS = 1
 Inputs = Annotated[

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from trimtab._json import dumps
-from trimtab._paths import typed
+from trimtab._internal.files import typed
+from trimtab._internal.serialization import dumps
 from trimtab.cli._lazy import late
 
 RUN = typed("runs/digits")

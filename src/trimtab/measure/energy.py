@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from trimtab.contracts import install_hint
+from trimtab.core.technique import install_hint
 from trimtab.measure.timer import BLOCK_S, MAX_CALLS, Runner
 
 POWERCAP = pathlib.Path("/sys/class/powercap")

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from trimtab._ties import is_discrete
+from trimtab.core.measurement import Relative
 from trimtab.measure.values import finite, scale_of, unrelated
-from trimtab.measurement import Relative
+from trimtab.tensors.comparison import is_discrete
 
 Tensor = torch.Tensor
 RELATIVE_FLOOR = 1e-3

@@ -13,7 +13,7 @@ from typing import Self
 import psutil
 import torch
 
-from trimtab._machine import lifetime_mb
+from trimtab.hardware.system import lifetime_mb
 
 _STATUS = pathlib.Path("/proc/self/status")
 _CLEAR = pathlib.Path("/proc/self/clear_refs")

@@ -13,12 +13,12 @@ from typing import Literal
 
 import torch
 
+from trimtab.core.measurement import Comparison, Interval, Measurement, Scalar
 from trimtab.errors import MeasurementError
 from trimtab.measure.host import Host, Share, usage, waited_ns, waits
 from trimtab.measure.quantiles import quantile_of
 from trimtab.measure.stats import ratio_interval, summarize, widened
 from trimtab.measure.timer import BLOCK_S, Runner, WarmUp, calls_for, warm_up
-from trimtab.measurement import Comparison, Interval, Measurement, Scalar
 
 DISTURBED = 0.10
 """A quad is thrown away when others had more than this share of the CPUs that we may use."""
@@ -147,7 +147,7 @@ def compare(
 
     What more quads would not lessen, ``process_noise``, is added to the interval at the end, unless a runner is compared with
     itself; ``width`` is about the part that they do lessen. So by default nothing that is less than about 2% faster is surely
-    so; of several comparisons, with less noise each, :attr:`~trimtab.measurement.Interval.faster` says the same.
+    so; of several comparisons, with less noise each, :attr:`~trimtab.core.measurement.Interval.faster` says the same.
 
     ``pids`` are the processes that count as ours, with their children: by default this one and those of the two runners.
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from trimtab._ties import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
-from trimtab._tree import Structure, flatten, names
+from trimtab.core.measurement import Parity, Relative
+from trimtab.core.signature import TensorSpec, dtype_name
 from trimtab.measure.figures import Figures, figures_of
 from trimtab.measure.slices import LOST, REACHED, along, axes_of, inexact, lost
 from trimtab.measure.structures import unlike
 from trimtab.measure.values import all_finite, real, signed_infinities, without_masks
-from trimtab.measurement import Parity, Relative
-from trimtab.signature import TensorSpec, dtype_name
+from trimtab.tensors.comparison import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
+from trimtab.tensors.structure import Structure, flatten, names
 
 TOLERANCE = {  # of exact recipes, by the dtype of the output: (centred error, tail error)
     torch.float64: (1e-9, 1e-7),
@@ -63,11 +63,13 @@ def compare_outputs(
 
     Structure, shapes, dtypes and the places of NaN and infinity must be the same. An ``exact`` recipe must also keep its errors
     within floating-point noise for the dtype (:data:`TOLERANCE`), and its integers and booleans equal but for near-ties
-    (:data:`~trimtab._ties.NEAR_TIES`, or ``NEAR_TIES_ALONE`` where no floats stand beside them and they are not ``scored``
+    (:data:`~trimtab.tensors.comparison.NEAR_TIES`, or ``NEAR_TIES_ALONE`` where no floats stand beside them and they are not
+    ``scored``
     besides); another one its centred error within ``max_error``, if given. ``reason`` names the output and the figure. The
     figures are those of the worst output.
 
-    What is large in an output must not hide what is small. Values of a mask (:mod:`trimtab._masks`) stand for none: they are
+    What is large in an output must not hide what is small. Values of a mask (:mod:`trimtab.tensors.comparison`) stand for
+    none: they are
     held to their own size, and nothing else to theirs. Along each axis but the first, every slice of an ``exact`` recipe
     has to be right relative to what that slice varies by, and with ``max_error`` another one may not lose a tenth of them.
 

@@ -7,9 +7,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from trimtab.core.measurement import QUIET, Comparison, Interval, Measurement
 from trimtab.measure.pairs import FEW_QUADS, PROCESS_NOISE, SLOWED
 from trimtab.measure.quantiles import CONFIDENCE, normal_quantile, t_quantile
-from trimtab.measurement import QUIET, Comparison, Interval, Measurement
 
 STARTS, MOST_STARTS = 8, 16
 """Starts of both sides that a figure rests on which is handed over; more where their interval is still wider than
@@ -36,7 +36,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     alone, which is taken for known.
 
     Two things that more starts do not average out widen the interval further: what neighbours may have done to both sides
-    (:attr:`~trimtab.measurement.Comparison.sampling`), and a time of the rival that differs from the one that was ``seen``
+    (:attr:`~trimtab.core.measurement.Comparison.sampling`), and a time of the rival that differs from the one that was ``seen``
     while the cores ran at the same pace, as of a model that has two speeds for minutes.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trimtab.measurement import OperatorTime, operator_shares
+from trimtab.core.measurement import OperatorTime, operator_shares
 
 _LEVEL = "KINETO_LOG_LEVEL"
 _OF_THE_DRIVER = ("cuda", "Activity Buffer", "Lazy Function", "Runtime Triggered")

@@ -20,7 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from types import TracebackType
 from typing import Any, Self
 
-from trimtab._said import said, shortened
+from trimtab._internal.text import said, shortened
 from trimtab.errors import MeasurementError, TrimtabError
 from trimtab.measure.timer import MAX_CALLS, Runner
 

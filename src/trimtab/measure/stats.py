@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.core.measurement import Drop, Interval, Measurement, Scalar
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.quantiles import (
     CONFIDENCE,
@@ -23,7 +24,6 @@ from trimtab.measure.quantiles import (
     quantile_of,
     t_quantile,
 )
-from trimtab.measurement import Drop, Interval, Measurement, Scalar
 
 Array = np.ndarray[Any, np.dtype[Any]]
 MetricOf = Callable[[np.ndarray[Any, np.dtype[np.int64]], int], float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trimtab._tree import Structure
+from trimtab.tensors.structure import Structure
 
 
 def unlike(expected: Structure, found: Structure, lenient: bool, where: str = "The output") -> str | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from trimtab._masks import mask_bound, masked
-from trimtab.measurement import Relative
+from trimtab.core.measurement import Relative
+from trimtab.tensors.comparison import mask_bound, masked
 
 HUGE = 1e30
 """A mask's -3.4e38 stands for minus infinity; figures that include it would say nothing about the rest."""
@@ -41,8 +41,8 @@ def signed_infinities(tensor: Tensor) -> Tensor:
 
 
 def without_masks(reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """``reference`` with the values of a mask (:func:`~trimtab._masks.mask_bound`) as infinite, and by what share of themselves
-    those of ``outputs`` are off at most."""
+    """``reference`` with the values of a mask (:func:`~trimtab.tensors.comparison.mask_bound`) as infinite, and by what share
+    of themselves those of ``outputs`` are off at most."""
     bound, found, worst = mask_bound(reference), [], 0.0
     if bound > HUGE:
         return list(reference), 0.0

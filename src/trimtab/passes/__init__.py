@@ -1,1 +1,1 @@
-"""Techniques, one file each: the file name registers it. See :class:`trimtab.contracts.Pass`."""
+"""Techniques, one file each: the file name registers it. See :class:`trimtab.core.technique.Pass`."""

@@ -9,16 +9,10 @@ from typing import Literal
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trimtab.candidate import Candidate
-from trimtab.contracts import Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.settings import KERNELS
+from trimtab.core.technique import Pass
 
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-"""Names in settings -> torch's."""
 ON_GPUS = ("efficient", "cudnn")
 
 

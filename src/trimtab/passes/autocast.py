@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from trimtab.candidate import MODEL_ERRORS, Candidate
-from trimtab.contracts import Pass
+from trimtab.core.candidate import MODEL_ERRORS, Candidate
+from trimtab.core.technique import Pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
-from trimtab._tree import unflatten
-from trimtab.candidate import Candidate, resized
-from trimtab.contracts import Choice, Pass
+from trimtab.core.candidate import Candidate, resized
+from trimtab.core.technique import Choice, Pass
 from trimtab.errors import CompileError
+from trimtab.tensors.structure import unflatten
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from trimtab.candidate import Candidate
-from trimtab.contracts import Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Pass
+from trimtab.tensors.memory_format import lay_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +38,3 @@ class ChannelsLast(Pass):
         model = candidate.own_model()
         lay_out(model)
         return candidate.with_model(model, memory_format="channels_last")
-
-
-def lay_out(model: nn.Module) -> None:
-    """Give ``model`` NHWC weights, in place.
-
-    ``model.to(memory_format=...)`` fails where a 3-D convolution has weights of five dimensions.
-    """
-    model._apply(_laid_out)  # type: ignore[no-untyped-call]
-
-
-def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab._machine import no_compiler
-from trimtab.candidate import Candidate
-from trimtab.contracts import Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Pass
+from trimtab.hardware.system import no_compiler
 
 
 @dataclass(frozen=True, kw_only=True)

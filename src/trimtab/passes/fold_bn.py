@@ -14,16 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from trimtab._copies import copied
-from trimtab._masks import errors
-from trimtab._ordered import ordered, slower
-from trimtab._ties import is_discrete, too_many_differ
-from trimtab._tree import flatten
-from trimtab._user_code import user_code
-from trimtab._weights import tolerance
-from trimtab.candidate import MODEL_ERRORS, Candidate, call_model, resized
-from trimtab.contracts import Pass
+from trimtab._internal.user_code import user_code
+from trimtab.core.candidate import MODEL_ERRORS, Candidate, call_model, resized
+from trimtab.core.technique import Pass
 from trimtab.errors import CompileError, UsageError, WorkloadError
+from trimtab.tensors.comparison import errors, is_discrete, ordered, slower, too_many_differ
+from trimtab.tensors.deepcopy import copied
+from trimtab.tensors.structure import flatten
+from trimtab.tensors.weights import tolerance
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from trimtab._weights import is_composed
-from trimtab.candidate import Candidate, call_model
-from trimtab.contracts import Pass, require
+from trimtab.core.candidate import Candidate, call_model
+from trimtab.core.technique import Pass, require
 from trimtab.errors import CompileError
+from trimtab.tensors.weights import is_composed
 
 MINIMUM = 17
 """Input features from which on dynamic activations are quantized; torchao leaves smaller layers alone."""

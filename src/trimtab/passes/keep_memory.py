@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab import _machine
-from trimtab.candidate import Candidate
-from trimtab.contracts import Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Pass
+from trimtab.hardware import system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class KeepMemory(Pass):
 
     def why_not_here(self) -> str | None:
         """Needs the C library that has this setting."""
-        if not _machine.has_glibc():
+        if not system.has_glibc():
             return "keep_memory sets the allocator of the GNU C library (glibc), and this system has another."
         return None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from trimtab.candidate import Candidate
-from trimtab.contracts import Choice, Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Choice, Pass
 
 
 @dataclass(frozen=True, kw_only=True)

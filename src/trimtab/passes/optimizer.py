@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trimtab.candidate import Candidate
-from trimtab.contracts import Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from trimtab.candidate import Candidate
-from trimtab.contracts import Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Pass
 
 
 @dataclass(frozen=True, kw_only=True)

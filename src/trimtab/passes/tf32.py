@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab.candidate import Candidate
-from trimtab.contracts import Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Pass
 
 NEEDED = (8, 0)
 """The compute capability of Ampere."""

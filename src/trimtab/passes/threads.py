@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from trimtab import _machine
-from trimtab.candidate import Candidate
-from trimtab.contracts import Choice, Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Choice, Pass
 from trimtab.errors import UsageError
+from trimtab.hardware import system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Threads(Pass):
 
     def why_not_here(self) -> str | None:
         """More threads than cores only wait for each other."""
-        if self.count > (cores := _machine.usable_cores()):
+        if self.count > (cores := system.usable_cores()):
             return f"threads asks for {self.count} threads, and the cores that this process may use are {cores}."
         return None
 

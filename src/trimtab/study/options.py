@@ -7,9 +7,9 @@ import math
 import numbers
 from typing import Literal, get_args
 
+from trimtab.core.workload import Limits
 from trimtab.errors import UsageError
-from trimtab.evaluate import Objective
-from trimtab.workload import Limits
+from trimtab.evaluation.evaluate import Objective
 
 SEEDS = 2**32
 """What the seed of a sampler is below."""

@@ -8,13 +8,12 @@ import sys
 import time
 import typing
 
-from trimtab._plain import plain
-from trimtab._said import counted
+from trimtab._internal.text import counted, plain
 
 if typing.TYPE_CHECKING:
-    from trimtab.study.sampler import Ask
+    from trimtab.core.trial import Trial
+    from trimtab.study.samplers.ladder import Ask
     from trimtab.study.study import Study
-    from trimtab.trial import Trial
 
 INTERRUPTED = "interrupted: finishing with the best so far; press Ctrl-C again to stop at once"
 

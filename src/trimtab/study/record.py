@@ -9,22 +9,21 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypedDict
 
-from trimtab._fixes import with_fix
-from trimtab._json import dumps, from_json, to_json, write_json
-from trimtab._said import counted, shortened
-from trimtab.confirm import Confirmation
-from trimtab.contracts import Mode, Technique
-from trimtab.environment import Environment, Peaks
+from trimtab._internal.serialization import dumps, from_json, to_json, write_json
+from trimtab._internal.text import counted, shortened, with_fix
+from trimtab.core.finding import Finding
+from trimtab.core.measurement import Drop
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import Mode, Technique
+from trimtab.core.trial import Trial
+from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
-from trimtab.evaluate import Objective
-from trimtab.explain import Explanation
-from trimtab.finding import Finding
-from trimtab.measurement import Drop
-from trimtab.recipe import Recipe
-from trimtab.study.sources import MODEL
-from trimtab.study.verdict import Status
-from trimtab.trial import Trial
-from trimtab.workload import Limits
+from trimtab.evaluation.code_fingerprint import MODEL
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.evaluation.evaluate import Objective
+from trimtab.evaluation.explain import Explanation
+from trimtab.hardware.environment import Environment, Peaks
+from trimtab.study.ranking import Status
 
 RECORD, OWNER = "record.json", "workload.json"
 SEED_IT = " If you changed nothing, something in it is random: seed torch, numpy and random before the model and data are made."
@@ -60,7 +59,8 @@ class Prepared:
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of the parameters and of the buffers alone: other processes have to find the same ones."""
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of the code by its file's name (:mod:`trimtab.study.sources`), which decides how long the same outputs take."""
+    """Of the code by its file's name (:mod:`trimtab.evaluation.code_fingerprint`), which decides how long the same outputs
+    take."""
 
     def why_not(self, recipe: Recipe) -> str | None:
         """The first reason against a recipe that was known before it was tried."""
@@ -97,7 +97,7 @@ class Lost(TypedDict):
 
 
 class Rung(TypedDict):
-    """A rung of the ladder as :func:`trimtab.study.verdict.entry` writes it; figures that were not measured are ``None``."""
+    """A rung of the ladder as :func:`trimtab.study.ranking.entry` writes it; figures that were not measured are ``None``."""
 
     rung: str
     recipe: str

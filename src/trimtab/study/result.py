@@ -7,16 +7,16 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-from trimtab._json import to_json
-from trimtab.artifact import Artifact
-from trimtab.confirm import Confirmation
-from trimtab.environment import Peaks
-from trimtab.explain import Explanation
-from trimtab.measurement import UNRELIABLE, Interval
-from trimtab.study import verdict
+from trimtab._internal.serialization import to_json
+from trimtab.artifact.artifact import Artifact
+from trimtab.core.measurement import UNRELIABLE, Interval
+from trimtab.core.trial import State, Trial
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.evaluation.explain import Explanation
+from trimtab.hardware.environment import Peaks
+from trimtab.study import ranking
 from trimtab.study.record import Record, Rung
 from trimtab.study.study import Study
-from trimtab.trial import State, Trial
 
 ARTIFACT = "artifact"
 """Folder of the artifact in the run folder."""
@@ -67,7 +67,7 @@ class Result:
     schema: ClassVar[int] = 1
 
     study: Study
-    status: verdict.Status
+    status: ranking.Status
     """``improved``, ``kept_original`` or ``limits_not_met``."""
     sentence: str
     """The verdict in words."""
@@ -93,20 +93,20 @@ class Result:
     def ladder(self) -> Ladder:
         """As written, tuned, lossless, best."""
         limits, trials = self.study.options.limits, self.study.trials
-        exact = [t for t in verdict.ranked(trials, limits, self.study.options.objective) if t.recipe.exact]
-        found: dict[verdict.Rung, Trial | None] = {
+        exact = [t for t in ranking.ranked(trials, limits, self.study.options.objective) if t.recipe.exact]
+        found: dict[ranking.Rung, Trial | None] = {
             "as_written": next((t for t in trials if t.recipe == self.study.original), None),
             "tuned": self.study.to_beat,
             "lossless": exact[0] if exact else None,
         }
         rungs = [
-            verdict.entry(trial, limits, rung=rung, confirmed=self._again(trial))
+            ranking.entry(trial, limits, rung=rung, confirmed=self._again(trial))
             for rung, trial in found.items()
             if trial is not None
         ]
         shown = [trial for trial in found.values() if trial is not None]
         if self.best is not None and self.best.confirmation.ok:
-            rungs.append(verdict.entry(self.best.trial, limits, rung="best", confirmed=self.best.confirmation))
+            rungs.append(ranking.entry(self.best.trial, limits, rung="best", confirmed=self.best.confirmation))
             shown.append(self.best.trial)
         given = [trial.latency_ms.conditions.get("examples") for trial in shown if trial.latency_ms is not None]
         examples = tuple(number for number in given if isinstance(number, int))
@@ -146,8 +146,8 @@ class Result:
             "environment": to_json(study.environment),
             "conditions": self._conditions(),
             "ladder": list(self.ladder().rungs),
-            "trials": [verdict.entry(trial, limits) for trial in study.trials],
-            "best": None if best is None else verdict.entry(best.trial, limits, confirmed=best.confirmation),
+            "trials": [ranking.entry(trial, limits) for trial in study.trials],
+            "best": None if best is None else ranking.entry(best.trial, limits, confirmed=best.confirmation),
             "artifact": None if best is None or best.artifact is None else str(best.artifact.path),
             "report": None if self.report is None else str(self.report),
             "seconds": self.seconds,

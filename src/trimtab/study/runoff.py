@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from trimtab._json import from_json, to_json
+from trimtab._internal.serialization import from_json, to_json
+from trimtab.core.measurement import Comparison, Interval
+from trimtab.core.trial import Trial
 from trimtab.errors import TrimtabError
-from trimtab.evaluate import Objective
-from trimtab.measurement import Comparison, Interval
-from trimtab.study.rivals import Rivals
+from trimtab.evaluation.evaluate import Objective
+from trimtab.execution.baseline_servers import BaselineServers
+from trimtab.study.ranking import WORTH, unsettled
 from trimtab.study.study import Study
-from trimtab.study.verdict import WORTH, unsettled
-from trimtab.trial import Trial
 
 RUNOFF = "runoff"
 NEAR = 1.25
@@ -54,7 +54,7 @@ def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None)
     if len(found) < 2:
         return list(ahead)
     first, *others = found
-    with Rivals(study.job(), study.folder / RUNOFF, study.workers) as rivals:
+    with BaselineServers(study.job(), study.folder / RUNOFF, study.workers) as rivals:
         for other in others:
             ratio = _known(study, other, first)  # a second run is not to decide otherwise, however little time it has
             late = until is not None and time.monotonic() + ENOUGH * cost_s(study) > until
@@ -86,7 +86,7 @@ def _known(study: Study, other: Trial, first: Trial) -> Interval | None:
     return None if known is None else from_json(Comparison, known).ratio
 
 
-def _measured(study: Study, other: Trial, first: Trial, rivals: Rivals, until: float | None) -> Interval | None:
+def _measured(study: Study, other: Trial, first: Trial, rivals: BaselineServers, until: float | None) -> Interval | None:
     """How many times faster ``other`` is than ``first``; ``None``, with a note, if that cannot be found out."""
     study.progress.stage("timing against each other what the search could not tell apart")
     name, seconds = first.recipe.hash, study.options.trial_s

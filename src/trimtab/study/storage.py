@@ -17,11 +17,11 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from trimtab._json import ESCAPED, from_json, to_json
-from trimtab.contracts import install_hint
+from trimtab._internal.serialization import ESCAPED, from_json, to_json
+from trimtab.core.search_space import parameters
+from trimtab.core.technique import install_hint
+from trimtab.core.trial import State, Trial
 from trimtab.errors import StorageError, TrimtabError, UsageError
-from trimtab.study.space import parameters
-from trimtab.trial import State, Trial
 
 STATES = {State.COMPLETE: TrialState.COMPLETE, State.STOPPED: TrialState.PRUNED}
 TRIAL = "trial"

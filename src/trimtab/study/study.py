@@ -14,28 +14,28 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trimtab import errors
-from trimtab._json import ESCAPED, dumps, from_json, to_json
-from trimtab._machine import free_mb
-from trimtab.confirm import Confirmation
-from trimtab.contracts import BACKENDS
-from trimtab.environment import Environment
+from trimtab._internal.serialization import ESCAPED, dumps, from_json, to_json
+from trimtab.core.backend import BACKENDS
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Workload
 from trimtab.errors import MeasurementError, WorkloadError
-from trimtab.evaluate import BUILT, MODEL, UNSAVED, Plan
-from trimtab.recipe import Recipe
-from trimtab.study import verdict
-from trimtab.study.handing import handed
-from trimtab.study.imported import IMPORTED
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.evaluation.evaluate import BUILT, MODEL, UNSAVED, Plan
+from trimtab.execution.baseline_servers import BaselineServers
+from trimtab.execution.fork_pool import Workers
+from trimtab.execution.preloaded_imports import IMPORTED
+from trimtab.execution.process import LOG, Outcome, WorkerProcess
+from trimtab.execution.trial_runner import probed
+from trimtab.execution.workload_transfer import handed
+from trimtab.hardware.environment import Environment
+from trimtab.hardware.system import free_mb
+from trimtab.study import ranking
 from trimtab.study.options import Options
-from trimtab.study.probing import probed
-from trimtab.study.process import LOG, Outcome, WorkerProcess
 from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record, claim
-from trimtab.study.rivals import Rivals
-from trimtab.study.sampler import Ask, Facts, Ladder, Sampler, Tpe, as_written
+from trimtab.study.samplers.ladder import Ask, Ladder, Sampler, SearchState, Tpe, as_written
 from trimtab.study.storage import Storage, in_file
-from trimtab.study.workers import Workers
-from trimtab.trial import State, Trial
-from trimtab.workload import Workload
 
 TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "scratch", "prepare"
 KEEP = 3
@@ -89,7 +89,7 @@ class Study:
         self.startup_s = time.monotonic() - self._began
         """Seconds of the dry run, with the start of its interpreter."""
         known = self.prepared
-        self.notes += verdict.doubts(options.limits, known.score, known.share, known.least)
+        self.notes += ranking.doubts(options.limits, known.score, known.share, known.least)
         for remark in dict.fromkeys((*self.prepared.notes, *self.notes)):
             self.progress.remark(remark)
         claim(folder, self.prepared, self.environment, self._identity())
@@ -129,7 +129,7 @@ class Study:
     @property
     def to_beat(self) -> Trial | None:
         """What a winner has to beat: the original, tuned as far as the limits allow."""
-        return verdict.best_eager(self._trials, self.options.limits, self.options.objective)
+        return ranking.best_eager(self._trials, self.options.limits, self.options.objective)
 
     @property
     def lost(self) -> bool:
@@ -144,7 +144,7 @@ class Study:
     @property
     def leader(self) -> Trial | None:
         """The best finished trial that keeps the limits, as far as the search can tell."""
-        return next(iter(verdict.ranked(self._trials, self.options.limits, self.options.objective)), None)
+        return next(iter(ranking.ranked(self._trials, self.options.limits, self.options.objective)), None)
 
     @property
     def trials(self) -> list[Trial]:
@@ -157,8 +157,8 @@ class Study:
 
     def tell(self, trial: Trial) -> Trial:
         """Keep a finished trial. It is on disk when this returns."""
-        value = verdict.value(trial, self.options.objective)
-        usable = value if verdict.feasible(trial, self.options.limits) else None
+        value = ranking.value(trial, self.options.objective)
+        usable = value if ranking.feasible(trial, self.options.limits) else None
         if isinstance(self.sampler, Tpe) and self.sampler.pending is not None:
             trial = self.storage.finish(self.sampler.pending, trial, usable)
         else:
@@ -174,7 +174,7 @@ class Study:
         As soon as something beats the original, the last ``reserve()`` seconds are kept for its confirmation.
         """
         new, self._end, self._left_out = 0, deadline, []
-        with Rivals(self.job(), self.folder / RIVALS, self.workers) as rivals:
+        with BaselineServers(self.job(), self.folder / RIVALS, self.workers) as rivals:
             while most is None or new < most:
                 end = None if deadline is None else deadline - reserve() * self._found_something()
                 if self.lost or self.interrupted() or (self._trials and self._over(end)):
@@ -197,7 +197,7 @@ class Study:
                 self.progress.ended(self.tell(trial), self)
                 new += trial.state is not State.SKIPPED
         if self._left_out:
-            self.notes.append(verdict.too_short(self._left_out))
+            self.notes.append(ranking.too_short(self._left_out))
 
     def record(self) -> Record:
         """What is known so far."""
@@ -266,7 +266,7 @@ class Study:
             interrupted=lambda: not final and self._over(deadline),
         )
 
-    def _try(self, ask: Ask, rivals: Rivals, deadline: float | None, *, again: bool = False) -> Trial | None:
+    def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None, *, again: bool = False) -> Trial | None:
         if reason := self.prepared.why_not(ask.recipe):
             return Trial(recipe=ask.recipe, state=State.SKIPPED, reason=reason, stage=ask.stage)
         self.progress.began(ask, len(self._trials))
@@ -312,7 +312,7 @@ class Study:
             trial = known
         return dataclasses.replace(trial, stage=ask.stage, log=log, seconds=outcome.seconds)
 
-    def costs_as_written(self, rivals: Rivals) -> dict[str, float | None] | None:
+    def costs_as_written(self, rivals: BaselineServers) -> dict[str, float | None] | None:
         """``cold_s`` and ``peak_mb`` of the original as its user starts it; ``None`` if the study had to end meanwhile.
 
         Raises:
@@ -334,21 +334,21 @@ class Study:
         """Whether a finished trial is to be forgotten: what it lacked then, a package or time or memory, is there now."""
         if trial.state is State.SKIPPED:
             return not self.prepared.why_not(trial.recipe)
-        return verdict.has_more(trial, seconds=self.options.trial_s, memory_mb=self.memory_mb)
+        return ranking.has_more(trial, seconds=self.options.trial_s, memory_mb=self.memory_mb)
 
     def _to_reach(self, ask: Ask) -> dict[str, float]:
         """What a first timing is held against: nothing where the figure is that of a rung, which is timed in full, as far as
         the budget allows."""
         if ask.stage in ("as_written", "tuned"):
-            return {"seconds": verdict.in_time(self.options.timing_s, self._end)} if ask.recipe == self.original else {}
-        return verdict.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
+            return {"seconds": ranking.in_time(self.options.timing_s, self._end)} if ask.recipe == self.original else {}
+        return ranking.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
 
-    def _facts(self) -> Facts:
-        return Facts(
+    def _facts(self) -> SearchState:
+        return SearchState(
             throughput=self.options.objective == "throughput",
             convolves=self.prepared.convolves,
-            feasible=lambda trial: verdict.feasible(trial, self.options.limits),
-            value=lambda trial: verdict.value(trial, self.options.objective),
+            feasible=lambda trial: ranking.feasible(trial, self.options.limits),
+            value=lambda trial: ranking.value(trial, self.options.objective),
         )
 
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
@@ -356,7 +356,7 @@ class Study:
         is cut off."""
         if deadline is None or not self._found_something() or self.prepared.why_not(ask.recipe):
             return True
-        likely = verdict.likely_s(ask.recipe.backend, self._trials, self.original, self.startup_s)
+        likely = ranking.likely_s(ask.recipe.backend, self._trials, self.original, self.startup_s)
         return time.monotonic() + likely <= deadline
 
     def _over(self, deadline: float | None) -> bool:
@@ -368,9 +368,9 @@ class Study:
 
     def _sweep(self) -> None:
         """Delete the built files of every trial that cannot become the artifact any more."""
-        ranked = verdict.ranked(self._trials, self.options.limits, self.options.objective)
+        ranked = ranking.ranked(self._trials, self.options.limits, self.options.objective)
         exact = [trial for trial in ranked if trial.recipe.exact]
-        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *verdict.unsettled(ranked))}
+        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *ranking.unsettled(ranked))}
         if (eager := self.to_beat) is not None:
             keep.add(eager.recipe.hash)
         for trial in self._trials:

@@ -7,24 +7,24 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab._json import from_json
-from trimtab._said import counted
-from trimtab.candidate import Settings
-from trimtab.confirm import Confirmation
+from trimtab._internal.serialization import from_json
+from trimtab._internal.text import counted
+from trimtab.core.recipe import Recipe
+from trimtab.core.settings import Settings
+from trimtab.core.trial import State, Trial
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.recipe import Recipe
-from trimtab.study import sentences, verdict
-from trimtab.study.climb import Climb, trained_as_written
-from trimtab.study.confirming import confirm
-from trimtab.study.finish import no_baseline
-from trimtab.study.process import Outcome
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.execution.baseline_servers import BaselineServers
+from trimtab.execution.jobs.training import WRITTEN
+from trimtab.execution.process import Outcome
+from trimtab.study import conclusions, ranking
+from trimtab.study.confirmation import confirm
+from trimtab.study.final_selection import no_baseline
 from trimtab.study.record import Prepared, Record
 from trimtab.study.result import Best
-from trimtab.study.rivals import Rivals
-from trimtab.study.sampler import Sampler
+from trimtab.study.samplers.greedy import GreedySampler, trained_as_written
+from trimtab.study.samplers.ladder import Sampler
 from trimtab.study.study import KEEP, PREPARE, RIVALS, Study
-from trimtab.study.train_jobs import WRITTEN
-from trimtab.trial import State, Trial
 
 SETTINGS_FOLDER = "settings"
 
@@ -62,13 +62,13 @@ class TrainingStudy(Study):
         """Whether the training as written was tried in vain."""
         return self.to_beat is not None and self.to_beat.comparison is None
 
-    def costs_as_written(self, rivals: Rivals) -> dict[str, float | None]:
+    def costs_as_written(self, rivals: BaselineServers) -> dict[str, float | None]:
         """What the process that trains as written found out about itself."""
         return rivals.ready("as_written", seconds=60)
 
     def make_sampler(self) -> Sampler:
         """The one for trainings."""
-        return Climb()
+        return GreedySampler()
 
     def record(self) -> Record:
         """What is known so far."""
@@ -117,7 +117,7 @@ class TrainingStudy(Study):
         return from_json(Settings, known)
 
 
-def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
+def finish(study: TrainingStudy) -> tuple[ranking.Status, str, Best | None]:
     """Confirm the winner, or the next best; else the settings as written stay."""
     limits, original = study.options.limits, study.to_beat
     if original is None and study.interrupted():
@@ -126,20 +126,20 @@ def finish(study: TrainingStudy) -> tuple[verdict.Status, str, Best | None]:
         raise UsageError("No trial was finished, not even of the training as written. Run it again with a longer budget.")
     if original.comparison is None:
         raise WorkloadError(no_baseline(study))
-    ahead = verdict.ahead(study.trials, limits, study.options.objective, original, tuned=False)
+    ahead = ranking.ahead(study.trials, limits, study.options.objective, original, tuned=False)
     if ahead:
         study.progress.stage("confirming the winner in fresh processes, from other parameters")
     lost: list[str] = []
-    with Rivals(study.job(), study.folder / RIVALS) as rivals:
+    with BaselineServers(study.job(), study.folder / RIVALS) as rivals:
         for trial in [*ahead[:KEEP], *[t for t in ahead[KEEP:] if t.recipe.exact][:1]]:
-            found = confirm(study, trial, original, rivals, must_win=verdict.feasible(original, limits))
+            found = confirm(study, trial, original, rivals, must_win=ranking.feasible(original, limits))
             if found.confirmation.ok:
                 return "improved", _improved(found, lost), found
             lost.append(f"{trial.recipe}: {found.confirmation.reason}")
             study.refused.append(found.confirmation)
     study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
-    if not verdict.feasible(original, limits):
-        return "limits_not_met", verdict.unmet(study.trials, limits), None
+    if not ranking.feasible(original, limits):
+        return "limits_not_met", ranking.unmet(study.trials, limits), None
     measured = sum(trial.state is State.COMPLETE and trial.recipe != original.recipe for trial in study.trials)
     # what the search found out about it stands: there is nothing that it was picked from by luck
     shared = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb")
@@ -162,7 +162,7 @@ def stay(lost: list[str], measured: int) -> str:
 def _improved(found: Best, lost: list[str]) -> str:
     confirmation, ratio = found.confirmation, found.confirmation.speedup
     assert ratio is not None
-    words = f"{found.trial.recipe} trains {sentences.speed(ratio)}"
+    words = f"{found.trial.recipe} trains {conclusions.speed(ratio)}"
     over = "" if confirmation.parity is None else f", over the first {confirmation.parity.n} updates"
     if found.trial.recipe.exact:
         still = ", with dropout and the like off" if confirmation.parity is not None and confirmation.parity.still else ""

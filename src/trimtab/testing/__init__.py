@@ -25,7 +25,7 @@ Needs pytest, which the extra ``dev`` brings.
 """
 
 from trimtab.testing.backends import BackendSuite
-from trimtab.testing.findings import CheckSuite
+from trimtab.testing.check_suite import CheckSuite
 from trimtab.testing.passes import PassSuite
 
 __all__ = ["BackendSuite", "CheckSuite", "PassSuite"]

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trimtab._json import dumps
-from trimtab._tree import flatten, unflatten
-from trimtab.candidate import Candidate, resized
-from trimtab.contracts import BACKENDS, Backend, Executable
+from trimtab._internal.serialization import dumps
+from trimtab.core.backend import BACKENDS, Backend, Executable
+from trimtab.core.candidate import Candidate, resized
+from trimtab.core.recipe import Recipe
 from trimtab.errors import InputError
-from trimtab.recipe import Recipe
-from trimtab.testing.checks import (
+from trimtab.tensors.structure import flatten, unflatten
+from trimtab.testing.assertions import (
     assert_close,
     assert_documented,
     assert_round_trip,

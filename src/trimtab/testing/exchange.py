@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trimtab._json import to_json, write_json
-from trimtab.contracts import Backend, Executable
+from trimtab._internal.serialization import to_json, write_json
+from trimtab.core.backend import Backend, Executable
 
 FILES, INPUTS, OUTPUTS, FACTS = "model", "inputs.safetensors", "outputs.safetensors", "reload.json"
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab.candidate import Candidate
-from trimtab.signature import Dim
+from trimtab.core.candidate import Candidate
+from trimtab.core.signature import Dim
 
 CALIBRATION = 8
 """Calibration calls that every case brings."""

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from trimtab.backends.eager import Eager
-from trimtab.candidate import Candidate, Settings
-from trimtab.contracts import PASSES, Pass
+from trimtab.core.candidate import Candidate
+from trimtab.core.recipe import Recipe
+from trimtab.core.settings import Settings
+from trimtab.core.technique import PASSES, Pass
 from trimtab.errors import CompileError, MissingPackageError
-from trimtab.recipe import Recipe
-from trimtab.testing.checks import (
+from trimtab.testing.assertions import (
     assert_close,
     assert_documented,
     assert_round_trip,

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 from safetensors.torch import load_file, save_file
 
-from trimtab._json import from_json
-from trimtab.candidate import Settings
-from trimtab.contracts import technique_from_json
-from trimtab.signature import Signature
+from trimtab._internal.serialization import from_json
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Signature
+from trimtab.core.technique import technique_from_json
 from trimtab.testing.exchange import FACTS, FILES, INPUTS, OUTPUTS
 
 

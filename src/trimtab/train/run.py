@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from trimtab.train.memory import Room
+from trimtab.train.engine.out_of_memory import MemoryPlan
 
 
 @dataclasses.dataclass
 class Run:
     """What belongs to one call of ``fit`` alone: the next one has another, of which nothing is known."""
 
-    room: Room
+    room: MemoryPlan
     planned: int | None = None
     """How many updates there will be when it has ended, where that is known."""
     goes_on: bool = False

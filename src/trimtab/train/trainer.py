@@ -11,33 +11,38 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trimtab.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import StorageError, UsageError
-from trimtab.train import auto, epoch, events, held_out, lengths, prepare, progress, saving, states, validation
-from trimtab.train import schedule as schedules
-from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.distributed import alike
-from trimtab.train.distributed.processes import join
-from trimtab.train.events import Callback, Ended, Event, Remarked, Validated
-from trimtab.train.feed import check_loader
-from trimtab.train.given import Options, check_kinds, checked_override
-from trimtab.train.interrupt import interruptible
-from trimtab.train.memory import Room
-from trimtab.train.memory_errors import telling_stops
-from trimtab.train.meter import Meter
-from trimtab.train.metrics import Metric, checked_metrics
-from trimtab.train.modes import Modes
-from trimtab.train.objective import Batch, Objective, in_step
-from trimtab.train.optimizer_state import OptimizerModes
-from trimtab.train.peek import kept_random
+from trimtab.train.autotune import auto_settings
+from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.checkpoint.resume_conflicts import Options, check_kinds, checked_override
+from trimtab.train.data.micro_batches import check_loader
+from trimtab.train.data.peek import kept_random
+from trimtab.train.distributed import consistency
+from trimtab.train.distributed.launch import join
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.engine import checkpoint_policy, duration, epoch, setup, validation
+from trimtab.train.engine import evaluate as held_out
+from trimtab.train.engine.out_of_memory import MemoryPlan
+from trimtab.train.engine.signals import interruptible
+from trimtab.train.engine.step import Update
+from trimtab.train.loss.adapter import Batch, LossAdapter, in_step
+from trimtab.train.optim import schedules
+from trimtab.train.optim.ema import Ema, EvalWeights
+from trimtab.train.optim.optimizer_state import OptimizerModes
+from trimtab.train.optim.schedules import Schedule
 from trimtab.train.position import Position
 from trimtab.train.run import Run
-from trimtab.train.runtime import allocate, refuse_autocast, running
-from trimtab.train.schedule import Schedule
-from trimtab.train.step import Update
-from trimtab.train.stopping import EarlyStopping, Ema, Shown
-from trimtab.train.summary import Summary
-from trimtab.train.world import World
+from trimtab.train.runtime import state_dict_versions
+from trimtab.train.runtime.memory_errors import telling_stops
+from trimtab.train.runtime.torch_settings import allocate, refuse_autocast, running
+from trimtab.train.runtime.train_modes import Modes
+from trimtab.train.runtime.world import World
+from trimtab.train.telemetry import events, progress
+from trimtab.train.telemetry.events import Callback, Ended, Event, Remarked, Validated
+from trimtab.train.telemetry.meter import Meter
+from trimtab.train.telemetry.metrics import Metric, checked_metrics
+from trimtab.train.telemetry.summary import Summary
 
 _STEP = in_step("The model or its loss raised")
 
@@ -53,7 +58,7 @@ class Trainer:
         settings: precision, accumulation, memory and the like; what is ``"auto"`` is decided by measurement when
             :meth:`fit` begins.
         schedule: ``schedule(optimizer, updates)`` -> one of torch's schedulers, such as
-            :func:`~trimtab.train.schedule.one_cycle`; or a scheduler itself. Stepped once per update;
+            :func:`~trimtab.train.optim.schedules.one_cycle`; or a scheduler itself. Stepped once per update;
             ``ReduceLROnPlateau`` after each validation, with the figure that ``early_stopping`` watches.
         early_stopping: ends the run when the validation has stopped getting better.
         checkpoint: folder for checkpoints, written every ``checkpoint_every`` updates (or epochs, if ``None``) and at the end.
@@ -62,10 +67,10 @@ class Trainer:
             whole set, an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as torchmetrics has them. A
             model that computes its own loss gives its whole answer, which is held against the whole batch.
         ema: decay of a running average of the parameters, which is what is validated and kept in the end.
-        log_every: updates between two :class:`~trimtab.train.events.Progressed`.
+        log_every: updates between two :class:`~trimtab.train.telemetry.events.Progressed`.
         progress: whether the run is shown on standard error: as a live line in a terminal, else as lines of text. By default it
             is where that is a terminal.
-        world: the processes of the run, as :func:`~trimtab.train.distributed.processes.join` gives them for a model whose
+        world: the processes of the run, as :func:`~trimtab.train.distributed.launch.join` gives them for a model whose
             layers are split between some; otherwise found out.
 
     Raises:
@@ -90,20 +95,20 @@ class Trainer:
         progress: bool | None = None,
         world: World | None = None,
     ) -> None:
-        lengths.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
+        duration.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
         schedules.check_given(schedule)
         check_kinds(settings, early_stopping, metrics, ema, world)
-        prepare.check_model(model)
+        setup.check_model(model)
         self.model = model
         self.settings = settings
         self.world = world or join(settings)
-        prepare.check_device(settings.device)
+        setup.check_device(settings.device)
         self.device = self.world.device(settings.device)
-        prepare.check_place(model, self.device)
+        setup.check_place(model, self.device)
         allocate(settings)
         self.world.place(self.model, settings)
-        self.objective = Objective(prepare.loss_on(loss, self.device))
-        self.optimizer = prepare.optimizer_for(model, optimizer, self.objective.module, processes=self.world.processes)
+        self.objective = LossAdapter(setup.loss_on(loss, self.device))
+        self.optimizer = setup.optimizer_for(model, optimizer, self.objective.module, processes=self.world.processes)
         self.early_stopping, self.schedule = early_stopping, schedule
         self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
@@ -137,9 +142,9 @@ class Trainer:
         self.modes = Modes(model)
         self._last: tuple[Any, Any] | None = None
         """The training data that the last run was given, and what it went through: of an iterator, what is left."""
-        self.run = Run(Room(self))
+        self.run = Run(MemoryPlan(self))
         """What belongs to the run under way alone; of the last one where none is."""
-        self.shown = Shown(model, self.ema, OptimizerModes(model, self.optimizer))
+        self.shown = EvalWeights(model, self.ema, OptimizerModes(model, self.optimizer))
 
     def fit(
         self,
@@ -180,14 +185,14 @@ class Trainer:
         steps: int | None = None,
     ) -> Generator[Update, None, Summary]:
         """What :meth:`fit` does, for who drives it: each ``next()`` makes one update and everything that belongs to it."""
-        lengths.check_lengths(self, epochs, steps)
+        duration.check_lengths(self, epochs, steps)
         refuse_autocast(self.device)
         check_loader(train, "train")
         if validate is not None:
             check_loader(validate, "validate")
-        alike.refuse_differences(self, validated=validate is not None, epochs=epochs, steps=steps)
-        self.run = run = Run(Room(self))
-        with saving.folder_held(self), interruptible(self), telling_stops():
+        consistency.refuse_differences(self, validated=validate is not None, epochs=epochs, steps=steps)
+        self.run = run = Run(MemoryPlan(self))
+        with checkpoint_policy.folder_held(self), interruptible(self), telling_stops():
             last, given, train = self._last, train, self.world.share(train, "train")
             run.goes_on = isinstance(given, Iterator) and last is not None and last[0] is given and self.resuming is None
             train = last[1] if last is not None and run.goes_on else train
@@ -196,10 +201,10 @@ class Trainer:
             with progress.shown(self, self.progress):
                 self.note_once(self.modes.look())
                 self.modes.train()
-                self.shown.take_back(update=self.position.update, same=not lengths.begin_other(self, last, given))
-                lengths.check_epoch(self, train)
-                run.planned = lengths.updates_in_all(self, train, epochs, steps)
-                train = auto.decide(self, train, run.planned)
+                self.shown.take_back(update=self.position.update, same=not duration.begin_other(self, last, given))
+                duration.check_epoch(self, train)
+                run.planned = duration.updates_in_all(self, train, epochs, steps)
+                train = auto_settings.decide(self, train, run.planned)
                 self._last = (given, train)
                 with running(self.settings), run.room:
                     return (yield from self._run(train, validate, epochs, steps))
@@ -229,7 +234,7 @@ class Trainer:
             )
         state = self.checkpoints.load()
         self.shown.modes.train()  # what it would make of parameters now is written over
-        prepare.restore(self, state)
+        setup.restore(self, state)
         self.note_once(self.checkpoints.passed_over())
         self.resuming = state
         self.shown.forget()
@@ -267,22 +272,22 @@ class Trainer:
         for watcher in self.watchers:
             watcher(self, event)
         with kept_random() if self.callbacks else contextlib.nullcontext():
-            alike.call_back(self, event)
+            consistency.call_back(self, event)
 
     def _run(
         self, train: Iterable[Batch], held_out: Iterable[Batch] | None, epochs: int | None, steps: int | None
     ) -> Generator[Update, None, Summary]:
         """The loop itself: epochs of updates, a validation after each."""
         position = self.position
-        ready = prepare.ready(self, train)
+        ready = setup.ready(self, train)
         step, meter = ready.step, Meter(self, ready.clock, ready.updates)
         to_come = None if ready.updates is None else ready.updates - position.update
         schedules.check(ready.scheduler, to_come, None if held_out is None else self.early_stopping or EarlyStopping())
         self.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
-        self.note_once(saving.remark(self, ready, steps))
+        self.note_once(checkpoint_policy.remark(self, ready, steps))
         first, began = position.epoch, position.update
         self._stop_if_stale()  # which the run that is gone on with had ended by
-        while not self.world.any(self.ending) and not lengths.over(self, epochs, steps):
+        while not self.world.any(self.ending) and not duration.over(self, epochs, steps):
             if not position.due:
                 for text in self.modes.follow():
                     self.note_once(text)
@@ -298,10 +303,10 @@ class Trainer:
             self.note("No epoch came to its end, so nothing was validated; give more steps, or epochs.")
         return self._finish(ready, meter, epochs, steps)
 
-    def _epoch(self, ready: prepare.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
+    def _epoch(self, ready: setup.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
         """What is left of the epoch; returns whether it is whole."""
-        feed, position, kept = ready.feed, self.position, saving.Saving(self, ready)
-        for group in saving.rounds(self, ready, kept):
+        feed, position, kept = ready.feed, self.position, checkpoint_policy.Saving(self, ready)
+        for group in checkpoint_policy.rounds(self, ready, kept):
             update, remarks = self._update(ready, group)
             if not self.world.used:
                 break
@@ -314,7 +319,7 @@ class Trainer:
             if not (update.applied or update.overflowed) and self.settings.nonfinite == "stop":
                 self.stop("The loss was not finite.")
             if self.checkpoint_every is not None and position.update % self.checkpoint_every == 0:
-                saving.save(self, ready)
+                checkpoint_policy.save(self, ready)
             yield update
             if self.world.stopping(self.ending):
                 return False
@@ -325,7 +330,7 @@ class Trainer:
         self.note_once(feed.missing() if whole and self.world.used else None)
         return whole
 
-    def _close_epoch(self, ready: prepare.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
+    def _close_epoch(self, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
         """What comes at the end of an epoch: it is told of, validated and saved; what fails there does not cost the epoch."""
         try:
             with epoch.close(self, ready.feed):
@@ -333,12 +338,12 @@ class Trainer:
                 self._validate(held_out, ready)
         except Exception as error:
             if self.world.heard(error):
-                saving.save(self, ready)
+                checkpoint_policy.save(self, ready)
             raise
         if self.checkpoint_every is None and not self.position.due:
-            saving.save(self, ready)
+            checkpoint_policy.save(self, ready)
 
-    def _update(self, ready: prepare.Ready, group: list[Batch]) -> tuple[Update, list[str | None]]:
+    def _update(self, ready: setup.Ready, group: list[Batch]) -> tuple[Update, list[str | None]]:
         """One update and what goes along with it, and what there is to tell of it once it counts."""
         with _STEP:
             update = self.run.room.update(ready, group)
@@ -349,16 +354,16 @@ class Trainer:
             self.ema.update(self.model)
         if update.applied and not self.run.kept:
             self.run.kept = True
-            prepare.refuse_unkept(self, ready.feed)
+            setup.refuse_unkept(self, ready.feed)
         return update, remarks
 
-    def _validate(self, held_out: Iterable[Batch] | None, ready: prepare.Ready) -> None:
+    def _validate(self, held_out: Iterable[Batch] | None, ready: setup.Ready) -> None:
         """Go through the validation data, keep the best parameters, and stop where it has stopped getting better."""
         stopping, position = self.early_stopping or EarlyStopping(), self.position
         if held_out is None:
             position.due = False
             return
-        prepare.settle(self)
+        setup.settle(self)
         with self.shown.during():
             found = validation.validate(self, held_out, ready.step, ready.move, lambda: self.run.interrupted)
             if found is None:
@@ -369,13 +374,13 @@ class Trainer:
             if better:
                 position.best, position.stale = self.results[stopping.metric], 0
                 if self.early_stopping is not None and stopping.restore_best:
-                    self.best_parameters = states.copied(self.model)
+                    self.best_parameters = state_dict_versions.copied(self.model)
             else:
                 position.stale += 1
             if isinstance(ready.scheduler, ReduceLROnPlateau):
                 ready.scheduler.step(self.results[stopping.metric])
             # The callbacks see the parameters that these are the figures of.
-            alike.tell(self, Validated(update=position.update, epoch=position.epoch, metrics=self.results, best=better))
+            consistency.tell(self, Validated(update=position.update, epoch=position.epoch, metrics=self.results, best=better))
         self._stop_if_stale()
 
     def _stop_if_stale(self) -> None:
@@ -383,20 +388,20 @@ class Trainer:
         if stopping is not None and stale >= stopping.patience:
             self.stop(f"The validation's {stopping.metric} did not improve {stale} times in a row.")
 
-    def _finish(self, ready: prepare.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
+    def _finish(self, ready: setup.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
         """The last checkpoint, then the parameters that the user is to have, then the summary."""
         newest = None if self.checkpoints is None else self.checkpoints.newest()
         made = self.position.update or self.decided  # else there is nothing to go on with
         old = newest is None or newest.name != f"update-{self.position.update:08d}" or self.position.due
         if made and self.world.any(old):
-            saving.save(self, ready)
-        prepare.settle(self)
+            checkpoint_policy.save(self, ready)
+        setup.settle(self)
         self.step_state, self.loader_place = ready.step.state_dict(), epoch.place_of(self, ready.feed)
         self.shown.show(self.best_parameters)
         self.model.eval()
         count, what = (steps, "update") if steps is not None else (epochs, "epoch")
         done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."
-        over = lengths.over(self, epochs, steps)
+        over = duration.over(self, epochs, steps)
         summary = meter.summary(self.run.stop or (done if over else "Another process was asked to stop."))
-        alike.tell(self, Ended(update=self.position.update, epoch=self.position.epoch, summary=summary))
+        consistency.tell(self, Ended(update=self.position.update, epoch=self.position.epoch, summary=summary))
         return summary

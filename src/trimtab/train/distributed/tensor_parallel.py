@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from trimtab._said import of_type
-from trimtab.candidate import Settings
-from trimtab.contracts import require
+from trimtab._internal.text import of_type
+from trimtab.core.settings import Settings
+from trimtab.core.technique import require
 from trimtab.errors import UsageError
-from trimtab.train.distributed.processes import start
+from trimtab.train.distributed.launch import start
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +51,7 @@ def split_layers(model: nn.Module, grid: DeviceMesh, *, columns: Sequence[str] =
     ``columns``, the projection after them by ``rows``) where the block counts its heads from the size it gets: write
     ``view(batch, length, -1, size_of_a_head)``.
 
-    Give the same ``grid`` to :func:`~trimtab.train.distributed.processes.join`, and what that returns to
+    Give the same ``grid`` to :func:`~trimtab.train.distributed.launch.join`, and what that returns to
     ``Trainer(world=...)``: the processes of a row then get the same data.
 
     Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053

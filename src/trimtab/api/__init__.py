@@ -1,0 +1,1 @@
+"""The entry functions: optimize, tune, compare, verify."""

@@ -1,0 +1,381 @@
+"""The whole of it: search, confirm the winner, ship it or the original, and say so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Self, TypeVar
+
+from trimtab._internal.files import UNLOCKED, path_of, put_back, refused, removed, set_aside
+from trimtab._internal.locks import locked
+from trimtab._internal.serialization import write_json
+from trimtab._internal.text import of_type
+from trimtab._internal.units import positive, seconds
+from trimtab._internal.user_code import outside_workers
+from trimtab.artifact.staging import refuse_others
+from trimtab.core.workload import Limits, Workload
+from trimtab.errors import StorageError, TrimtabError, UsageError
+from trimtab.evaluation.evaluate import Objective
+from trimtab.execution.fork_pool import Workers
+from trimtab.importers.load import is_python, load_workload
+from trimtab.report import write as write_report
+from trimtab.study import confirmation_starts
+from trimtab.study.confirmation import CONFIRM, CONFIRM_FOLDER
+from trimtab.study.final_selection import EXPLAIN, ahead, explain, finish
+from trimtab.study.options import Options
+from trimtab.study.progress import Printed, Progress
+from trimtab.study.record import OWNER, RECORD
+from trimtab.study.result import ARTIFACT, Result
+from trimtab.study.runoff import RUNOFF, contenders, cost_s
+from trimtab.study.storage import shown
+from trimtab.study.study import PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS, Study
+from trimtab.study.training import SETTINGS_FOLDER
+
+Answer = TypeVar("Answer", bound=Result)
+OVER, LATE = 1.2, 1.5
+"""From so many times its budget on, a run says that it took longer, and leaves out what only explains the answer."""
+EXPLAINING = 0.5
+"""Dry runs of the workload that explaining the answer takes as long as."""
+RESERVED = 0.4
+"""The largest share of a budget that is kept for what comes after the search."""
+RESULT_FILE = "result.json"
+LOCK = ".lock"
+ENTRIES = {
+    LOCK,
+    *(
+        ARTIFACT,
+        RESULT_FILE,
+        confirmation_starts.FOLDER,
+        CONFIRM_FOLDER,
+        RUNOFF,
+        EXPLAIN,
+        RECORD,
+        OWNER,
+        TRIALS,
+        RIVALS,
+        REFERENCE,
+        SCRATCH,
+        PREPARE,
+    ),
+    *("study.db", "study.db-journal", "workload.pkl", "report.html", "settings.json", SETTINGS_FOLDER),
+}
+"""What a run folder may hold; whatever else lies there is somebody's own."""
+LEFT = re.compile(r"\..*\.tmp")
+"""What a process that was killed while it wrote may leave there."""
+FRESH, DONE = ".fresh.", ".done."
+"""How the names begin of what holds the old study while another begins in its folder, and of what is left of it after that."""
+
+
+class Interrupt:
+    """Counts Ctrl-C while a study runs: once ends the search cleanly, twice stops at once. A context; main thread only."""
+
+    def __init__(self, progress: Progress) -> None:
+        if not isinstance(progress, Progress):
+            raise UsageError(f"progress is {progress!r}; give a trimtab.Progress, which by itself is silent, or leave it out.")
+        self.asked = False
+        self._progress = progress
+        self._before: Any = None
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._progress.interrupted()
+
+
+def optimize(
+    workload: Workload | str | os.PathLike[str],
+    *,
+    limits: Limits | None = None,
+    budget: str | float | None = None,
+    trials: int | None = None,
+    objective: Objective = "latency",
+    sampler: str = "ladder",
+    out: str | pathlib.Path | None = None,
+    storage: str | None = None,
+    fresh: bool = False,
+    worker_memory_mb: float | None = None,
+    trial_seconds: float = 600.0,
+    timing_seconds: float = 5.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Result:
+    """Search for the recipe that makes ``workload`` fastest within ``limits``, prove it, and write its artifact.
+
+    Args:
+        workload: a :class:`Workload`, or a reference such as ``"model.py:workload"``, ``"model.onnx"`` or ``"hf:FOLDER"``
+            (:func:`trimtab.load_workload` says which there are).
+        limits: what a recipe must keep; one percent of the score may be lost if nothing is said.
+        budget: time for everything, as ``"10m"`` or in seconds; ``None`` ends when the search has nothing left to try. Where
+            the first recipe that wins comes late, its confirmation may take the run beyond it.
+        trials: at most so many new trials.
+        objective: ``latency``, ``throughput``, ``memory`` or ``size``.
+        sampler: ``ladder``, or ``tpe`` for long budgets.
+        out: the run folder; ``runs/NAME`` if not said. A study found there goes on.
+        storage: URL of a database instead of an SQLite file in the run folder. Other studies may be in it: each is found by its
+            workload, objective, limits, machine and threads.
+        fresh: delete what is in the run folder, and this very study in ``storage``, first.
+        worker_memory_mb: memory limit of one worker process, in megabytes.
+        trial_seconds: time limit of one trial.
+        timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
+        seed: of the sampler.
+        progress: told what happens; if ``None`` it stands on standard error, in lines. ``trimtab.Progress()`` keeps silent.
+
+    Raises:
+        UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
+        ArtifactError: the run folder's artifact holds something of yours, or is none.
+        WorkloadError: the workload itself fails.
+        StorageError: the storage cannot be used; finished trials are kept.
+        KeyboardInterrupt: on the second Ctrl-C, or on the first where no trial was finished yet; finished trials are kept.
+    """
+    began = time.monotonic()
+    options = Options(
+        objective=objective,
+        limits=limits or Limits(),
+        sampler=_sampler(sampler),
+        storage=storage,
+        trial_s=positive(trial_seconds, "trial_seconds"),
+        timing_s=positive(timing_seconds, "timing_seconds"),
+        worker_mb=None if worker_memory_mb is None else positive(worker_memory_mb, "worker_memory_mb"),
+        seed=seed,
+        fresh=fresh,
+    )
+    most = None if trials is None else positive(trials, "trials")
+    limit_s = None if budget is None else seconds(budget, "budget")
+    progress = Printed(budget_s=limit_s) if progress is None else progress
+    workload = taken(workload, "trimtab.optimize")
+    if isinstance(workload, str) and not is_python(workload):
+        workload = load_workload(workload)
+    folder = run_folder(workload, out)
+    with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
+        command = command_line(workload, options, budget, trials, folder)
+        with forgetting(folder) if fresh else contextlib.nullcontext():
+            refuse_others(folder / ARTIFACT)  # before the search, and not when there is something to ship
+            study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
+        study.record().write(folder)
+        until = end = None
+        if limit_s is None:
+            study.search(most=most)
+        else:
+            study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
+            end = began + limit_s
+            until = end - confirm_s(study, limit_s)
+        return _answer(study, began, until, end)
+
+
+def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:
+    """Confirm, ship, explain and report what the search found, by ``end``; what precedes the confirmation ends by ``until``."""
+    status, sentence, best = finish(study, until=until, end=end)
+    took, budget = time.monotonic() - began, math.inf if end is None else end - began
+    peaks, explanations = explain(study, best, late=took > LATE * budget)
+    if (took := time.monotonic() - began) > OVER * budget:
+        study.notes.append(
+            f"This took {took:.0f} s, where the budget is {budget:.0f} s: to check the workload, to measure the model as "
+            "written and to confirm what ships takes its time, whatever the budget."
+        )
+    return reported(
+        Result(study=study, status=status, sentence=sentence, best=best, seconds=took, peaks=peaks, explanations=explanations)
+    )
+
+
+def reported(result: Answer) -> Answer:
+    """``result`` with its report; both are in the run folder now, and the record beside them."""
+    study = result.study
+    result.record().write(study.folder)
+    write_json(study.folder / RESULT_FILE, result)
+    try:
+        result = dataclasses.replace(result, report=write_report(study.folder))
+    except (TrimtabError, OSError) as error:  # the answer stands without it
+        study.progress.remark(f"There is no report. {error}")
+    write_json(study.folder / RESULT_FILE, result)
+    return result
+
+
+def command_line(
+    workload: Workload | str, options: Options, budget: str | float | None, trials: int | None, folder: pathlib.Path
+) -> str:
+    """The command that goes on with a study, or makes it again; what it leaves out is at its default."""
+    if isinstance(workload, Workload) and not workload.reference:
+        return f"trimtab.optimize(workload, out={str(folder)!r})  # and its other arguments; {workload.name} was made in Python"
+    limits, default = options.limits, Options()
+    given = {
+        "--max-drop": limits.max_drop,
+        "--max-error": None if limits.max_error == default.limits.max_error else limits.max_error,
+        "--latency": None if limits.latency_ms is None else f"{_exact(limits.latency_ms)}ms",
+        "--memory": None if limits.memory_mb is None else f"{_exact(limits.memory_mb)}MB",
+        "--size": None if limits.size_mb is None else f"{_exact(limits.size_mb)}MB",
+        "--objective": None if options.objective == default.objective else options.objective,
+        "--sampler": None if options.sampler == default.sampler else options.sampler,
+        "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,
+        "--trials": trials,
+        "--trial-time": None if options.trial_s == default.trial_s else f"{options.trial_s:g}s",
+        "--timing": None if options.timing_s == default.timing_s else f"{options.timing_s:g}s",
+        "--worker-memory": None if options.worker_mb is None else f"{_exact(options.worker_mb)}MB",
+        "--seed": options.seed or None,
+        "--storage": None if options.storage is None else shown(options.storage),
+        "--out": folder,
+    }
+    words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    source = workload.reference if isinstance(workload, Workload) else (workload,)
+    return shlex.join(["trimtab", "optimize", *source, *words])
+
+
+def _exact(value: float) -> str:
+    """``value`` in the fewest digits that are read back as the same number: a study goes on under its very limits only."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
+@contextlib.contextmanager
+def disk_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Turns the system's complaints, most of which are about the run folder, into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{refused(error, folder)} What is finished is kept; the same command goes on from it.") from error
+
+
+@contextlib.contextmanager
+def forgetting(folder: pathlib.Path) -> Iterator[None]:
+    """A block that begins another study in ``folder``: what is there is set aside, and deleted once the new one has begun.
+
+    A block that raises, as over a misspelt limit or a workload that fails, leaves the old study as it was.
+
+    Raises:
+        UsageError: the folder holds something that no study made.
+    """
+    strange = sorted(path.name for path in folder.iterdir() if path.name not in ENTRIES and not LEFT.fullmatch(path.name))
+    if strange:
+        raise UsageError(
+            f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out (in "
+            "Python, out=...)."
+        )
+    aside = pathlib.Path(tempfile.mkdtemp(prefix=FRESH, suffix=".tmp", dir=folder))
+    old = [entry.name for entry in folder.iterdir() if entry.name not in (LOCK, aside.name)]
+    with set_aside(folder, old, aside, ENTRIES - {LOCK, PREPARE}):
+        try:
+            yield
+        except BaseException:
+            if os.path.lexists(folder / PREPARE):  # what the dry run wrote explains the error
+                removed(aside / PREPARE)
+            raise
+    done = aside.with_name(aside.name.replace(FRESH, DONE, 1))
+    aside.rename(done)  # from here on nothing is put back
+    shutil.rmtree(done, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alone(folder: pathlib.Path) -> Iterator[None]:
+    """A block in which no other process works in run folder ``folder``; the lock goes with the process, however that ends.
+
+    Raises:
+        UsageError: another one does.
+        StorageError: nobody can tell, because files cannot be locked there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as held:
+        try:
+            free = locked(held.fileno())
+        except OSError as error:
+            if error.errno not in UNLOCKED:
+                raise
+            raise StorageError(
+                f"The run folder {folder} lies where files cannot be locked ({error.strerror}), which is what keeps two runs, "
+                "and their databases, apart. Use --out (in Python, out=...) with a folder on a local disk."
+            ) from None
+        if not free:
+            raise UsageError(
+                f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out (in "
+                "Python, out=...)."
+            )
+        _tidy(folder)
+        yield
+
+
+def _tidy(folder: pathlib.Path) -> None:
+    """Put back what a killed process had set aside for a study that never began, and delete what others left."""
+    for left in folder.glob(f"{FRESH}*.tmp"):
+        put_back(left, folder)
+    for left in (*folder.glob(f"{DONE}*.tmp"), *folder.glob(f".{ARTIFACT}.*.tmp")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def taken(workload: Workload | str | os.PathLike[str], caller: str) -> Workload | str:
+    """``workload`` as a study takes it, of which ``caller`` makes one.
+
+    Raises:
+        UsageError: it is something else, such as a model; or a worker process of a study is what asks.
+    """
+    outside_workers(caller)
+    found = os.fspath(workload) if isinstance(workload, os.PathLike) else workload
+    if not isinstance(found, (Workload, str)):
+        raise UsageError(
+            "A study needs a trimtab.Workload, such as Workload(model=model, inputs=example), or a reference to one, such as "
+            f"'model.py:workload', not {of_type(found)}."
+        )
+    return found
+
+
+def run_folder(workload: Workload | str, out: str | pathlib.Path | None, suffix: str = "") -> pathlib.Path:
+    """Where a study lives: as said, else ``runs/`` and the name of the workload or of its file, and ``suffix``.
+
+    Raises:
+        UsageError: it is no path, a file is there, or the name is no UTF-8, which some libraries cannot write to.
+    """
+    if out is not None:
+        folder = path_of(out, "out", "runs/model")
+        if os.path.exists(folder) and not os.path.isdir(folder):  # which say no where pathlib's raise
+            raise UsageError(f"The run folder {folder} is a file. Give a folder with --out (in Python, out=...).")
+        if (readable := str(folder).encode(errors="replace").decode()) != str(folder):
+            raise UsageError(
+                f"The name of the run folder {readable} is no UTF-8. Give another with --out (in Python, out=...)."
+            )
+        return folder
+    if isinstance(workload, Workload):
+        return pathlib.Path("runs") / f"{workload.name}{suffix}"
+    place, _, name = workload.rpartition(":") if not workload.endswith(".py") else (workload, "", "")
+    stem = pathlib.Path(place).stem if place.endswith(".py") else place
+    whole = f"{stem}-{name}{suffix}" if name else f"{stem}{suffix}"
+    return pathlib.Path("runs") / whole.encode(errors="replace").decode().replace("?", "_")
+
+
+def confirm_s(study: Study, budget_s: float) -> float:
+    """Seconds to keep for the confirmation, and to explain the answer; never more than :data:`RESERVED`."""
+    likely_s = confirmation_starts.expected_s(study, study.leader, CONFIRM * study.options.timing_s)
+    return min(likely_s + EXPLAINING * study.startup_s, RESERVED * budget_s)
+
+
+def _reserve_s(study: Study, budget_s: float) -> float:
+    """Those, and what a runoff takes where the search has left one open."""
+    open_question = len(contenders(ahead(study), study.options.objective)) > 1
+    return min(confirm_s(study, budget_s) + open_question * 1.5 * cost_s(study), RESERVED * budget_s)
+
+
+def _sampler(name: str) -> Any:
+    if name not in ("ladder", "tpe"):
+        raise UsageError(f"There is no sampler {name!r}. Known are: ladder, tpe.")
+    return name

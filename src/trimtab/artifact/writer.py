@@ -1,0 +1,177 @@
+"""Filling the folder of an artifact: files of the runtime, test vectors, evidence, texts, and the manifest over all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import importlib.metadata
+import math
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab._internal.serialization import to_json, write_json
+from trimtab._internal.user_code import writing
+from trimtab.artifact.manifest import (
+    BASELINE,
+    EVIDENCE,
+    MODEL,
+    README,
+    RUN,
+    BaselineFacts,
+    GoldenFacts,
+    Manifest,
+    file_facts,
+    write_manifest,
+)
+from trimtab.artifact.templates import readme, run_script
+from trimtab.artifact.test_vectors import GOLDEN, Case, Golden
+from trimtab.core.backend import BACKENDS, Backend, Executable
+from trimtab.core.recipe import Recipe
+from trimtab.core.signature import Signature
+from trimtab.core.technique import technique_from_json
+from trimtab.core.workload import Limits
+from trimtab.errors import ArtifactError, CompileError, UsageError
+from trimtab.hardware.environment import Environment
+
+SUMMARY = (
+    *("objective", "inputs", "speedup", "against_tuned", "comparison", "latency_ms", "throughput", "baseline_score", "score"),
+    *("drop", "parity", "size_mb", "peak_mb", "cold_s", "baseline_speedup"),
+)
+"""Figures of the evidence that the manifest and the README repeat."""
+BASELINE_TIMES, BASELINE_MB = 8, 64
+"""The baseline is left out if it is both this many times larger than the model's files and larger than this."""
+
+
+def fill(
+    target: pathlib.Path,
+    *,
+    executable: Executable,
+    recipe: Recipe,
+    workload_name: str,
+    golden: Golden,
+    evidence: Mapping[str, Any],
+    environment: Environment,
+    limits: Limits | None,
+    baseline: Executable | None,
+    baseline_backend: Backend | None,
+) -> None:
+    """Write everything into the empty folder ``target``; the arguments are those of
+    :func:`trimtab.artifact.artifact.write_artifact`.
+
+    Raises:
+        CompileError: the executable has no form that stands alone, or its outputs cannot be compared with the model's.
+        ArtifactError: the runtime cannot write its files.
+        UsageError: none of the golden cases fits what was saved.
+    """
+    _save(executable, target / MODEL)
+    golden, errors = _measured(executable, golden, exact=recipe.exact)
+    facts, reason = _save_baseline(target, baseline, baseline_backend)
+    golden.save(target / GOLDEN)
+    write_json(target / EVIDENCE, evidence)
+    manifest = Manifest(
+        workload=workload_name,
+        recipe=to_json(recipe),
+        recipe_text=str(recipe),
+        native_code=recipe.backend.native_code,
+        packages=recipe.backend.packages,
+        signature=_observed(executable.signature, golden),
+        settings=executable.settings,
+        golden=GoldenFacts(
+            cases=len(golden.cases), scale=golden.scales, tolerance=golden.tolerances(errors), measured=tuple(errors)
+        ),
+        baseline=facts,
+        baseline_reason=reason,
+        environment=environment,
+        evidence={name: to_json(evidence[name]) for name in SUMMARY if name in evidence},
+        limits=limits,
+        notes=tuple(executable.notes),
+        trimtab=importlib.metadata.version("trimtab"),
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        files={},
+    )
+    (target / RUN).write_text(run_script(manifest, recipe.backend), encoding="utf-8")
+    (target / README).write_text(readme(manifest, file_facts(target)), encoding="utf-8")
+    write_manifest(target, dataclasses.replace(manifest, files=file_facts(target)))
+
+
+def _save(executable: Executable, folder: pathlib.Path) -> None:
+    folder.mkdir()
+    try:
+        with writing():
+            executable.save(folder)
+    except RuntimeError as error:
+        # the writers of torch and of some runtimes say so when a disk is full, and nothing else of theirs comes here
+        raise ArtifactError(f"The model cannot be written: {error}. Nothing was left half-written. Make room.") from error
+
+
+def _measured(executable: Executable, golden: Golden, *, exact: bool) -> tuple[Golden, list[float]]:
+    """The test vectors that fit what was saved, which may have lost a dynamic dimension, and the errors on them.
+
+    Where a recipe that is not ``exact`` finds more or fewer of something than the original, such as boxes, no value can be held
+    against another: those vectors are left out, if others remain.
+    """
+    kept = Golden(tuple(case for case in golden.cases if _fits(executable.signature, case)))
+    if not kept.cases:
+        raise UsageError("None of the golden cases fits the executable's signature; give its example inputs as the first one.")
+    if not exact and (same := tuple(case for case in kept.cases if not _finds_more_or_fewer(executable, case))):
+        kept = Golden(same)
+    errors = kept.errors(executable.run)
+    if bad := [i for i, error in enumerate(errors) if not math.isfinite(error)]:
+        name = executable.signature.outputs[bad[0]].name
+        raise CompileError(f"The output {name!r} has another shape or dtype than the model's, or holds NaN; it is not shipped.")
+    return kept, errors
+
+
+def _finds_more_or_fewer(executable: Executable, case: Case) -> bool:
+    """Whether its outputs have other sizes than the original's, and only such sizes differ as follow none of the inputs'."""
+    rows = zip(executable.signature.outputs, executable.run([leaf.clone() for leaf in case.inputs]), case.outputs, strict=False)
+    differing = [
+        said
+        for spec, found, want in rows
+        for said, one, other in zip(spec.shape, found.shape, want.shape, strict=False)
+        if one != other
+    ]
+    return bool(differing) and all(said == "?" or isinstance(said, int) for said in differing)
+
+
+def _observed(signature: Signature, golden: Golden) -> Signature:
+    """``signature`` with the sizes of outputs left open that are not the same in every test vector: they depend on the data, as
+    the number of boxes that are found does, and what was seen on the example is no promise."""
+    outputs = []
+    for i, spec in enumerate(signature.outputs):
+        sizes = zip(spec.shape, *(case.outputs[i].shape for case in golden.cases), strict=False)
+        shape = tuple("?" if isinstance(said, int) and {said} != set(seen) else said for said, *seen in sizes)
+        outputs.append(dataclasses.replace(spec, shape=shape))
+    return dataclasses.replace(signature, outputs=tuple(outputs))
+
+
+def _fits(signature: Signature, case: Case) -> bool:
+    try:
+        signature.check(case.inputs)
+    except UsageError:
+        return False
+    return True
+
+
+def _save_baseline(
+    target: pathlib.Path, baseline: Executable | None, backend: Backend | None
+) -> tuple[BaselineFacts | None, str | None]:
+    if baseline is None:
+        return None, "The original model was not given when the artifact was written."
+    used = backend or technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
+    folder = target / BASELINE
+    try:
+        _save(baseline, folder)
+    except CompileError as error:
+        shutil.rmtree(folder)
+        return None, f"The original model cannot be exported, so its speed cannot be compared here: {error}"
+    size, model = (sum(f.stat().st_size for f in part.rglob("*") if f.is_file()) for part in (folder, target / MODEL))
+    if size > BASELINE_TIMES * model and size > BASELINE_MB * 1e6:
+        shutil.rmtree(folder)
+        return (
+            None,
+            f"The original model has {size / 1e6:.0f} MB, far more than the artifact's {model / 1e6:.0f} MB; it was left out.",
+        )
+    return BaselineFacts(backend=to_json(used), signature=baseline.signature, settings=baseline.settings), None

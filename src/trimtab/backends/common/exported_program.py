@@ -1,0 +1,363 @@
+"""What the PyTorch backends share: exporting a model as a program, and checking that a rewrite is still the same function."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import pathlib
+import subprocess
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import Dim as ExportDim
+from torch.export import ExportedProgram
+from torch.jit.frontend import FrontendError
+
+from trimtab._internal.text import counted
+from trimtab.backends.common.causes import first_line, known_cause
+from trimtab.backends.common.exportable import exportable
+from trimtab.backends.common.graph_call import graph_call
+from trimtab.backends.common.other_sizes import Answer, answer, at_sizes, farthest, other_size, shuffled
+from trimtab.core.candidate import MODEL_ERRORS, Candidate
+from trimtab.core.signature import Dim, Signature
+from trimtab.errors import CompileError, IntegrityError
+from trimtab.safe_load.archives import save_program as write_program
+from trimtab.tensors.comparison import NEAR_TIES, errors, is_discrete, too_many_differ
+from trimtab.tensors.weights import HALVES, weights
+
+PROGRAM = "program.pt2"
+RAISES = "it raises"
+
+EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subprocess.SubprocessError)
+"""What exporters and compilers raise when a model is not to their liking. Users' models run inside them, hence the breadth."""
+
+NOISY = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "torch.onnx")
+"""Loggers that tell users about the insides of exporters."""
+
+SHARED = threading.RLock()
+"""Held by whoever changes for a while what all threads share: put back in the wrong order, it would stay changed."""
+
+Call = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+TOLERANCE = 0.02
+REDUCED_TOLERANCE = 0.1
+"""Largest error relative to the largest output. They tell another function from rounding; whether the rounding is good
+enough is judged later, on real data."""
+
+
+def export_program(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
+    """The candidate as an exported program with a flat face, and the signature that it keeps.
+
+    Dynamic dimensions are kept if the export allows it and the program agrees with the model at other sizes; else some of them
+    (:func:`fewer_dims`) or all are frozen to the example's sizes. Autocast is exported as a region, which torch.compile
+    refuses; ``plain`` asks for the casts themselves in its stead.
+
+    Raises:
+        CompileError: the model cannot be exported at all, for example because control flow depends on data.
+    """
+    if (whole := _export_dynamic(candidate, plain)) is not None:
+        return whole
+    static = export_static(candidate, plain=plain)  # a model that ties its shapes down can still be exported for one shape
+    parts = (_export_dynamic(candidate.keeping(dims), plain) for dims in fewer_dims(candidate.signature))
+    return next((part for part in parts if part is not None), static)
+
+
+def _export_dynamic(candidate: Candidate, plain: bool) -> tuple[ExportedProgram, Signature] | None:
+    """The program with all dynamic dimensions of ``candidate``, if it has any and there is such a program."""
+    signature = candidate.signature
+    for stated in (True, False) if signature.dims else ():
+        with contextlib.suppress(CompileError):
+            program = _export(candidate, candidate.dynamic_leaves(), dynamic_shapes(signature, stated=stated), plain)
+            return program, verified(candidate, program_call(program))
+    return None
+
+
+def fewer_dims(signature: Signature) -> list[list[str]]:
+    """What to keep of the dynamic dimensions where not all can be: all but the batch, over which models loop in Python, or the
+    batch alone, where they do so over a length."""
+    names = [dim.name for dim in signature.dims]
+    parts = [name for name in names if name != signature.batch], [name for name in names if name == signature.batch]
+    return list(parts) if all(parts) else []
+
+
+def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
+    """The candidate as an exported program for the example's sizes only, and the signature without dynamic dimensions.
+
+    Raises:
+        CompileError: the model cannot be exported, or the program is not the same function.
+    """
+    program = _export(candidate, candidate.own_leaves(), None, plain)  # one tensor given twice would become one input
+    call = program_call(program)
+    if reason := disagreement(candidate, call, candidate.leaves):
+        raise CompileError(f"torch.export made a program that does something else than the model: {reason}.")
+    return program, frozen_signature(candidate, call)
+
+
+def program_call(program: ExportedProgram) -> Call:
+    """``program`` as a function of a flat list, without the input checks that an executable does itself."""
+    call = graph_call(bare_module(program))
+    return lambda leaves: call(*leaves)
+
+
+def bare_module(program: ExportedProgram) -> torch.fx.GraphModule:
+    """The module of ``program`` without its input guards: an executable checks its inputs itself, and faster.
+
+    The guards cost 40 microseconds a call on a small network, and torch.compile would compile them too.
+    """
+    module: torch.fx.GraphModule = program.module(check_guards=False)
+    module._forward_pre_hooks.clear()
+    return module
+
+
+def frozen_signature(candidate: Candidate, call: Call) -> Signature:
+    """The candidate's signature with every dynamic dimension frozen to the example's size."""
+    if not candidate.signature.dims:
+        return candidate.signature
+    with torch.no_grad():
+        return candidate.signature.without_dims(candidate.leaves, call(candidate.own_leaves()))
+
+
+def lost_dims(whole: Signature, kept: Signature) -> list[str]:
+    """The dynamic dimensions of ``whole`` that ``kept`` has frozen."""
+    there = {dim.name for dim in kept.dims}
+    return [dim.name for dim in whole.dims if dim.name not in there]
+
+
+def frozen_note(lost: Sequence[str]) -> list[str]:
+    """What there is to say about dimensions that were frozen while saving; nothing if there are none."""
+    told = f"What is saved takes the example's {', '.join(lost)} only, because the model does not export for others."
+    return [told] if lost else []
+
+
+def dynamic_shapes(signature: Signature, *, stated: bool = True) -> Any:
+    """The ``dynamic_shapes`` argument of :func:`torch.export.export` for a :class:`~trimtab.core.candidate.FlatModel`.
+
+    torch holds the model to what is ``stated`` of its dimensions, and refuses one whose inner sizes may come to one within
+    their bounds, as behind every convolution with a stride. Without, it takes them as hints, and what it makes must be tried.
+    It knows no dimension of one size only, which the program is made for as it is.
+    """
+    whole = _export_dim if stated else lambda dim: ExportDim.DYNAMIC(min=dim.min, max=dim.max)
+    dims: dict[int | str, Any] = {dim.name: whole(dim) for dim in signature.dims if dim.min != dim.max}
+    return (tuple({i: dims[s] for i, s in enumerate(spec.shape) if s in dims} or None for spec in signature.inputs),)
+
+
+def _export_dim(dim: Dim) -> Any:
+    """torch's own form of ``dim``; one in multiples is derived from the dimension that counts them."""
+    if dim.step == 1:
+        return ExportDim(dim.name, min=dim.min, max=dim.max)
+    most = None if dim.max is None else dim.max // dim.step
+    return dim.step * ExportDim(f"{dim.name}_of_{dim.step}", min=dim.min // dim.step, max=most)
+
+
+def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Signature:
+    """The candidate's signature as far as ``call`` keeps it, found by running it at other sizes next to the model.
+
+    Sizes far above the example's are tried too (:func:`farthest`) and, with ``smallest``, sizes of one, because
+    tracers like to treat them as constants; where these fail, the dimension's lower bound becomes two.
+
+    Raises:
+        CompileError: it fails or differs at another size; the message says how.
+    """
+    signature = candidate.signature
+    if reason := disagreement(candidate, call, candidate.leaves):
+        raise CompileError(f"The result does something else than the model: {reason}.")
+    if not signature.dims:
+        return signature
+    others = {dim.name: other_size(candidate, dim.name, step) for step, dim in enumerate(signature.dims, start=1)}
+    if reason := disagreement(candidate, call, at_sizes(candidate, others)):
+        raise CompileError(f"The result does something else than the model at the sizes {others}: {reason}.")
+    kept = [_bounded(candidate, call, dim, others) for dim in signature.dims]
+    signature = dataclasses.replace(signature, dims=tuple(kept))
+    if not smallest:
+        return signature
+    now = signature.sizes(candidate.leaves)
+    dims = []
+    for dim in signature.dims:
+        small = at_sizes(candidate, {**others, dim.name: 1})
+        reason = disagreement(candidate, call, small) if dim.min == 1 and dim.max != 1 else None
+        if reason and now[dim.name] == 1:
+            raise CompileError(f"The result does something else than the model where {dim.name!r} is 1: {reason}.")
+        dims.append(dataclasses.replace(dim, min=2) if reason else dim)
+    return dataclasses.replace(signature, dims=tuple(dims))
+
+
+def _bounded(candidate: Candidate, call: Call, dim: Dim, near: Mapping[str, int]) -> Dim:
+    """``dim``, with an upper bound where ``call`` refuses larger sizes, as packages of torch's compiler do beyond what they are
+    made for; wrong answers there are no matter of bounds, nor is what it refuses for the sizes of other dimensions.
+
+    Raises:
+        CompileError: it is that.
+    """
+    far = farthest(candidate, dim, near)
+    if far is None or not (reason := _disagreement(candidate, call, far.leaves, far.answer)):
+        return dim
+    low, high = near[dim.name], far.sizes[dim.name]
+
+    def refused(size: int) -> str | None:
+        return disagreement(candidate, call, shuffled(candidate, {**far.sizes, dim.name: size}, dim.name))
+
+    if not reason.startswith(RAISES) or refused(low):
+        raise CompileError(f"The result does something else than the model at the sizes {dict(far.sizes)}: {reason}.")
+    while (middle := (low + high) // 2 // dim.step * dim.step) > low:
+        low, high = (low, middle) if refused(middle) else (middle, high)
+    return dataclasses.replace(dim, max=low)
+
+
+def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor]) -> str | None:
+    """How ``call`` differs from the model on ``leaves``, or ``None``; inputs that the model itself refuses prove nothing."""
+    found = answer(candidate, leaves)
+    return None if found is None else _disagreement(candidate, call, leaves, found)
+
+
+def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor], found: Answer) -> str | None:
+    own, reference = found
+    given = [leaf.clone() for leaf in leaves]
+    try:
+        with torch.no_grad(), quiet():
+            outputs = call(list(given))
+    except EXPORT_ERRORS as error:
+        return f"{RAISES} {first_line(error)}"
+    if len(outputs) != len(reference):
+        return f"it gives {counted(len(outputs), 'tensor')} instead of {len(reference)}"
+    reduced = candidate.settings.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
+    signature = candidate.signature
+    rows = [(spec.name, a, b) for spec, a, b in zip(signature.outputs, reference, outputs, strict=True)]
+    rows += [(f"what it writes to {signature.inputs[i].name}", own[i], given[i]) for i in signature.written]
+    wrong = next((wrong for name, want, got in rows if (wrong := _difference(name, want, got, reduced))), None)
+    return None if wrong is None else wrong + known_cause(candidate.model)
+
+
+def _difference(name: str, want: torch.Tensor, got: torch.Tensor, reduced: bool) -> str | None:
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return f"{name} is {got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
+    if not want.numel():
+        return None
+    if is_discrete(want.dtype):
+        turned = too_many_differ(want, got, REDUCED_TOLERANCE if reduced else NEAR_TIES)
+        return f"{name} is wrong: {turned}" if turned else None
+    if (found := errors(want, got)) is None:
+        return f"{name} has NaN or infinity in other places"
+    limit = REDUCED_TOLERANCE if reduced else TOLERANCE
+    wrong = next(((error, size) for error, size in found if error > limit * size + 1e-6), None)
+    return None if wrong is None else f"{name} is off by {wrong[0]:.3g} where the largest value is {wrong[1]:.3g}"
+
+
+def dense(leaves: Sequence[torch.Tensor], formats: Sequence[torch.memory_format]) -> list[torch.Tensor]:
+    """``leaves`` laid out in memory as ``formats`` say; those that are already are not copied."""
+    return [leaf.contiguous(memory_format=layout) for leaf, layout in zip(leaves, formats, strict=True)]
+
+
+def written_back(leaves: Sequence[torch.Tensor], laid: Sequence[torch.Tensor], written: Sequence[int]) -> None:
+    """Bring what a call wrote to ``laid``, where that is a copy of one of ``leaves`` in another layout, to the leaf itself."""
+    with torch.no_grad():
+        for i in written:
+            if laid[i].data_ptr() != leaves[i].data_ptr():
+                leaves[i].copy_(laid[i])
+
+
+def memory_formats(signature: Signature, memory_format: str) -> list[torch.memory_format]:
+    """The layout of each input under the setting ``memory_format``, which concerns 4-D inputs only."""
+    lasts = memory_format == "channels_last"
+    return [torch.channels_last if lasts and len(s.shape) == 4 else torch.contiguous_format for s in signature.inputs]
+
+
+@contextlib.contextmanager
+def quiet(*, stream: bool = True) -> Iterator[None]:
+    """Keep what exporters say to developers (deprecations, tracing hints) away from the user's terminal.
+
+    Without ``stream`` standard error is left alone: where a model is loaded, other threads may be at work.
+    """
+    hidden = contextlib.redirect_stderr(io.StringIO()) if stream else contextlib.nullcontext()
+    with SHARED, warnings.catch_warnings(), hidden:
+        loggers = [logging.getLogger(name) for name in NOISY]
+        levels = [logger.level for logger in loggers]
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:
+    """Write ``program`` into ``folder`` without pickles and return the file's name.
+
+    Raises:
+        CompileError: the program holds something that cannot be written that way.
+    """
+    try:
+        with quiet():
+            write_program(program, folder / PROGRAM)
+    except IntegrityError as error:
+        raise CompileError(f"The model has no form that stands alone: {error}") from error
+    return [PROGRAM]
+
+
+def write_exported(candidate: Candidate, folder: pathlib.Path, *, plain: bool = False) -> Signature:
+    """Write the candidate into ``folder`` as :func:`export_program` gives it, and return the signature that it keeps.
+
+    Some programs export with dynamic sizes and cannot be written, as where one is halved and rounded up. They are written for
+    the example's sizes.
+
+    Raises:
+        CompileError: the model cannot be exported, or its program cannot be written.
+    """
+    program, signature = export_program(candidate, plain=plain)
+    _widen(program, signature)
+    try:
+        _write(program, folder)
+    except CompileError:
+        if not signature.dims:
+            raise
+        program, signature = export_static(candidate, plain=plain)
+        _write(program, folder)
+    return signature
+
+
+def _widen(program: ExportedProgram, signature: Signature) -> None:
+    """Let ``program`` take the sizes that ``signature`` keeps, at which it was tried.
+
+    Torch narrows its bounds where an operator computes small sizes another way, as ``cdist`` does, and who loads the program
+    without trimtab is held to them.
+    """
+    from torch.utils._sympy.numbers import int_oo  # sympy costs each process that exports nothing half a second
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    dims, names = {dim.name: dim for dim in signature.dims}, program.graph_signature.user_inputs
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec, name in zip(signature.inputs, names, strict=True):
+        for axis, size in zip(spec.shape, nodes[str(name)].meta["val"].shape, strict=True):
+            if axis in dims and isinstance(size, torch.SymInt) and (symbol := size.node.expr) in program.range_constraints:
+                known, dim = program.range_constraints[symbol], dims[str(axis)]
+                upper = known.upper if dim.max is not None and dim.max <= known.upper else dim.max or int_oo
+                program.range_constraints[symbol] = ValueRanges(min(known.lower, dim.min), upper)
+
+
+def _write(program: ExportedProgram, folder: pathlib.Path) -> None:
+    """Write ``program`` as it is or, where it calls what only an exporter knows, as for ``torch.vmap``, decomposed."""
+    try:
+        save_program(program, folder)
+    except CompileError as error:
+        try:
+            with torch.no_grad(), quiet():
+                program = program.run_decompositions({})
+        except EXPORT_ERRORS:
+            raise error from None
+        save_program(program, folder)
+
+
+def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, plain: bool) -> ExportedProgram:
+    laid = dense(leaves, memory_formats(candidate.signature, candidate.settings.memory_format))
+    try:
+        with torch.no_grad(), quiet():
+            program = torch.export.export(exportable(candidate), tuple(laid), dynamic_shapes=shapes)
+            return program.run_decompositions({}) if plain and candidate.settings.autocast else program
+    except EXPORT_ERRORS as error:
+        raise CompileError(f"torch.export cannot take this model: {first_line(error)}.") from error

@@ -1,0 +1,305 @@
+"""What the backends outside PyTorch share: plain names, numpy at the border, quiet converters, and proof that a graph follows
+its dynamic dimensions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import pathlib
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab._internal.serialization import from_json, write_json
+from trimtab._internal.text import counted, told
+from trimtab.backends.common.causes import known_cause
+from trimtab.backends.common.exported_program import SHARED, fewer_dims, lost_dims
+from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
+from trimtab.core.candidate import Candidate, resized
+from trimtab.core.signature import Signature
+from trimtab.errors import CompileError
+from trimtab.tensors.comparison import errors, is_discrete, ordered, slower, too_many_differ
+from trimtab.tensors.structure import TENSOR, Structure, flatten
+from trimtab.tensors.weights import tolerance
+
+CONVERSION_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+    OSError,
+)
+"""What exporters and converters raise for a model that they cannot take (NotImplementedError is a RuntimeError)."""
+
+FACTS = "conversion.json"
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+OpenRun = Callable[[pathlib.Path, Signature], Run]
+Row = list[torch.Tensor]
+Probe = tuple[str, Row, Sequence[torch.Tensor]]
+"""What is asked, in words; inputs; and what the model makes of them."""
+
+TOLERANCE = 1e-3
+"""Largest error of a float32 conversion, relative to the largest output: far above rounding, far below a wrong graph."""
+
+
+def plain_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
+    """``names`` as identifiers that every runtime takes, each one different and none of ``taken``."""
+    used, found = set(taken), []
+    for name in names:
+        plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "tensor"
+        plain = f"t_{plain}" if plain[0].isdigit() else plain
+        unique, count = plain, 1
+        while unique in used:
+            count += 1
+            unique = f"{plain}_{count}"
+        used.add(unique)
+        found.append(unique)
+    return found
+
+
+def io_names(signature: Signature) -> tuple[list[str], list[str]]:
+    """Plain names of the inputs and outputs of ``signature``; a function of it alone, so that a loader finds the same."""
+    inputs = plain_names([spec.name for spec in signature.inputs])
+    return inputs, plain_names([spec.name for spec in signature.outputs], inputs)
+
+
+def no_numpy_form(signature: Signature, runtime: str) -> str | None:
+    """A sentence if a tensor of ``signature`` has no numpy form, through which tensors reach the runtime."""
+    for spec in (*signature.inputs, *signature.outputs):
+        if spec.dtype.startswith(("bfloat", "complex", "float8", "q")):
+            parts = spec.dtype.startswith("complex")
+            fix = "Let the model take and give torch.view_as_real() of it" if parts else "Cast it to float32 in the model"
+            return f"{runtime} cannot exchange {spec.dtype} tensors, and {spec.name!r} is one. {fix}."
+    if not signature.inputs:
+        return f"{runtime} needs at least one input tensor, and the model takes none."
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """How a converted model came to be."""
+
+    way: str
+    dims: tuple[str, ...]
+    """The dynamic dimensions that it keeps."""
+    notes: tuple[str, ...] = ()
+    """The first refusal, where there was one: it explains a fallback, and dimensions that were lost."""
+
+
+def convert(
+    candidate: Candidate, folder: pathlib.Path, ways: Iterable[str], attempt: Callable[[str, Candidate], None], failed: str
+) -> None:
+    """Make ``attempt`` in each of ``ways``, with dynamic dimensions and then with the example's sizes, until one succeeds, and
+    write into ``folder`` which one it was. The way that has the example's sizes only is tried with some of the dimensions too.
+
+    Raises:
+        CompileError: none does; says ``failed``, and what each attempt said.
+    """
+    reasons: list[str] = []
+    names = [dim.name for dim in candidate.signature.dims]
+    for dims in (names, []) if names else ([],):
+        wanted = candidate.keeping(dims)
+        for way in ways:
+            try:
+                attempt(way, wanted)
+            except CompileError as error:
+                reasons.append(f"{way}{', dynamic sizes' if dims else ''}: {error}")
+                continue
+            if not dims and (fewer := fewer_dims(candidate.signature)):
+                dims = _first_that_works(attempt, way, candidate, [*fewer, []])
+            write_json(folder / FACTS, Conversion(way, tuple(dims), tuple(reasons[:1])))
+            return
+    raise CompileError(f"{failed} {' '.join(reasons)}")
+
+
+def _first_that_works(
+    attempt: Callable[[str, Candidate], None], way: str, candidate: Candidate, choices: Sequence[list[str]]
+) -> list[str]:
+    """Attempt ``way`` with each of the ``choices`` of dimensions, the last of which is known to work, until one succeeds."""
+    for dims in choices[:-1]:
+        with contextlib.suppress(CompileError):
+            attempt(way, candidate.keeping(dims))
+            return dims
+    attempt(way, candidate.keeping(choices[-1]))  # again, because the others wrote to the same folder
+    return choices[-1]
+
+
+def read_conversion(folder: pathlib.Path) -> Conversion:
+    """What :func:`convert` wrote beside the model."""
+    return from_json(Conversion, json.loads((folder / FACTS).read_text(encoding="utf-8")))
+
+
+class _Returning(nn.Module):
+    """A model that gives what it wrote to its inputs as further outputs."""
+
+    def __init__(self, model: nn.Module, written: Sequence[int]) -> None:
+        super().__init__()
+        self.model = model
+        self._written = written
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
+        leaves = flatten((args, kwargs), "inputs")[0]
+        output = self.model(*args, **kwargs)
+        return output, [leaves[i].clone() for i in self._written]
+
+
+def returning(candidate: Candidate) -> Candidate:
+    """``candidate`` or, if its model writes to inputs, one with a model around that which gives these as its last outputs.
+
+    Graphs of these runtimes leave their inputs as they are; what runs such a graph writes them back, with :func:`put_back`.
+    """
+    if not candidate.signature.writes:
+        return candidate
+    model = _Returning(candidate.model, candidate.signature.written).eval()
+    return dataclasses.replace(candidate, model=model, signature=returned(candidate.signature))
+
+
+def returned(signature: Signature) -> Signature:
+    """The signature of the graph that :func:`returning` is for."""
+    if not signature.writes:
+        return signature
+    written = tuple(signature.inputs[i] for i in signature.written)
+    structure = Structure("tuple", items=(signature.output_structure, Structure("list", items=(TENSOR,) * len(written))))
+    return dataclasses.replace(signature, outputs=(*signature.outputs, *written), output_structure=structure, writes=())
+
+
+def put_back(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], written: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Write the last of ``outputs`` to the inputs in the places ``written``; the others are what the caller asked for."""
+    own = len(outputs) - len(written)
+    with torch.no_grad():
+        for place, value in zip(written, outputs[own:], strict=True):
+            leaves[place].copy_(value)
+    return outputs[:own]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep converters' warnings and log lines away; the filters and the logging level are put back."""
+    with SHARED, warnings.catch_warnings():
+        level = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(level)
+
+
+def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | None:
+    """What is wrong with a float32 conversion, in a sentence, or ``None``: it is compared with the model itself at the
+    example, at other values of the same kind and, for every dynamic dimension of ``signature``, at other sizes."""
+    strange: bool | None = None
+    for forms in probes(candidate, signature):
+        # runtimes make other things of NaN on the way
+        usual = (form for form in forms if strange is not False or not _has_nan(form[2]))
+        if (first := next(usual, None)) is None:
+            continue
+        what, leaves, expected = first
+        if strange is None:  # the example comes first
+            strange = _has_nan(expected)
+        try:
+            got = run(leaves)
+        except CONVERSION_ERRORS as error:
+            return f"it fails at {what} ({told(str(error))[:200]})"
+        if difference := _difference(expected, got, tolerance(candidate.model, TOLERANCE)):
+            return f"{difference} at {what}{known_cause(candidate.model)}"
+    return None
+
+
+def probes(candidate: Candidate, signature: Signature) -> Iterator[Iterator[Probe]]:
+    """Questions to put to a converted graph, each in several forms, of which the first is taken. Those that the model itself
+    does not answer prove nothing, and are left out."""
+    yield _answered(candidate, [("the example", list(candidate.leaves))])
+    yield _answered(candidate, [("other values", [_other_values(leaf, sign) for leaf in candidate.leaves]) for sign in (-1, 1)])
+    if signature.dims:
+        now = signature.sizes(candidate.leaves)
+        other = {dim.name: dim.near(now[dim.name], 1 + i, 1, -1) for i, dim in enumerate(signature.dims)}
+        least = {dim.name: dim.min for dim in signature.dims}
+        # one that is least by itself too, because the model may refuse all of them at once
+        near = [other, least, *({**other, name: size} for name, size in least.items())]
+        for sizes in (dict(found) for found in dict.fromkeys(tuple(sizes.items()) for sizes in near)):
+            yield _answered(candidate, [(_sizes_in_words(sizes), at_sizes(candidate, sizes))])
+        for dim in signature.dims:
+            if (far := farthest(candidate, dim, other)) is not None:
+                yield iter([(_sizes_in_words(far.sizes), far.leaves, far.answer[1])])
+
+
+def _answered(candidate: Candidate, questions: Iterable[tuple[str, Row]]) -> Iterator[Probe]:
+    found = ((what, row, answer(candidate, row)) for what, row in questions)
+    return ((what, row, each[1]) for what, row, each in found if each is not None)
+
+
+def _sizes_in_words(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _other_values(leaf: torch.Tensor, sign: int) -> torch.Tensor:
+    """Other values of the same kind: the same integers elsewhere, the same floats elsewhere, with the other ``sign`` or not."""
+    if ordered(leaf):
+        return slower(leaf)
+    turned = leaf.reshape(-1).flip(0).reshape(leaf.shape)
+    return sign * turned if leaf.is_floating_point() else turned
+
+
+def _has_nan(outputs: Sequence[torch.Tensor]) -> bool:
+    return any(bool(out.isnan().any()) for out in outputs)
+
+
+def _difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor], allowed: float) -> str | None:
+    if len(expected) != len(got):
+        return f"it gives {counted(len(got), 'output')} instead of {len(expected)}"
+    for i, (want, have) in enumerate(zip(expected, got, strict=True)):
+        if want.shape != have.shape or want.dtype != have.dtype:
+            return f"output {i} is {have.dtype}{list(have.shape)} instead of {want.dtype}{list(want.shape)}"
+        if is_discrete(want.dtype):
+            if turned := too_many_differ(want, have):
+                return f"output {i} is wrong: {turned}"
+        elif (error := _error(want, have)) > allowed:
+            return f"output {i} is off by {error:.2g} of its largest value"
+    return None
+
+
+def _error(want: torch.Tensor, have: torch.Tensor) -> float:
+    found = errors(want, have)
+    return float("inf") if found is None else max((error / max(size, 1e-6) for error, size in found), default=0.0)
+
+
+def calibration_rows(candidate: Candidate, signature: Signature) -> list[Row]:
+    """The calibration inputs in sizes that ``signature`` takes: where it froze the batch, batches are cut into such pieces.
+
+    Raises:
+        CompileError: none of them fits.
+    """
+    rows = [list(row) for row in candidate.flat_calibration()]
+    if signature.dims != candidate.signature.dims:
+        lost = lost_dims(candidate.signature, signature)
+        rows = [piece for row in rows for piece in _pieces(row, candidate, lost)]
+    fitting = [row for row in rows if signature.fits(row)]
+    if not fitting:
+        raise CompileError(f"No calibration input fits {signature.describe()}. Give calibration inputs of these sizes.")
+    return fitting
+
+
+def _pieces(row: Row, candidate: Candidate, lost: Sequence[str]) -> Iterator[Row]:
+    """``row`` with the ``lost`` dimensions at the example's sizes: the batch cut into pieces of that size, others resized."""
+    now, here = candidate.signature.sizes(candidate.leaves), candidate.signature.sizes(row)
+    batch = candidate.signature.batch
+    for name in (name for name in lost if name != batch):
+        row = [resized(t, spec.shape, name, now[name]) for t, spec in zip(row, candidate.signature.inputs, strict=True)]
+    if batch is None or batch not in lost:
+        yield row
+        return
+    for start in range(0, here[batch] - now[batch] + 1, now[batch]):
+        yield [
+            t.narrow(spec.shape.index(batch), start, now[batch]) if batch in spec.shape else t
+            for t, spec in zip(row, candidate.signature.inputs, strict=True)
+        ]

@@ -1,0 +1,191 @@
+"""ONNX files: exporting a candidate, proving the graph, stamping it, and refusing files that point outside their folder."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.backends.common.causes import first_line
+from trimtab.backends.common.decisions import refuse_decisions
+from trimtab.backends.common.exportable import exportable
+from trimtab.backends.common.exported_program import dynamic_shapes
+from trimtab.backends.common.foreign import CONVERSION_ERRORS, OpenRun, convert, io_names, quiet, wrong_graph
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import require
+from trimtab.errors import CompileError, IntegrityError
+from trimtab.tensors.weights import weight_bytes
+
+MODEL = "model.onnx"
+DATA = "model.onnx.data"
+INPUTS = "trimtab.inputs"
+"""Key of the model's metadata: its input names in the order of the signature, since a runtime may list them otherwise."""
+
+ONE_FILE_BYTES = 1_900_000_000
+"""Weights up to this size stand in the file itself; protobuf cannot hold 2 GB."""
+
+TRACING = "torchscript exporter"
+_PLACE_KEYS = {"location", "offset", "length", "checksum"}
+
+
+def export_onnx(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
+    """Write the candidate as float32 ONNX into ``folder``, with the facts about it beside it.
+
+    The exporters are tried in turn, as :func:`convert` says; a graph is taken only if its outputs, computed by what
+    ``open_run`` makes of the file, are the model's.
+
+    Raises:
+        CompileError: no exporter gives a right graph; carries what each said.
+    """
+    attempt = functools.partial(_attempt, folder, open_run)
+    convert(candidate, folder, _EXPORTERS, attempt, "torch.onnx cannot export this model.")
+
+
+def model_files(folder: pathlib.Path) -> list[str]:
+    """The names of the files that make up the model in ``folder``."""
+    return [name for name in (MODEL, DATA) if (folder / name).is_file()]
+
+
+def stamp(path: pathlib.Path, names: Sequence[str], **facts: str) -> None:
+    """Write the order of the inputs, and ``facts``, into the metadata of the file; weights beside the file are not touched."""
+    onnx = require("onnx")
+    model = onnx.load(path, load_external_data=False)
+    onnx.helper.set_model_props(model, {INPUTS: ",".join(names)} | {f"trimtab.{name}": fact for name, fact in facts.items()})
+    path.write_bytes(model.SerializeToString())
+
+
+def refuse_unsafe(folder: pathlib.Path) -> dict[str, str]:
+    """Raise :class:`IntegrityError` unless the ONNX file parses and keeps its weights in plain files of its own folder; gives
+    its metadata.
+
+    A tensor may name any file as the place of its data; the runtime would read it, wherever it lies.
+    """
+    onnx = require("onnx")
+    path = folder / MODEL
+    if linked := next((name for name in (MODEL, DATA) if (folder / name).is_symlink()), None):
+        raise IntegrityError(f"{folder / linked} is a link, and an artifact keeps its own files. Do not use it.")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (*CONVERSION_ERRORS, require("google.protobuf.message").DecodeError) as error:
+        raise IntegrityError(f"{path} is not an ONNX file that can be read ({first_line(error)}).") from error
+    for tensor in tensors(model):
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        keys = [entry.key for entry in tensor.external_data]
+        if keys.count("location") != 1 or len(set(keys)) != len(keys) or not set(keys) <= _PLACE_KEYS:
+            raise IntegrityError(  # readers differ in which of two entries they take
+                f"{path} says where the tensor {tensor.name!r} lies by {', '.join(keys)[:200]!r}. Do not use it."
+            )
+        place = next(entry.value for entry in tensor.external_data if entry.key == "location")
+        if place != DATA or not (folder / place).is_file():
+            raise IntegrityError(
+                f"{path} keeps the tensor {tensor.name!r} in {place!r}, but only {DATA!r} beside it is allowed. Do not use it."
+            )
+    return {item.key: item.value for item in model.metadata_props}
+
+
+def tensors(model: Any) -> Iterator[Any]:
+    """Every tensor that an ONNX model holds: initializers and attributes, in subgraphs and functions too."""
+    yield from _graph_tensors(model.graph)
+    for function in model.functions:
+        yield from _node_tensors(function.node)
+        yield from _attribute_tensors(function.attribute_proto)
+    for training in model.training_info:
+        yield from _graph_tensors(training.initialization)
+        yield from _graph_tensors(training.algorithm)
+
+
+def _graph_tensors(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _node_tensors(graph.node)
+
+
+def _node_tensors(nodes: Any) -> Iterator[Any]:
+    for node in nodes:
+        yield from _attribute_tensors(node.attribute)
+
+
+def _attribute_tensors(attributes: Any) -> Iterator[Any]:
+    for attribute in attributes:
+        yield from (attribute.t, *attribute.tensors)
+        for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+            yield from (sparse.values, sparse.indices)
+        for graph in (attribute.g, *attribute.graphs):
+            yield from _graph_tensors(graph)
+
+
+def _attempt(folder: pathlib.Path, open_run: OpenRun, exporter: str, candidate: Candidate) -> None:
+    for name in (MODEL, DATA):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        with quiet(), torch.no_grad():
+            _EXPORTERS[exporter](candidate, folder / MODEL)
+        stamp(folder / MODEL, io_names(candidate.signature)[0])
+    except CONVERSION_ERRORS as error:
+        raise CompileError(f"{first_line(error)}.") from error
+    if wrong := wrong_graph(open_run(folder, candidate.signature), candidate, candidate.signature):
+        raise CompileError(f"the exported graph is not the model: {wrong}.")
+
+
+def _export_dynamo(candidate: Candidate, path: pathlib.Path) -> None:
+    signature = candidate.signature
+    inputs, outputs = io_names(signature)
+    program = torch.onnx.export(
+        exportable(candidate),
+        tuple(candidate.dynamic_leaves()),
+        dynamo=True,
+        dynamic_shapes=dynamic_shapes(signature) if signature.dims else None,
+        input_names=inputs,
+        output_names=outputs,
+        verbose=False,
+    )
+    assert program is not None
+    _set_apart(program.model.graph, inputs)
+    program.save(path, external_data=weight_bytes(candidate.model) > ONE_FILE_BYTES)
+
+
+def _set_apart(graph: Any, inputs: Sequence[str]) -> None:
+    """Rename what nodes give where it is called as one of the ``inputs``: the exporter names values after their operators, and
+    an input may be called ``cat`` or ``mean`` as well."""
+    for value in (value for node in graph.all_nodes() for value in node.outputs):
+        if value.name in inputs:
+            value.name = f"{value.name}.inner"
+
+
+def _export_torchscript(candidate: Candidate, path: pathlib.Path) -> None:
+    """The older exporter, which traces: kept for models that torch.export refuses."""
+    signature = candidate.signature
+    inputs, outputs = io_names(signature)
+    if weight_bytes(candidate.model) > ONE_FILE_BYTES:
+        raise ValueError("the tracing exporter is not used for weights over 1.9 GB")
+    leaves = candidate.dynamic_leaves()
+    refuse_decisions(candidate, leaves)
+    model: nn.Module = exportable(candidate, traced=True)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        # the exporter's own tracer refuses scripts within
+        model = torch.jit.trace(model, tuple(leaves), check_trace=False)  # type: ignore[no-untyped-call]
+    named = zip([*inputs, *outputs], [*signature.inputs, *signature.outputs], strict=True)
+    torch.onnx.export(
+        model,
+        tuple(leaves),
+        str(path),
+        dynamo=False,
+        input_names=inputs,
+        output_names=outputs,
+        dynamic_axes={
+            name: {i: s for i, s in enumerate(spec.shape) if isinstance(s, str) and s != "?"} for name, spec in named
+        },
+        verbose=False,
+    )
+
+
+_EXPORTERS: dict[str, Callable[[Candidate, pathlib.Path], None]] = {
+    "dynamo exporter": _export_dynamo,
+    TRACING: _export_torchscript,
+}

@@ -1,0 +1,113 @@
+"""Inputs of other sizes than the example's, and what the model makes of them: how far a form of it can be trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from trimtab._internal.user_code import user_code
+from trimtab.core.candidate import Candidate, resized
+from trimtab.core.signature import Dim
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.hardware.system import free_mb, lifetime_mb
+from trimtab.tensors.comparison import ordered
+
+FAR, FARTHEST = 8, 32
+"""Times the example's size at which a dimension without an upper bound is tried, and most for one with a bound."""
+FAR_ELEMENTS = 1 << 22
+"""Most elements of all inputs and outputs together of such a try."""
+FAR_S, FAR_SHARE = 2.0, 1 / 8
+"""No larger size is tried after a call of the model that took more seconds, or more of the free memory: twice the size may take
+four times as much, as with attention."""
+
+Answer = tuple[list[torch.Tensor], Sequence[torch.Tensor]]
+"""The inputs after a call, which may have written to them, and the outputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Far:
+    """Inputs of ``sizes``, one of which is far above the example's, and what the model makes of them."""
+
+    sizes: Mapping[str, int]
+    leaves: list[torch.Tensor]
+    answer: Answer
+
+
+def answer(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> Answer | None:
+    """What the model makes of copies of ``leaves``; ``None`` where it refuses them, whatever it raises."""
+    own = [leaf.clone() for leaf in leaves]
+    try:
+        with torch.no_grad(), user_code("The model does not take these inputs"):
+            return own, candidate.flat(copied=False)(*own)
+    except (UsageError, WorkloadError):
+        return None
+
+
+def at_sizes(candidate: Candidate, sizes: Mapping[str, int]) -> list[torch.Tensor]:
+    """The example tensors with dimensions repeated or cut to ``sizes``."""
+    leaves = list(candidate.leaves)
+    for name, size in sizes.items():
+        leaves = [resized(leaf, spec.shape, name, size) for leaf, spec in zip(leaves, candidate.signature.inputs, strict=True)]
+    return leaves
+
+
+def shuffled(candidate: Candidate, sizes: Mapping[str, int], name: str) -> list[torch.Tensor]:
+    """Those tensors with what lies along dimension ``name`` in another order, because the mean of a part would else be that of
+    the whole; ordered rows stay in their order."""
+    order = torch.randperm(sizes[name], generator=torch.Generator().manual_seed(0), device="cpu")
+    leaves = at_sizes(candidate, sizes)
+    for i, spec in enumerate(candidate.signature.inputs):
+        for axis in (axis for axis, size in enumerate(spec.shape) if size == name and not ordered(leaves[i])):
+            leaves[i] = leaves[i].index_select(axis, order.to(leaves[i].device))
+    return leaves
+
+
+def other_size(candidate: Candidate, name: str, step: int = 1) -> int:
+    """A size of dimension ``name`` that its bounds allow and that, if possible, is neither the example's nor one."""
+    dim = next(dim for dim in candidate.signature.dims if dim.name == name)
+    now = candidate.signature.sizes(candidate.leaves)[name]
+    wanted = (now + step * dim.step, *(now + dim.step * way for way in (1, 2, -1, -2)), now)
+    return next(size for size in wanted if size in dim and (size > 1 or size == now or dim.max == 1))
+
+
+def farthest(candidate: Candidate, dim: Dim, near: Mapping[str, int]) -> Far | None:
+    """Inputs with ``dim`` as far above its size in ``near`` as the model takes them and as they pay; ``None`` where it takes no
+    larger ones.
+
+    A form may keep one side of a decision on a size, such as ``if x.shape[1] > 64``, and no size near the example's tells. The
+    other dimensions are as small as they may be above one or, where the model refuses that, as in ``near``.
+    """
+    found = None
+    least = {other.name: min(size := other.holding(2), other.max or size) for other in candidate.signature.dims}
+    for size in _doubled(dim, near[dim.name]):
+        for others in (least, near):
+            sizes = {**near, **others, dim.name: size}
+            if _elements(candidate, sizes) > FAR_ELEMENTS:
+                continue
+            leaves = shuffled(candidate, sizes, dim.name)
+            free, peak, begun = free_mb(), lifetime_mb(), time.perf_counter()
+            answered = answer(candidate, leaves)
+            found = found if answered is None else Far(sizes, leaves, answered)
+            if time.perf_counter() - begun > FAR_S or lifetime_mb() - peak > FAR_SHARE * free:
+                return found
+            if answered is not None:
+                break
+    return found
+
+
+def _doubled(dim: Dim, now: int) -> Iterator[int]:
+    """Sizes above ``now``, each about twice the one before, up to the farthest."""
+    sizes, size = list[int](), min(dim.max or FAR * now, FARTHEST * now)
+    while (size := size // dim.step * dim.step) > now:
+        sizes.append(size)
+        size //= 2
+    return reversed(sizes)
+
+
+def _elements(candidate: Candidate, sizes: Mapping[str, int]) -> int:
+    specs = (*candidate.signature.inputs, *candidate.signature.outputs)
+    return sum(math.prod(sizes.get(s, 1) if isinstance(s, str) else s for s in spec.shape) for spec in specs)

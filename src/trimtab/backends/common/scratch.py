@@ -1,0 +1,148 @@
+"""Where a backend keeps files: what other trials can use again, and what belongs to one executable."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from trimtab._internal.user_code import user_code
+from trimtab.core.candidate import Candidate
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.hardware.environment import builders
+from trimtab.tensors.weights import parts, raw
+
+
+def fingerprint(candidate: Candidate, *more: object) -> str:
+    """Sixteen hexadecimal digits that name what an export of ``candidate`` depends on.
+
+    That is every byte of its tensors, the plain attributes and source code of its modules, its signature, the sizes of its
+    example, the settings that change a graph and the versions of what makes one; ``more`` adds versions and options of the
+    runtime's own.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    leaf_sizes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in candidate.leaves]
+    settings = dataclasses.replace(candidate.settings, threads=None, batch=None)
+    for value in (candidate.signature, leaf_sizes, settings, torch.__version__, builders(), *more):
+        digest.update(repr(value).encode())
+    for name, module in candidate.model.named_modules(remove_duplicate=False):
+        digest.update(f"\n{name} {type(module).__qualname__} {getattr(module, 'training', False)}".encode())
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            _absorb(digest, key, tensor)
+        for key, value in vars(module).items():
+            if key not in _MODULE_STATE:
+                _absorb(digest, key, value)
+    for source in sorted(map(_source, {type(module) for module in candidate.model.modules()})):
+        digest.update(source.encode())
+    return digest.hexdigest()
+
+
+def data_fingerprint(rows: Iterable[Iterable[torch.Tensor]], *more: object) -> str:
+    """Sixteen hexadecimal digits that name what was made with the tensors ``rows``, and with options and versions ``more``."""
+    digest = hashlib.blake2b(repr(more).encode(), digest_size=8)
+    for i, row in enumerate(rows):
+        _absorb(digest, str(i), list(row))
+    return digest.hexdigest()
+
+
+_MODULE_STATE = frozenset(vars(nn.Module()))
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def _absorb(digest: hashlib.blake2b, key: str, value: object, around: frozenset[int] = frozenset()) -> None:
+    """Take ``value`` in; ``around`` are the containers that it lies in, one of which it may be."""
+    digest.update(f"\n{key} ".encode())
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        for part in parts(value.detach()):
+            if part.numel() and part.layout is torch.strided and not part.is_quantized:
+                digest.update(raw(part).numpy().data)
+    elif id(value) in around or (told := _told(value)) is None:
+        digest.update(type(value).__qualname__.encode())
+    elif isinstance(told, str):
+        digest.update(_ADDRESS.sub("", told).encode())
+    else:
+        for inner, item in told:
+            _absorb(digest, str(inner), item, around | {id(value)})
+
+
+def _told(value: object) -> list[tuple[object, object]] | str | None:
+    """What lies in a container, by its place, or another value's text; ``None`` where its class refuses to say, as a
+    configuration with a gap in it does."""
+    try:
+        with user_code("An attribute cannot be read"):
+            if isinstance(value, Mapping):
+                return list(value.items())
+            return list(enumerate(value)) if isinstance(value, (list, tuple)) else repr(value)
+    except (UsageError, WorkloadError):
+        return None
+
+
+def _source(cls: type) -> str:
+    """The class's source, so that an edited ``forward`` does not find yesterday's graph; empty where there is none."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError, SyntaxError):  # which has no file, or one that was changed since
+        return ""
+
+
+@contextlib.contextmanager
+def shared_folder(candidate: Candidate, name: str, build: Callable[[pathlib.Path], None]) -> Iterator[pathlib.Path]:
+    """A folder that ``build`` filled, for this trial or an earlier one with the same ``name``.
+
+    It is built under another name and renamed when it is whole, so that a kill cannot leave half of it to be used again.
+    Without a scratch folder it is built anew and removed afterwards.
+    """
+    if candidate.scratch is None:
+        with tempfile.TemporaryDirectory(prefix="trimtab-") as text:
+            build(pathlib.Path(text))
+            yield pathlib.Path(text)
+        return
+    target = candidate.scratch / name
+    if not target.is_dir():
+        candidate.scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=candidate.scratch, ignore_cleanup_errors=True) as text:
+            whole = pathlib.Path(text) / "whole"
+            whole.mkdir()
+            build(whole)
+            # The name may have been taken by another trial that built the same thing meanwhile: theirs is as good.
+            with contextlib.suppress(OSError):
+                os.rename(whole, target)
+    yield target
+
+
+def own_folder(candidate: Candidate) -> tempfile.TemporaryDirectory[str]:
+    """A folder that lives as long as its executable; on the disk of the scratch folder, so that files can be linked."""
+    if candidate.scratch is not None:
+        candidate.scratch.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix=".own-", dir=candidate.scratch, ignore_cleanup_errors=True)
+
+
+def copy_files(source: pathlib.Path, names: Iterable[str], folder: pathlib.Path, *, link: bool = False) -> list[str]:
+    """Copy the files ``names`` of ``source`` into ``folder``, or hard-link them where asked and possible; returns the names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = []
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+        if not (link and _linked(source / name, folder / name)):
+            shutil.copyfile(source / name, folder / name)
+        done.append(name)
+    return done
+
+
+def _linked(source: pathlib.Path, target: pathlib.Path) -> bool:
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Values and contracts: workload, candidate, technique, backend, recipe, finding, check, trial."""

@@ -1,0 +1,313 @@
+"""The thing that passes rewrite: a model, its inputs and the settings it runs under."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab._internal.text import counted
+from trimtab._internal.user_code import user_code
+from trimtab.core.dynamic_dims import following, tried
+from trimtab.core.settings import Settings
+from trimtab.core.signature import Dim, Signature, TensorSpec, input_names, parameter_names, require_plain, specs
+from trimtab.errors import CompileError, UsageError, WorkloadError
+from trimtab.hardware.environment import IMPORT_ERRORS
+from trimtab.tensors.comparison import ordered, stretched
+from trimtab.tensors.deepcopy import copied
+from trimtab.tensors.structure import Structure, classes, cloned, flatten, names, unflatten
+from trimtab.tensors.weights import raw
+
+MODEL_ERRORS: tuple[type[Exception], ...] = (*IMPORT_ERRORS, pickle.PickleError)
+"""What a model raises that is run in another way than it was written for. Exceptions of its own are not among them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A model in evaluation mode with example inputs; immutable.
+
+    The model is shared, not copied: whoever changes it must change :meth:`own_model`, and whoever lets a library loose on it
+    must hand over a copy, because exporters patch what they are given.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    signature: Signature
+    settings: Settings = Settings()
+    calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
+    """Real inputs, as ``(args, kwargs)``, that quantizers may look at; never scored."""
+    scratch: pathlib.Path | None = None
+    """A folder where a backend keeps what other trials of the same study can use again, such as an exported graph."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        dynamic: Mapping[str, Mapping[int, Dim]] | None = None,
+        calibration: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
+        scratch: pathlib.Path | None = None,
+    ) -> Candidate:
+        """A candidate for ``model``, in evaluation mode, called as ``model(*args, **kwargs)``.
+
+        The model is run once on the example, and for each dynamic dimension with that dimension at another size, and at half of
+        it where the model takes that, to learn the signature. ``dynamic`` maps input names to ``{axis: Dim}``.
+
+        Raises:
+            UsageError: an input or output cannot cross to another runtime, or ``dynamic`` names an unknown input or axis, or
+                does not allow the size of the example.
+            WorkloadError: the model fails at another size of a dynamic dimension, or what its output holds beside its tensors
+                changes with it, or it needs the methods of a class of the inputs.
+            RuntimeError: and whatever else the model itself raises.
+        """
+        kwargs = dict(kwargs or {})
+        leaves, structure = flatten((args, kwargs), "inputs")
+        parameters = parameter_names(model.forward, len(args))
+        leaf_names = input_names(parameters, structure)
+        require_plain(leaves, leaf_names, "input")
+        inputs = mark_dynamic(specs(leaves, leaf_names), dynamic or {})
+        dims = tuple({dim.name: dim for axes in (dynamic or {}).values() for dim in axes.values()}.values())
+        given = [leaf.clone() for leaf in leaves]
+        outputs, output_structure = flatten(_first_call(model, args, kwargs, structure, given), "output")
+        writes = tuple(name for name, before, after in zip(leaf_names, leaves, given, strict=True) if _written(before, after))
+        require_plain(outputs, names(output_structure, "output"), "output")
+        output_specs = specs(outputs, names(output_structure, "output"))
+        for dim in dims:
+            now, near, half = tried(dim, inputs, leaves)
+            if near == now:
+                continue
+            at = functools.partial(_at, model, dim, inputs, leaves, (structure, output_structure), outputs)
+            seen = {now: outputs, near: at(near)}
+            if half not in seen:
+                with contextlib.suppress(WorkloadError, UsageError):  # it shows more, where the model takes it
+                    seen[half] = at(half)
+            shapes = [{size: found[i].shape for size, found in seen.items()} for i in range(len(outputs))]
+            output_specs = tuple(following(spec, dim.name, each) for spec, each in zip(output_specs, shapes, strict=True))
+        signature = Signature(inputs, output_specs, structure, output_structure, parameters, dims, writes=writes)
+        return cls(model=model, args=args, kwargs=kwargs, signature=signature, calibration=tuple(calibration), scratch=scratch)
+
+    def own_model(self) -> nn.Module:
+        """A deep copy of the model that the caller may change.
+
+        Raises:
+            CompileError: the model cannot be copied.
+        """
+        try:
+            return copied(self.model)
+        except MODEL_ERRORS as error:
+            raise CompileError(f"The model cannot be copied: {error}. Make copy.deepcopy(model) work.") from error
+
+    def own_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copies of the example inputs, for a call that may write to them, as the model itself may."""
+        return cloned(self.args), cloned(dict(self.kwargs))
+
+    def keeping(self, dims: Sequence[str]) -> Candidate:
+        """This candidate with the dynamic dimensions ``dims`` alone, the others frozen to the example's sizes."""
+        if len(dims) == len(self.signature.dims):
+            return self
+        with torch.no_grad():
+            outputs = self.flat(copied=False)(*self.own_leaves())
+        return dataclasses.replace(self, signature=self.signature.without_dims(self.leaves, outputs, but=dims))
+
+    def own_leaves(self) -> list[torch.Tensor]:
+        """The copies that :meth:`own_inputs` gives, in the order of the signature."""
+        return [leaf.clone() for leaf in self.leaves]
+
+    def with_model(self, model: nn.Module, **settings: Any) -> Candidate:
+        """This candidate with another model and, if given, other settings."""
+        return dataclasses.replace(self, model=model, settings=dataclasses.replace(self.settings, **settings))
+
+    def with_settings(self, **settings: Any) -> Candidate:
+        """This candidate with other settings."""
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **settings))
+
+    @functools.cached_property
+    def leaves(self) -> list[torch.Tensor]:
+        """The tensors of the example inputs, in the order of the signature."""
+        return flatten((self.args, dict(self.kwargs)), "inputs")[0]
+
+    def describe(self) -> str:
+        """The example inputs in words, with their sizes: ``images: float32[batch=2, 1, 8, 8]``."""
+        return self.signature.describe(self.leaves)
+
+    def flat(self, *, copied: bool = True) -> FlatModel:
+        """The model as exporters like it best: tensors in a row in, a tuple of tensors out; of a copy unless said otherwise."""
+        return FlatModel(self.own_model() if copied else self.model, self.signature, self.settings)
+
+    def flat_calibration(self) -> list[list[torch.Tensor]]:
+        """The calibration inputs as flat lists in the order of the signature."""
+        return [list(self.signature.bind(args, kwargs)) for args, kwargs in self.calibration]
+
+    def dynamic_leaves(self, size: int = 2) -> list[torch.Tensor]:
+        """Copies of the example tensors whose dynamic sizes are all at least ``size``, wherever bounds allow it.
+
+        Exporters treat a dimension of size one as a constant, so a graph for any batch cannot be exported from a batch of one.
+        """
+        leaves = self.own_leaves()
+        most = {dim.name: dim.max or size for dim in self.signature.dims}
+        for name, now in self.signature.sizes(leaves).items():
+            wanted, pairs = max(now, min(size, most[name])), zip(leaves, self.signature.inputs, strict=True)
+            leaves = [resized(leaf, spec.shape, name, wanted) for leaf, spec in pairs]
+        return leaves
+
+
+def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int) -> torch.Tensor:
+    """``leaf`` with every axis that ``shape`` calls ``name`` repeated or cut to ``size``; an ordered row stays one."""
+    for axis, want in enumerate(shape):
+        if want == name and leaf.shape[axis] != size:
+            if ordered(leaf):
+                return stretched(leaf, size)
+            leaf = torch.cat([leaf] * -(-size // max(leaf.shape[axis], 1)), dim=axis).narrow(axis, 0, size).contiguous()
+    return leaf
+
+
+def call_model(model: nn.Module, structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
+    """The model's own output for copies of flat input tensors, which it may write to, without gradients."""
+    return _called(model, structure, [leaf.clone() for leaf in leaves])
+
+
+def _called(model: nn.Module, structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
+    args, kwargs = unflatten(structure, leaves)
+    with torch.no_grad():
+        return model(*args, **kwargs)
+
+
+def _written(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether a call wrote to ``after``, which was a copy of ``before``, were it the values that were there already.
+
+    A write by way of numpy is not counted by torch, so that values are compared too. What a call makes another shape of is no
+    memory that a runtime could write to.
+    """
+    if before.shape != after.shape:
+        return False
+    counted = not after.is_inference() and after._version > 0
+    return counted or not torch.equal(raw(before), raw(after))
+
+
+def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[int, Dim]]) -> tuple[TensorSpec, ...]:
+    """``inputs`` with the axes that ``dynamic`` lists named after their dimension.
+
+    Raises:
+        UsageError: an unknown input, or an axis that it does not have.
+    """
+    known = {spec.name: spec for spec in inputs}
+    for name, axes in dynamic.items():
+        if name not in known:
+            raise UsageError(f"dynamic names the input {name!r}, but the inputs are {', '.join(known) or 'none'}.")
+        there = range(len(known[name].shape))
+        if wrong := [axis for axis in axes if axis not in there]:
+            fix = f"Axes count from 0: use {' or '.join(map(str, there))}." if there else "Leave it out."
+            raise UsageError(f"dynamic names axis {wrong[0]} of {name!r}, which has {counted(len(there), 'axis')}. {fix}")
+    return tuple(
+        dataclasses.replace(
+            spec,
+            shape=tuple(dynamic[spec.name][i].name if i in dynamic.get(spec.name, {}) else s for i, s in enumerate(spec.shape)),
+        )
+        for spec in inputs
+    )
+
+
+def _at(
+    model: nn.Module,
+    dim: Dim,
+    inputs: Sequence[TensorSpec],
+    leaves: Sequence[torch.Tensor],
+    structures: tuple[Structure, Structure],
+    outputs: Sequence[torch.Tensor],
+    size: int,
+) -> list[torch.Tensor]:
+    """The outputs for the example with ``dim`` at another ``size``, in the ``structures`` of its inputs and ``outputs``."""
+    changed = [resized(leaf, spec.shape, dim.name, size) for leaf, spec in zip(leaves, inputs, strict=True)]
+    fix = (
+        f"If sizes must be multiples, state trimtab.Dim({dim.name!r}, step=...), or leave it out of dynamic; if there is a "
+        "largest one, state max=..."
+    )
+    with user_code(f"At {dim.name}={size} the model fails", fix):
+        other = call_model(model, structures[0], changed)
+    found, structure = flatten(other, "output")
+    if structure != structures[1]:
+        raise WorkloadError(
+            f"The output holds other numbers, or another count of tensors, at another size of {dim.name!r}; runtimes keep what "
+            "they are built with. Return them as tensors, or leave that size fixed."
+        )
+    for name, now, then in zip(names(structure, "output"), outputs, found, strict=True):
+        if now.dim() != then.dim():
+            raise UsageError(
+                f"The output {name!r} has {counted(now.dim(), 'axis')} for one size of {dim.name!r} and {then.dim()} for "
+                f"another. Let the model keep them, or leave {dim.name!r} out of dynamic."
+            )
+    return found
+
+
+def _first_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], structure: Structure, leaves: Sequence[torch.Tensor]
+) -> Any:
+    """The model's output for the example as runtimes will see it: without the classes of what the tensors lie in.
+
+    ``leaves`` are copies of the example's, which it may write to.
+    """
+    try:
+        return _called(model, structure, leaves)
+    except MODEL_ERRORS:
+        lost = sorted(classes(structure))
+        if not lost or not _works(model, args, kwargs):
+            raise
+        raise WorkloadError(
+            f"The model uses methods of {' or '.join(f'`{name}`' for name in lost)}, which do not cross to a runtime: only the "
+            "tensors inside do. Pass its tensors, in a module around the model that makes the object of them."
+        ) from None
+
+
+def _works(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    args, kwargs = cloned((args, kwargs))
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except MODEL_ERRORS:
+        return False
+    return True
+
+
+class FlatModel(nn.Module):
+    """``model`` with a flat face: ``forward(*tensors) -> tuple of tensors``; runs under the candidate's settings."""
+
+    def __init__(self, model: nn.Module, signature: Signature, settings: Settings) -> None:
+        super().__init__()
+        self.model = model
+        self._signature = signature
+        self._settings = settings
+        self._dtypes = [getattr(torch, spec.dtype) for spec in signature.outputs]
+        self.eval()
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the model; 4-D inputs are first laid out as the settings say."""
+        given = leaves
+        if self._settings.memory_format == "channels_last":
+            leaves = tuple(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in leaves)
+        args, kwargs = unflatten(self._signature.input_structure, leaves)
+        with self._precision():
+            outputs = flatten(self.model(*args, **kwargs), "output")[0]
+        for i in self._signature.written:
+            if leaves[i] is not given[i]:  # the model wrote to what was laid out anew, and the caller looks at his own
+                given[i].copy_(leaves[i])
+        if self._settings.autocast is None:
+            return tuple(outputs)
+        return tuple(t.to(dtype) for t, dtype in zip(outputs, self._dtypes, strict=True))  # callers rely on the dtypes
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        if self._settings.autocast is None:
+            yield
+            return
+        with torch.autocast(self._settings.device, dtype=getattr(torch, self._settings.autocast)):
+            yield

@@ -1,0 +1,179 @@
+"""Dynamic dimensions found from examples: which sizes differ, which differ together, which one counts the examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from trimtab._internal.text import counted
+from trimtab.core.signature import Dim, TensorSpec
+from trimtab.errors import UsageError
+
+BATCH = "batch"
+BATCHES = frozenset({BATCH, "batch_size", "batchsize", "bs", "b", "n", "examples"})
+"""What people call the dimension that counts examples, in small letters."""
+
+MOST_STEPS = 8
+"""Steps that are tried before the largest: each costs a call of the model."""
+
+Shape = tuple[int, ...]
+Dims = dict[str, dict[int, Dim]]
+
+
+def find_dims(calls: Sequence[Sequence[TensorSpec]], *, batched: bool = True) -> Dims:
+    """The axes whose size is not the same in all ``calls``, as ``{input name: {axis: Dim}}``.
+
+    ``calls`` holds the static specs of the input tensors, call by call. Axes that have the same size as each other in every
+    call are one dimension: that is what a caller must keep. The one that leads most of the tensors is called ``batch``, where
+    the first axis counts examples (``batched``); the others are named after the first tensor that shows them. Sizes have no
+    upper bound, because examples cannot show one.
+
+    Raises:
+        UsageError: a tensor has another dtype or another number of axes than in the first call, or is empty in some calls only.
+    """
+    sizes: dict[tuple[str, int], list[int]] = {}
+    for specs in calls:
+        for spec, first in zip(specs, calls[0], strict=True):
+            _same_kind(spec, first)
+            for axis, size in enumerate(spec.shape):
+                sizes.setdefault((spec.name, axis), []).append(int(size))
+    groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for place, seen in sizes.items():
+        if len(set(seen)) > 1:
+            _refuse_empty(place, seen)
+            groups.setdefault(tuple(seen), []).append(place)
+    return _named(list(groups.values()), batched)
+
+
+def sizes_of(name: str, dims: Mapping[str, Mapping[int, Dim]], calls: Sequence[Sequence[TensorSpec]]) -> list[int]:
+    """The sizes of the dimension ``name`` in ``calls``, each once, the first call's first."""
+    place, axis = next((tensor, axis) for tensor, axes in dims.items() for axis, dim in axes.items() if dim.name == name)
+    return list(dict.fromkeys(int(spec.shape[axis]) for specs in calls for spec in specs if spec.name == place))
+
+
+def fitting(name: str, sizes: Sequence[int], works: Callable[[int], bool]) -> Dim | None:
+    """The dimension ``name`` with the step and the bound under which a model takes it; ``None`` where it takes no other size.
+
+    ``sizes`` are those that are known, the one first that is known to work; ``works`` tries another. The step is the smallest
+    one by which the sizes can be told apart and that works; where nothing larger does, the largest of ``sizes`` is the bound.
+    """
+    others = [size for size in sizes if size != sizes[0]]
+    if others and not works(others[0]):
+        return None
+    top = max(sizes)
+    whole = math.gcd(*sizes)
+    steps = [step for step in range(1, whole + 1) if whole % step == 0]
+    for step in steps[:MOST_STEPS] + [whole] * (len(steps) > MOST_STEPS):
+        if works(top + step):
+            return Dim(name, step=step)
+    if not others:
+        return None
+    below = next((step for step in steps[:MOST_STEPS] if top - step > 0 and works(top - step)), whole)
+    return Dim(name, max=top, step=below)
+
+
+def tried(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+    """Sizes of ``dim`` at which a model shows what its outputs follow: the example's, the next one and about half of it.
+
+    Each is the example's own where no other is allowed. From one size to the next, what is divided and rounded may stay.
+
+    Raises:
+        UsageError: the example's size is not allowed.
+    """
+    spec, leaf = next((s, t) for s, t in zip(inputs, leaves, strict=True) if dim.name in s.shape)
+    now = int(leaf.shape[spec.shape.index(dim.name)])
+    if now not in dim:
+        raise UsageError(
+            f"The example's {spec.name!r} has {dim.name}={now}, but dynamic states {dim.bounds} for it. Give an example within "
+            "what is stated."
+        )
+    return now, dim.near(now, 1, -1), min(dim.holding(now // 2), now)
+
+
+def following(spec: TensorSpec, name: str, seen: Mapping[int, Sequence[int]]) -> TensorSpec:
+    """``spec`` with the axes marked that change along with the dimension ``name``; ``seen`` are the shapes of that tensor by
+    the size of the dimension."""
+    axes = zip(*seen.values(), strict=True)
+    shape = tuple(
+        said if len(set(found)) == 1 else name if isinstance(said, int) and list(found) == list(seen) else "?"
+        for said, found in zip(spec.shape, axes, strict=True)
+    )
+    return dataclasses.replace(spec, shape=shape)
+
+
+def describe_dims(dims: Mapping[str, Mapping[int, Dim]]) -> str:
+    """``batch (axis 0 of images and mask), length (axis 1 of ids)``."""
+    places: dict[str, dict[int, list[str]]] = {}
+    for name, axes in dims.items():
+        for axis, dim in axes.items():
+            places.setdefault(dim.name, {}).setdefault(axis, []).append(name)
+    return ", ".join(
+        f"{name} ({', '.join(f'axis {axis} of {_and(inputs)}' for axis, inputs in axes.items())})"
+        for name, axes in places.items()
+    )
+
+
+def replaced(dims: Mapping[str, Mapping[int, Dim]], by: Mapping[str, Dim]) -> Dims:
+    """``dims`` with the dimensions that ``by`` names in the form that it gives them."""
+    return {name: {axis: by.get(dim.name, dim) for axis, dim in axes.items()} for name, axes in dims.items()}
+
+
+def without(dims: Mapping[str, Mapping[int, Dim]], names: set[str]) -> Dims:
+    """``dims`` less the dimensions called ``names``."""
+    kept = {name: {axis: dim for axis, dim in axes.items() if dim.name not in names} for name, axes in dims.items()}
+    return {name: axes for name, axes in kept.items() if axes}
+
+
+def dim_names(dims: Mapping[str, Mapping[int, Dim]]) -> list[str]:
+    """The names of the dimensions, each once, in the order of the inputs."""
+    return list(dict.fromkeys(dim.name for axes in dims.values() for dim in axes.values()))
+
+
+def _refuse_empty(place: tuple[str, int], sizes: Sequence[int]) -> None:
+    if 0 in sizes:
+        name, axis = place
+        raise UsageError(
+            f"{name!r} is empty in some calls and not in others: axis {axis} has the sizes 0 and {max(sizes)}. Runtimes take "
+            "one or the other, so that these are two workloads. Leave the empty ones out of inputs and data, and of a capture "
+            "with keep=lambda call: ..."
+        )
+
+
+def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:
+    if len(spec.shape) != len(first.shape) or spec.dtype != first.dtype:
+        got, want = (f"{found.dtype} with {counted(len(found.shape), 'axis')}" for found in (spec, first))
+        single = spec.dtype == first.dtype and tuple(spec.shape) == tuple(first.shape[1:])
+        fix = "Give single examples as a Dataset, or as one pair (inputs, targets): items of anything else are batches."
+        raise UsageError(f"The data's {spec.name!r} is {got}, the example's is {want}. {fix if single else 'Make them alike.'}")
+
+
+def name_groups(groups: Sequence[Sequence[tuple[str, int]]], *, batched: bool = True) -> list[str]:
+    """A name for each group of ``(tensor, axis)`` that is one dimension; where ``batched``, ``batch`` is what leads most."""
+    leads = [sum(axis == 0 for _, axis in places) for places in groups]
+    batch = leads.index(max(leads)) if any(leads) and batched else None
+    names: list[str] = []
+    for number, places in enumerate(groups):
+        names.append(BATCH if number == batch else _unused("{}_{}".format(*places[0]), {BATCH, *names}))
+    return names
+
+
+def _named(groups: Sequence[Sequence[tuple[str, int]]], batched: bool) -> Dims:
+    dims: Dims = {}
+    for name, places in zip(name_groups(groups, batched=batched), groups, strict=True):
+        for tensor, axis in places:
+            dims.setdefault(tensor, {})[axis] = Dim(name)
+    return dims
+
+
+def _unused(text: str, used: set[str]) -> str:
+    name = re.sub(r"\W", "_", text)
+    name = name if name.isidentifier() else f"dim_{name}"
+    return name if name not in used else _unused(f"{name}_", used)
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,73 @@
+"""A recipe: ordered passes and one backend, with all their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trimtab._internal.serialization import dumps
+from trimtab.core.backend import BACKENDS, Backend
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import PASSES, Pass, technique_from_json
+from trimtab.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What to do to a candidate. Two recipes with the same steps are equal and have the same :attr:`hash`."""
+
+    passes: tuple[Pass, ...] = ()
+    backend: Backend
+
+    def __post_init__(self) -> None:
+        if isinstance(self.passes, list):
+            object.__setattr__(self, "passes", tuple(self.passes))
+        if not isinstance(self.passes, tuple) or not all(isinstance(step, Pass) for step in self.passes):
+            raise UsageError(f"Recipe passes is {self.passes!r}; give a tuple of passes, such as (PASSES['fold_bn'](),).")
+        if not isinstance(self.backend, Backend):
+            raise UsageError(f"Recipe backend is {self.backend!r}; give a backend, such as BACKENDS['onnxruntime']().")
+        names = [step.name for step in self.passes]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(f"The recipe has the pass {twice!r} twice; a pass is applied once.")
+
+    @property
+    def exact(self) -> bool:
+        """Whether every step keeps the outputs within floating-point noise."""
+        return all(step.exact for step in (*self.passes, self.backend))
+
+    @property
+    def hash(self) -> str:
+        """Twelve hexadecimal digits that name this recipe."""
+        return hashlib.sha256(dumps(self, indent=None).encode()).hexdigest()[:12]
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """The first reason against this recipe on ``candidate`` as it comes in, in a sentence; ``None`` if there is none."""
+        for step in self.passes:
+            if ignored := sorted(step.sets - self.backend.honours):
+                return f"{self.backend.name} does not carry out {ignored[0]}, which {step.name} sets."
+        return next((reason for step in (*self.passes, self.backend) if (reason := step.blocked(candidate))), None)
+
+    def describe(self) -> str:
+        """The recipe in the words of a person: the runtime first, then what is done to the model."""
+        return ", ".join(step.describe() for step in (self.backend, *self.passes))
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"passes": [...], "backend": {...}}``."""
+        return {"passes": [step.to_json() for step in self.passes], "backend": self.backend.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Recipe:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            UsageError: an unknown name or field.
+        """
+        if not isinstance(data, Mapping) or set(data) != {"passes", "backend"} or not isinstance(data["passes"], Sequence):
+            raise UsageError(f"A recipe is an object with a list of 'passes' and a 'backend', got {data!r}.")
+        passes = tuple(technique_from_json(PASSES, item) for item in data["passes"])
+        return cls(passes=passes, backend=technique_from_json(BACKENDS, data["backend"]))
+
+    def __str__(self) -> str:
+        return " + ".join([*map(str, self.passes), str(self.backend)])

@@ -1,0 +1,96 @@
+"""The search space, read off the fields of passes and backends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from trimtab.core.backend import BACKENDS, Backend
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES, Pass, Technique
+from trimtab.errors import UsageError
+
+if TYPE_CHECKING:
+    from optuna.distributions import CategoricalDistribution
+
+COSTS = ("seconds", "minute", "minutes")
+
+
+def passes(*, exact: bool) -> list[Pass]:
+    """A default instance of every pass for inference that is, or is not, exact."""
+    found = [PASSES[name]() for name in PASSES if "infer" in PASSES[name].modes]
+    return [step for step in found if step.exact == exact]
+
+
+def rewrites() -> list[Pass]:
+    """The exact passes that there is nothing to choose about."""
+    return [step for step in passes(exact=True) if not step.choices()]
+
+
+def knobs() -> list[Pass]:
+    """Every value of the exact passes whose fields are to be chosen, such as the number of threads, that this machine has."""
+    chosen = [variant for step in passes(exact=True) if step.choices() for variant in (step, *variants(step))]
+    return [variant for variant in chosen if variant.exact and variant.blocked_here() is None]
+
+
+def backends() -> list[Backend]:
+    """A default instance of every backend, the cheapest to compile first."""
+    return sorted((BACKENDS[name]() for name in BACKENDS), key=lambda backend: (COSTS.index(backend.cost), backend.name))
+
+
+def training() -> list[Pass]:
+    """Every value of the passes for training that a search may try."""
+    found = [PASSES[name]() for name in PASSES if "train" in PASSES[name].modes]
+    return [variant for step in found for variant in (step, *variants(step))]
+
+
+def variants(technique: Any, *, without: Collection[str] = ()) -> list[Any]:
+    """``technique`` with one field at a time set to each other value that a search may try and that the technique takes."""
+    found = []
+    for field, values in technique.choices().items():
+        if field in without:
+            continue
+        for value in values:
+            if value != getattr(technique, field):
+                with contextlib.suppress(UsageError):  # a combination that means nothing is refused when it is made
+                    found.append(dataclasses.replace(technique, **{field: value}))
+    return found
+
+
+def techniques() -> Iterator[Technique]:
+    """Everything that a ladder may put into a recipe, so that reasons against it can be known before it is tried."""
+    for name in PASSES:
+        if "infer" in PASSES[name].modes:
+            step = PASSES[name]()
+            yield from (step, *variants(step))
+    for backend in backends():
+        yield from (backend, *variants(backend))
+
+
+def options(technique: type[Technique], field: str) -> tuple[Any, ...]:
+    """All values of ``field`` that a search may meet: its choices, and its default."""
+    default = next(f.default for f in dataclasses.fields(technique) if f.name == field)
+    values = technique.choices()[field]
+    return values if default in values else (*values, default)
+
+
+def parameters(recipe: Recipe) -> tuple[dict[str, Any], dict[str, CategoricalDistribution]]:
+    """``recipe`` as the parameters and distributions that optuna stores and its dashboard shows."""
+    from optuna.distributions import CategoricalDistribution  # workers come by here too, which store nothing
+
+    values: dict[str, Any] = {"backend": recipe.backend.name}
+    spaces = {"backend": CategoricalDistribution(sorted(BACKENDS))}
+    steps: Mapping[str, Technique] = {step.name: step for step in recipe.passes}
+    for name in PASSES:
+        if "infer" in PASSES[name].modes or name in steps:
+            values[f"pass.{name}"] = name in steps
+            spaces[f"pass.{name}"] = CategoricalDistribution([False, True])
+    for technique in (*recipe.passes, recipe.backend):
+        for field in technique.choices():
+            allowed = options(type(technique), field)
+            if getattr(technique, field) in allowed:
+                values[f"{technique.name}.{field}"] = getattr(technique, field)
+                spaces[f"{technique.name}.{field}"] = CategoricalDistribution(allowed)
+    return values, spaces

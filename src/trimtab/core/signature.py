@@ -1,0 +1,338 @@
+"""What a model takes and gives: names, dtypes, shapes with dynamic dimensions, and the structure around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from trimtab._internal.text import of_type
+from trimtab.errors import InputError, UsageError
+from trimtab.tensors.structure import Structure, difference, flatten, names, rearranged
+
+MOST_PASSED = 256
+"""Combinations of shapes that are remembered to fit."""
+_KIND = operator.attrgetter("dtype", "shape")
+
+STORED = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    }
+)
+"""Dtypes that safetensors holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """A dimension whose size may differ from call to call, between bounds and in multiples of ``step``.
+
+    Bounds that are no multiples are drawn in to the next ones.
+    """
+
+    name: str
+    min: int = 1
+    max: int | None = None
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise UsageError(f"A dynamic dimension needs a name like 'batch'; got {self.name!r}.")
+        for name, value in (("min", self.min), ("max", 1 if self.max is None else self.max), ("step", self.step)):
+            if not isinstance(value, int):
+                raise UsageError(f"Dimension {self.name!r} has the {name} {value!r}; it must be a whole number.")
+        if self.step < 1:
+            raise UsageError(f"Dimension {self.name!r} has the step {self.step}; its sizes are multiples of 1 or more.")
+        if self.min < 1 or (self.max is not None and self.max < self.min):
+            raise UsageError(f"Dimension {self.name!r} has the bounds {self.min}..{self.max}; use 1 <= min <= max.")
+        least, most = -(-self.min // self.step) * self.step, None if self.max is None else self.max // self.step * self.step
+        if most is not None and most < least:
+            raise UsageError(f"Dimension {self.name!r} has no multiple of {self.step} in its bounds {self.min}..{self.max}.")
+        object.__setattr__(self, "min", least)
+        object.__setattr__(self, "max", most)
+
+    def __contains__(self, size: int) -> bool:
+        return size >= self.min and (self.max is None or size <= self.max) and size % self.step == 0
+
+    @property
+    def bounds(self) -> str:
+        """The sizes in words: ``1 to 512``, ``32 to any in multiples of 32``."""
+        return f"{self.min} to {self.max or 'any'}{f' in multiples of {self.step}' if self.step > 1 else ''}"
+
+    def holding(self, size: int) -> int:
+        """The smallest of its sizes, whatever the upper bound, that is no less than ``size``."""
+        return max(-(-size // self.step) * self.step, self.min)
+
+    def near(self, now: int, *steps: int) -> int:
+        """The first of the sizes so many ``steps`` from ``now`` that is allowed; ``now`` itself if none is."""
+        return next((size for step in steps if (size := now + step * self.step) in self), now)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype (``"float32"``) and shape of one tensor.
+
+    A size is a number, the name of a :class:`Dim`, or ``"?"`` for an output size that depends on the input in some other way.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The contract between a caller and an executable.
+
+    ``inputs`` and ``outputs`` list the tensors in flat order. ``input_structure`` is a tuple of two structures: the positional
+    arguments (a tuple) and the keyword arguments (a dict). ``parameters`` names the positional ones, so that a caller may pass
+    them by keyword as the model itself allows. ``batched`` is false where the first axis of the inputs counts something else
+    than examples, such as the time of a sequence. ``writes`` names the inputs that a call writes to, as into a cache.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    input_structure: Structure
+    output_structure: Structure
+    parameters: tuple[str, ...]
+    dims: tuple[Dim, ...] = ()
+    batched: bool = True
+    writes: tuple[str, ...] = ()
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """The places among the inputs of those that a call writes to."""
+        return tuple(i for i, spec in enumerate(self.inputs) if spec.name in self.writes)
+
+    @cached_property
+    def _flat(self) -> bool:
+        """Whether a call is just tensors in a row, which is by far the most common and takes the short way."""
+        args, kwargs = self.input_structure.items
+        return not kwargs.items and all(item.kind == "tensor" for item in args.items)
+
+    @cached_property
+    def _expected(self) -> list[tuple[torch.dtype, torch.Size | None]]:
+        return [
+            (getattr(torch, spec.dtype), torch.Size(spec.shape) if all(isinstance(s, int) for s in spec.shape) else None)  # type: ignore[arg-type]
+            for spec in self.inputs
+        ]
+
+    @property
+    def batch(self) -> str | None:
+        """The dynamic dimension that counts the examples of a call: the one that leads the first input, if it has one."""
+        if not self.batched:
+            return None
+        lead = self.inputs[0].shape[0] if self.inputs and self.inputs[0].shape else None
+        return lead if isinstance(lead, str) else None
+
+    def accept(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """The flat tensors of a call ``(*args, **kwargs)``, checked: what :meth:`bind` and :meth:`check` do.
+
+        Raises:
+            InputError: the arguments do not fit, in number, structure, dtype or shape.
+        """
+        try:
+            if self._flat and not kwargs and tuple(map(_KIND, args)) in self._passed:
+                return args
+        except AttributeError:  # something that is no tensor; the long way says what
+            pass
+        leaves = self.bind(args, kwargs)
+        self.check(leaves)
+        return leaves
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """The flat tensors of a call ``(*args, **kwargs)``.
+
+        Raises:
+            InputError: arguments are missing, unknown, or structured differently from the example they were built for.
+        """
+        if self._flat and not kwargs and len(args) == len(self.inputs):
+            return args
+        args, kwargs = self._reorder(args, kwargs)
+        leaves, structure = flatten((tuple(args), dict(kwargs)), "inputs")
+        if structure != self.input_structure:
+            structure, leaves = rearranged(structure, leaves, self.input_structure)
+        if structure != self.input_structure:
+            raise InputError(self._unlike(structure))
+        return leaves
+
+    @cached_property
+    def _passed(self) -> set[Any]:
+        """Dtypes and shapes that passed the check before; small networks take less time than checking them anew."""
+        return set()
+
+    def check(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raise :class:`InputError` unless every tensor has the dtype and shape that this was built for."""
+        try:
+            key = tuple(map(_KIND, leaves))
+        except AttributeError:
+            self._refuse(leaves)
+        if key in self._passed:
+            return
+        for tensor, (dtype, shape) in zip(leaves, self._expected, strict=True):
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or shape not in (None, tensor.shape):
+                self._refuse(leaves)
+        if self.dims:
+            self.sizes(leaves)
+        if len(self._passed) < MOST_PASSED:
+            self._passed.add(key)
+
+    def fits(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether :meth:`check` has nothing against ``leaves``."""
+        try:
+            self.check(leaves)
+        except InputError:
+            return False
+        return True
+
+    def sizes(self, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
+        """The size of every dynamic dimension in this call.
+
+        Raises:
+            InputError: two tensors disagree about a dimension, or a size is out of its bounds.
+        """
+        known: dict[str, int] = {}
+        dims = {dim.name: dim for dim in self.dims}
+        for spec, tensor in zip(self.inputs, leaves, strict=True):
+            if len(spec.shape) != tensor.dim():
+                self._refuse(leaves)
+            for want, size in zip(spec.shape, tensor.shape, strict=True):
+                if isinstance(want, int):
+                    if want != size:
+                        self._refuse(leaves)
+                elif known.setdefault(want, size) != size:
+                    raise InputError(
+                        f"Dimension {want!r} is {known[want]} in one input and {size} in {spec.name!r}. Give one size in all."
+                    )
+                elif size not in dims[want]:
+                    raise InputError(f"Dimension {want!r} of {spec.name!r} is {size}; this was built for {dims[want].bounds}.")
+        return known
+
+    def without_dims(
+        self, example: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, but: Collection[str] = ()
+    ) -> Signature:
+        """The same signature with every dynamic size frozen to that of ``example`` and its ``outputs``, ``but`` those of the
+        dimensions named; an output size that may follow one of these in some other way stays open."""
+        kept = {*but, "?"} if but else set()
+
+        def fixed(spec: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
+            pairs = zip(spec.shape, tensor.shape, strict=True)
+            return dataclasses.replace(spec, shape=tuple(said if said in kept else size for said, size in pairs))
+
+        return dataclasses.replace(
+            self,
+            inputs=tuple(map(fixed, self.inputs, example)),
+            outputs=tuple(map(fixed, self.outputs, outputs)),
+            dims=tuple(dim for dim in self.dims if dim.name in kept),
+        )
+
+    def describe(self, leaves: Sequence[torch.Tensor] = ()) -> str:
+        """The inputs in words: ``images: float32[batch, 1, 8, 8]``; of ``leaves``: ``images: float32[batch=2, 1, 8, 8]``."""
+        sizes = self.sizes(leaves) if leaves else {}
+        named = {name: f"{name}={size}" for name, size in sizes.items()}
+        known = (
+            dataclasses.replace(spec, shape=tuple(named.get(str(size), size) for size in spec.shape)) for spec in self.inputs
+        )
+        return ", ".join(map(str, known)) or "no tensors"
+
+    def _reorder(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Move positional arguments that came by keyword, and the keyword ones into the order of the example."""
+        positional, keyword = self.input_structure.items
+        args, rest = list(args), dict(kwargs)
+        for name, item in list(zip(self.parameters, positional.items, strict=False))[len(args) :]:
+            if name not in rest:
+                raise self._missing(name, item)
+            args.append(rest.pop(name))
+        for name in self.parameters[len(positional.items) : len(args)]:
+            if name in keyword.keys and name not in rest:
+                rest[name] = args.pop(len(positional.items))
+        if unknown := sorted(set(rest) - set(keyword.keys)):
+            raise InputError(f"There is no input {unknown[0]!r}. This was built for {self.describe()}.")
+        for name, item in zip(keyword.keys, keyword.items, strict=True):
+            if name not in rest:
+                raise self._missing(name, item)
+        return args, {name: rest[name] for name in keyword.keys}
+
+    def _missing(self, name: str, structure: Structure) -> InputError:
+        """A constant is not filled in: what the model takes by itself may be another."""
+        constant = f" with {name}={structure.value!r}" if structure.kind == "constant" else ""
+        return InputError(f"The input {name!r} is missing. This was built for {self.describe()}{constant}.")
+
+    def _unlike(self, structure: Structure) -> str:
+        """Where ``structure`` is another than that of the inputs that this was built for."""
+        (args, kwargs), (own, named) = structure.items, self.input_structure.items
+        if len(args.items) != len(own.items):
+            return f"{len(args.items)} inputs were given by position; this was built for {len(own.items)}: {self.describe()}."
+        rows = [
+            *zip(self.parameters, args.items, own.items, strict=False),
+            *zip(named.keys, kwargs.items, named.items, strict=True),
+        ]
+        clauses = (clause for name, one, other in rows if (clause := difference(one, other, name)))
+        return f"The input {next(clauses, f'structure is another than that of {self.describe()}')}."
+
+    def _refuse(self, leaves: Sequence[Any]) -> None:
+        for spec, tensor in zip(self.inputs, leaves, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise InputError(f"Input {spec.name!r} is {of_type(tensor)}; this was built for a tensor, {spec}.")
+            got = TensorSpec(spec.name, dtype_name(tensor.dtype), tuple(tensor.shape))
+            same_rank = len(got.shape) == len(spec.shape)
+            fits = same_rank and all(isinstance(w, str) or w == g for w, g in zip(spec.shape, got.shape, strict=True))
+            if got.dtype != spec.dtype or not fits:
+                raise InputError(f"Input {got} was given, but this was built for {spec}.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def specs(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str]) -> tuple[TensorSpec, ...]:
+    """The static specs of ``leaves``."""
+    return tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in zip(leaf_names, leaves, strict=True))
+
+
+def require_plain(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str], what: str) -> None:
+    """Refuse tensors that no runtime takes and no file holds.
+
+    Raises:
+        UsageError: one is sparse, or has a dtype that safetensors lacks.
+    """
+    for leaf, name in zip(leaves, leaf_names, strict=True):
+        if leaf.layout is not torch.strided:
+            kind = str(leaf.layout).removeprefix("torch.")
+            raise UsageError(
+                f"The {what} {name!r} is a sparse tensor ({kind}), which cannot cross to another runtime. Give it dense, with "
+                ".to_dense(), or wrap the model so that it makes it sparse itself from indices and values."
+            )
+        if leaf.dtype not in STORED:
+            fix = "Use complex64, or torch.view_as_real" if leaf.is_complex() else "Convert it, with .dequantize() or .float()"
+            raise UsageError(
+                f"The {what} {name!r} has the dtype {dtype_name(leaf.dtype)}, which no file of tensors can hold. {fix}, in a "
+                "module around the model."
+            )
+
+
+def parameter_names(forward: Any, count: int) -> tuple[str, ...]:
+    """Names of the first ``count`` positional parameters of ``forward``; ``input_0`` and so on where it takes ``*args``."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except ValueError:  # TorchScript methods do not tell
+        parameters = {}.values()
+    found = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(found) + tuple(f"input_{i}" for i in range(len(found), count))
+
+
+def input_names(parameters: Sequence[str], structure: Structure) -> list[str]:
+    """A unique name for every input tensor, taken from the model's own parameter names."""
+    args, kwargs = structure.items
+    found = [leaf for name, item in zip(parameters, args.items, strict=False) for leaf in names(item, name)]
+    return found + names(kwargs, "")

@@ -1,0 +1,89 @@
+"""Whether the parts of the data are apart: what the winner is confirmed on must be new to the search."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from trimtab.core.workload import Evaluation
+from trimtab.data.batches import Batch, leaves_of
+from trimtab.data.splits import Splits
+from trimtab.errors import UsageError
+from trimtab.tensors.weights import raw
+
+MOST = 0.5
+"""Share of the test examples from which on the two are one set: single doublets are in many real ones."""
+PLAIN = (bool, int, float, str, bytes, pathlib.PurePath)
+"""What of an item that is no tensor is known by how it is written: texts, numbers, names of files."""
+
+
+def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
+    """Look for the test examples among those that choose, in sentences.
+
+    Parts that were divided from one set are apart already; given separately, they may be the same by mistake, as where a
+    function that is asked for two of them gives all it has both times.
+
+    Raises:
+        UsageError: most of the test data is what the search looks at.
+    """
+    if evaluation is None:
+        return []
+    selection, test, calibration = ([*_digests(part)] for part in (splits.selection, splits.test, splits.calibration))
+    notes = []
+    if evaluation.test is not None:
+        both = _among(test, selection)
+        if both >= MOST * len(test):
+            raise UsageError(
+                f"Evaluation(test=...) holds what data=... holds: {both} of its {len(test)} inputs are the same, so that the "
+                "winner would be confirmed on what it was chosen by. Give others, or leave test out, and data is divided."
+            )
+        if both:
+            notes.append(f"{both} of the {len(test)} inputs of the test data are in the data that the search looks at too.")
+    for name, part in (("data that the search looks at", selection), ("test data", test)):
+        both = _among(part, calibration)
+        if both >= MOST * len(part):
+            notes.append(
+                f"{both} of the {len(part)} inputs of the {name} are in the calibration data too, which flatters what is "
+                "quantized. Give others, or leave calibration out, and some of data is set aside for it."
+            )
+    return notes
+
+
+def _among(part: list[bytes | None], other: Iterable[bytes | None]) -> int:
+    known = set(other) - {None}
+    return sum(digest in known for digest in part)
+
+
+def _digests(batches: Iterable[Batch]) -> Iterator[bytes | None]:
+    """One for each example, or for each batch that must stay whole; ``None`` of what holds anything that cannot be compared."""
+    for batch in batches:
+        leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(batch.inputs)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if batch.rows and all(leaf.dim() and leaf.shape[0] == batch.rows for leaf in tensors):
+            yield from (_digest(_row(leaf, row) for leaf in leaves) for row in range(batch.rows))
+        else:
+            yield _digest(leaves)
+
+
+def _row(leaf: Any, row: int) -> Any:
+    """The part of ``leaf`` for one row; a constant belongs to each of them."""
+    return leaf[row] if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _digest(leaves: Iterable[Any]) -> bytes | None:
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_nested or leaf.is_quantized or leaf.layout is not torch.strided:
+                return None  # a graph's edges, which only the evaluation's own run looks at
+            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            digest.update(raw(leaf).numpy().data)
+        elif leaf is None or isinstance(leaf, PLAIN):
+            digest.update(f"{type(leaf).__name__} {leaf!r}\n".encode(errors="surrogatepass"))
+        else:
+            return None
+    return digest.digest()

@@ -1,0 +1,236 @@
+"""Data as its owner gives it, in any of the forms that a workload takes, read into batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+
+from trimtab._internal.text import of_type, with_fix
+from trimtab.core.capture import Call
+from trimtab.core.workload import Evaluation, Workload, as_call, user_code
+from trimtab.data.batch_independence import Judge
+from trimtab.data.batches import Batch, count, marked, rows_of, tensors_of, with_tensors
+from trimtab.errors import UsageError
+from trimtab.tensors.structure import Structure, flatten
+
+MOST_CALIBRATION = 256
+"""More examples than this change a quantizer's ranges little and cost much time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Batches; ``stacked`` where trimtab itself put single examples together along the first axis."""
+
+    batches: list[Batch]
+    stacked: bool = False
+
+
+def labelled(
+    data: Any, evaluation: Evaluation, generator: torch.Generator, size: int, notes: list[str], judge: Judge | None = None
+) -> Data:
+    """The labelled ``data``, up to ``max_examples``, in batches of ``size`` where single examples are given; ``notes`` say
+    where it was more, and the first were taken. ``judge`` says whether the rows of other items are counted.
+
+    Raises:
+        UsageError: it is of no form that is known, is empty, or holds NaN in its inputs.
+        WorkloadError: it raised.
+    """
+    most, run = evaluation.max_examples, evaluation.run is not None
+    if isinstance(data, tuple) and len(data) == 2 and not all(map(_is_pair, data)):
+        batches = _of_all(data, most, generator, size)
+        return Data([dataclasses.replace(batch, rows=0) for batch in batches] if run else batches, stacked=not run)
+    what, stacked = "the evaluation data", False
+    with user_code("The evaluation data could not be read", "Go through it yourself once."):
+        if _is_mapped(data):
+            order = torch.randperm(len(data), generator=generator)[:most].tolist()
+            stacked = not run
+            items = [data[i] for i in order] if run else list(_collated(data, order, size, what))
+        elif isinstance(data, Iterable):
+            stacked = isinstance(data, Dataset) and not run
+            counted: Callable[[Any], int] = (lambda item: 1) if stacked or run else lambda item: _examples(_within(item), judge)
+            items, total = list(_first(data, most, counted)), _length(data)
+            if sum(map(counted, items)) >= most if total is None else len(items) < total:
+                given = f"The first {len(items)}{'' if total is None else f' of {total}'} items of the evaluation data are used"
+                notes.append(f"{given}, as max_examples={most} says. If they are sorted, give them in random order.")
+            items = list(_in_batches(items, size, what)) if stacked else items
+        else:
+            raise UsageError(
+                f"The evaluation data is {of_type(data)}; give a Dataset, an iterable of batches or (inputs, targets)."
+            )
+    if not items:
+        raise UsageError("The evaluation data is empty. It must yield (inputs, target) pairs.")
+    return Data([_labelled(item, number, whole=run) for number, item in enumerate(items)], stacked=stacked)
+
+
+def _labelled(item: Any, number: int, *, whole: bool) -> Batch:
+    if not _is_pair(item):
+        what = f"{type(item).__name__} of {len(item)}" if isinstance(item, Sequence) else type(item).__name__
+        raise UsageError(f"Item {number} of the evaluation data is a {what}; each must be a pair (inputs, target).")
+    return _batch(item[0], item[1], whole=whole, where=f"Item {number} of the evaluation data")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _of_all(data: tuple[Any, Any], most: int, generator: torch.Generator, size: int) -> list[Batch]:
+    """Batches at random from inputs and targets that hold all examples."""
+    inputs, targets = with_tensors(data[0]), with_tensors(data[1])
+    given, wanted = _lengths(inputs), _lengths(targets)
+    if len(given) != 1 or len(wanted) != 1 or given != wanted:
+        counts = [" and ".join(map(str, sorted(found))) or "no" for found in (given, wanted)]
+        raise UsageError(
+            f"The evaluation data has inputs for {counts[0]} examples but targets for {counts[1]}. Give one for each."
+        )
+    if given == {0}:
+        raise UsageError("The evaluation data is empty: its inputs and targets have no rows. Give some examples.")
+    whole = _batch(inputs, targets, whole=False, where="The evaluation data")
+    if not whole.rows:
+        raise UsageError(
+            "The evaluation data is a pair of inputs and targets, of which not everything has a part for each example. Give "
+            "a list of batches, each a pair (inputs, target)."
+        )
+    picked = torch.randperm(whole.rows, generator=generator)[:most]
+    return [whole.take(index) for index in torch.split(picked, size)]
+
+
+def _length(data: Any) -> int | None:
+    """How many items ``data`` has; ``None`` where that is not known, as of a DataLoader of what has no length."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _lengths(value: Any) -> set[int]:
+    """How many parts the tensors of ``value`` have, or the list that it is."""
+    found = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(value)}
+    return found or ({len(value)} if isinstance(value, (list, tuple)) else set())
+
+
+def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes: list[str], judge: Judge | None = None) -> Data:
+    """The calibration data, of which at most :data:`MOST_CALIBRATION` examples are looked at; ``notes`` say where it was more.
+
+    Raises:
+        UsageError: it is empty, holds NaN, or comes with labels.
+        WorkloadError: it raised.
+    """
+    data, what = workload.calibration, "the calibration data"
+    if data is None:
+        return Data([])
+    total: int | None = None
+    with user_code("The calibration data could not be read", "Go through it yourself once."):
+        if isinstance(data, torch.Tensor) or _is_mapped(data):
+            total = len(data)
+            order = torch.randperm(total, generator=generator)[:MOST_CALIBRATION]
+            if isinstance(data, torch.Tensor):
+                items: Iterator[Any] = iter(torch.split(data[order], size))
+            else:
+                _refuse_labels(workload, (data[i] for i in order[:1].tolist()))
+                items = _collated(data, order.tolist(), size, what)
+        elif isinstance(data, Dataset):
+            items = _in_batches(_first(workload.calibration, MOST_CALIBRATION, lambda item: 1), size, what)
+        else:
+            items = _first(data, MOST_CALIBRATION, lambda item: _examples(item, judge))
+        found: list[Any] = []
+        for item in items:
+            if not found:
+                _refuse_labels(workload, [item])
+            found.append(item)
+    if not found:
+        raise UsageError("The calibration data is empty. Give some batches of inputs, or leave calibration=None.")
+    batches = [_batch(item, None, whole=False, where=f"Item {i} of the calibration data") for i, item in enumerate(found)]
+    if total is not None and total > MOST_CALIBRATION:
+        notes.append(f"The calibration data has {total} examples; {MOST_CALIBRATION} of them, drawn at random, are used.")
+    stacked = isinstance(data, (torch.Tensor, Dataset))
+    used = count(batches) if stacked else len(found)
+    if total is None and (items_given := _length(data)) is not None and used < items_given:
+        notes.append(f"The calibration data has {items_given} items; the first {used} are used.")
+    return Data(batches, stacked=stacked)
+
+
+def _refuse_labels(workload: Workload, items: Iterable[Any]) -> None:
+    """Refuse pairs whose first half alone is what the model is called with."""
+    wanted = _form(workload.inputs)
+    for item in items:
+        if wanted is not None and _is_pair(item) and _form(item) != wanted and _form(item[0]) == wanted:
+            raise UsageError(
+                "The calibration data is made of pairs, of which the first half is what the model takes. Give the inputs "
+                "without labels."
+            )
+
+
+def _form(inputs: Any) -> Structure | None:
+    """The structure of a call; ``None`` for what is none."""
+    try:
+        return flatten(as_call(with_tensors(inputs)), "inputs")[1]
+    except UsageError:
+        return None
+
+
+def _collated(data: Any, order: Sequence[int], size: int, what: str) -> Iterator[Any]:
+    """Batches of the examples of a Dataset in ``order``."""
+    chosen = Subset(data, order)
+    for start in range(0, len(order), size):
+        yield _together(chosen.__getitems__(list(range(start, min(start + size, len(order))))), what)
+
+
+def _in_batches(examples: Iterable[Any], size: int, what: str) -> Iterator[Any]:
+    """Batches of ``examples`` as they come."""
+    rest = iter(examples)
+    while some := list(itertools.islice(rest, size)):
+        yield _together(some, what)
+
+
+def _together(examples: Any, what: str) -> Any:
+    try:
+        return default_collate(examples)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        told = f"The examples of {what} cannot be put together into batches: {error}"
+        raise UsageError(with_fix(told, "Give a DataLoader with your own collate_fn.")) from error
+
+
+def _is_mapped(data: Any) -> bool:
+    """Whether examples of ``data`` can be asked for by number, as those of a stream cannot, which may have a length too."""
+    return isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized)
+
+
+def _first(data: Iterable[Any], most: int, examples: Callable[[Any], int]) -> Iterator[Any]:
+    """Items until they hold about ``most`` examples."""
+    seen = 0
+    for item in data:
+        yield item
+        seen += examples(item)
+        if seen >= most:
+            break
+
+
+def _examples(inputs: Any, judge: Judge | None = None) -> int:
+    """How many examples the ``inputs`` of an item hold: the first size of the first tensor or array anywhere in them, unless
+    the model says that it is no number of examples."""
+    if isinstance(inputs, Call):
+        return 1
+    inputs = with_tensors(inputs)
+    tensors = tensors_of(inputs)
+    if judge is not None and (rows := rows_of(inputs, None)) > 1 and not judge(Batch(inputs, None, rows)).counted:
+        return 1
+    return max(len(tensors[0]), 1) if tensors and tensors[0].dim() else 1
+
+
+def _within(item: Any) -> Any:
+    """The inputs in a labelled item."""
+    return item[0] if isinstance(item, (tuple, list)) and item else item
+
+
+def _batch(inputs: Any, target: Any, *, whole: bool, where: str) -> Batch:
+    inputs, target = with_tensors(inputs), with_tensors(target)
+    for tensor in tensors_of(inputs):  # masks of -inf are no mistake, and in targets NaN may say that nothing is known
+        if tensor.is_floating_point() and (bad := int(torch.isnan(tensor).sum())):
+            raise UsageError(f"{where} holds NaN: {bad} of {tensor.numel()} values. Clean the data first.")
+    rows = 0 if whole or isinstance(inputs, Call) else rows_of(inputs, target)
+    return Batch(inputs, marked(target, rows) if rows else target, rows)

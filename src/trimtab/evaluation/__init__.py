@@ -1,0 +1,1 @@
+"""One recipe evaluated: the prepared workload, the reference, fidelity, timing, confirmation."""

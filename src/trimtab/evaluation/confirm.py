@@ -1,0 +1,225 @@
+"""The winner, measured again: fresh processes, fresh inputs, the files that ship, the test data. That number is the headline.
+
+Whoever is picked as the fastest of many noisy measurements was lucky too (the winner's curse); luck does not reach this far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from trimtab.artifact.padded_batches import PaddedExecutable
+from trimtab.core.backend import Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.measurement import LEAST_GAIN, Comparison, Drop, Interval, Measurement, Parity
+from trimtab.core.recipe import Recipe
+from trimtab.evaluation.evaluate import BUILT, Plan, apply_passes, load_saved, ours, runner_for, start, timing
+from trimtab.evaluation.fidelity import faithful, writes_otherwise
+from trimtab.evaluation.prepared_workload import Subject, fresh
+from trimtab.evaluation.reference import drop, predict, refer, score
+from trimtab.measure.pairs import compare
+from trimtab.measure.pooled import pooled
+from trimtab.measure.timer import Runner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Confirmation:
+    """What the winner showed when it was measured again. ``reason`` says why it did not hold, if it did not."""
+
+    schema: ClassVar[int] = 1
+
+    recipe: Recipe
+    ok: bool
+    reason: str | None = None
+    speedup: Interval | None = None
+    against_tuned: Interval | None = None
+    comparison: Comparison | None = None
+    latency_ms: Measurement | None = None
+    throughput: Measurement | None = None
+    baseline_score: float | None = None
+    score: float | None = None
+    drop: Drop | None = None
+    parity: Parity | None = None
+    cold_s: float | None = None
+    peak_mb: float | None = None
+    """Of a fresh process that loads the files, measured anew in the way of the search; unknown where there are none."""
+    original_mb: float | None = None
+    """Peak memory of the tuned original, which that of the winner was held against; where memory is the objective."""
+    loaded: bool = True
+    """Whether the files that ship were measured, and not a build in memory because no such files exist."""
+    again: bool = True
+    """Whether anything was measured again. Where the settings of a training stay nothing is: the figures are the search's."""
+
+    measured_at: str | None = None
+    """Date and time in UTC, ISO 8601; a study that goes on another day keeps what was confirmed."""
+    undecided: bool = False
+    """Whether it was refused only because neighbours disturbed the measurement, so that another try is fair."""
+    log: str | None = None
+    """What its process said, as a path in the run folder."""
+    traceback: str | None = None
+    """Of the exception that ended it, where one did."""
+
+    @property
+    def before(self) -> float | None:
+        """The score as written on the data of the confirmation; ``None`` where that is what the search saw, or has no score."""
+        return self.baseline_score if self.again and self.score is not None else None
+
+
+def confirm(
+    recipe: Recipe,
+    files: pathlib.Path,
+    subject: Subject,
+    rivals: Mapping[str, Runner],
+    *,
+    plan: Plan,
+    must_win: bool,
+    costs: Mapping[str, float | None] | None = None,
+    earlier: Mapping[str, Sequence[Comparison]] | None = None,
+    seen: Sequence[Comparison] = (),
+    judged: Confirmation | None = None,
+) -> tuple[Confirmation, Executable]:
+    """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``).
+
+    ``costs`` are what only other processes can tell: ``cold_s`` and ``peak_mb``, and ``original_mb``, the peak memory of the
+    tuned original. With ``must_win`` it holds only if it is surely faster than the tuned original, and not surely slower than
+    as written; where memory is the objective, if it needs less than that. ``earlier`` are the comparisons with each rival in
+    starts of other processes, which count as much as what is timed now, ``judged`` is what :func:`judge` found in the first of
+    them, and ``seen`` are the comparisons of the search with the model as written.
+    """
+    figures: dict[str, Any] = {"loaded": (files / BUILT).exists(), **(costs or {})}
+    executable, candidate = load(recipe, files, fresh(subject))
+    found = judged or judge(recipe, executable, candidate, subject, plan)
+    reason = found.reason or _fast(executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}, seen)
+    return dataclasses.replace(found, ok=reason is None, reason=reason, **figures), executable
+
+
+def load(recipe: Recipe, files: pathlib.Path, candidate: Candidate) -> tuple[Executable, Candidate]:
+    """``recipe`` from its saved ``files``, built where there are none, after its first call; and the inputs that it runs on."""
+    if not (files / BUILT).exists():
+        candidate = apply_passes(recipe, candidate)
+        return start(recipe, candidate)[0], candidate
+    executable = load_saved(recipe, files)
+    candidate = _resized(recipe, candidate)
+    args, kwargs = candidate.own_inputs()  # which it may write to
+    executable(*args, **kwargs)
+    return executable, candidate
+
+
+def _resized(recipe: Recipe, candidate: Candidate) -> Candidate:
+    """The candidate with the inputs that ``recipe`` runs on; its model is not rewritten again."""
+    for step in recipe.passes:
+        if "batch" in step.sets:
+            candidate = step.apply(candidate)
+    return candidate
+
+
+def judge(recipe: Recipe, executable: Executable, candidate: Candidate, subject: Subject, plan: Plan) -> Confirmation:
+    """What the outputs for the test data say of ``recipe``, of which nothing is timed."""
+    figures: dict[str, Any] = {}
+    reason = _faithful(recipe, executable, candidate, subject, plan, figures)
+    return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures)
+
+
+def _faithful(
+    recipe: Recipe, executable: Executable, candidate: Candidate, subject: Subject, plan: Plan, figures: dict[str, Any]
+) -> str | None:
+    evaluation, batches, most = subject.workload.evaluation, subject.splits.test, plan.limits.max_error
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return subject.model(*args, **kwargs)
+
+    reference = refer(original, batches, evaluation)
+    full = subject.candidate.signature
+    outputs = predict(PaddedExecutable(executable, full), batches, evaluation)
+    parity = faithful(reference, outputs, full, evaluation, exact=recipe.exact, max_error=most)
+    figures["parity"] = parity
+    if evaluation is not None and reference.scores is not None:
+        scores = score(evaluation, outputs, batches)
+        limit = plan.limits.drop_limit(reference.scores.value)
+        lost = drop(evaluation, reference, scores, outputs, batches, limit)
+        figures |= {"baseline_score": reference.scores.value, "score": scores.value, "drop": lost}
+        if lost.decided is None and not recipe.exact:
+            return f"On the test data it is undecidable {lost.unclear}."
+        if lost.decided is False:
+            return (
+                f"On the test data its drop is {lost.show(lost.value)} (up to {lost.show(lost.upper)}); the limit is "
+                f"{lost.show(limit)}."
+            )
+    if not parity.ok:
+        return f"On the test data: {parity.reason}"
+    return writes_otherwise(executable, subject.model, candidate, exact=recipe.exact, max_error=most)
+
+
+def _fast(
+    executable: Executable,
+    candidate: Candidate,
+    subject: Subject,
+    rivals: Mapping[str, Runner],
+    plan: Plan,
+    must_win: bool,
+    figures: dict[str, Any],
+    earlier: Mapping[str, Sequence[Comparison]],
+    seen: Sequence[Comparison],
+) -> str | None:
+    runner = runner_for(executable, candidate, subject, plan.objective)
+    found = pooled([*earlier.get("as_written", ()), in_start(runner, rivals["as_written"], plan)], seen)
+    figures |= timing(found, executable, candidate, subject, plan.objective)
+    if (tuned := rivals.get("tuned")) is not None:
+        figures["against_tuned"] = pooled([*earlier.get("tuned", ()), in_start(runner, tuned, plan)]).ratio
+    limits, latency = plan.limits, figures["latency_ms"].median
+    if limits.latency_ms is not None and latency > limits.latency_ms:
+        return f"Measured again, its latency is {latency:.4g} ms; the limit is {limits.latency_ms:g} ms."
+    peak = figures.get("peak_mb")
+    if limits.memory_mb is not None and peak is not None and peak > limits.memory_mb:
+        return f"Measured again, its peak memory is {peak:.4g} MB; the limit is {limits.memory_mb:g} MB."
+    return _unproven(found.ratio, plan, figures) if must_win else None
+
+
+def in_start(runner: Runner, rival: Runner, plan: Plan) -> Comparison:
+    """The comparison of one start: what differs from start to start is not in its interval, and :func:`pooled` adds it."""
+    return compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival), process_noise=0.0)
+
+
+def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | None:
+    """What speaks against a gain: over the tuned original, and at ``written`` times the speed of the model as written."""
+    if plan.objective == "memory":
+        return _needs_as_much(figures.get("peak_mb"), figures.get("original_mb"))
+    if plan.objective not in ("latency", "throughput"):
+        return None
+    ratio = figures.get("against_tuned", written)
+    if ratio.doubtful:
+        figures["undecided"] = True
+        said = f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as the tuned original"
+        if (comparison := figures["comparison"]).few:
+            why = f"the calls are so slow that only {comparison.pairs} pairs were measured. Give it more time: --timing 60s."
+        elif comparison.differs:
+            why = f"{comparison.differs}. The same command measures it once more; longer with --timing 60s."
+        else:
+            why = "the machine was too busy to tell. The same command measures it once more; run it when the machine is quiet."
+        return f"{said}: {why}"
+    if not ratio.faster:
+        found = f"{ratio.value:.2f}x the tuned original ({ratio.low:.2f} to {ratio.high:.2f})"
+        if ratio.low <= 1:
+            return f"Measured again, it is {found}, which does not prove that it is faster."
+        return f"Measured again, it is {found}, less than the {LEAST_GAIN:.0%} that two processes of one program may differ by."
+    if written.high < 1.0:
+        figures["undecided"] = written.vague
+        return (
+            f"Measured again, it is {written.value:.2f}x as fast as written ({written.low:.2f} to {written.high:.2f}), which "
+            "is slower, though the tuned original was slower still."
+        )
+    return None
+
+
+def _needs_as_much(peak: float | None, original: float | None) -> str | None:
+    if peak is None or original is None:
+        whose = "its peak memory" if peak is None else "the peak memory of the tuned original"
+        return f"Measured again, {whose} is not known, which proves no gain."
+    if peak < (1 - LEAST_GAIN) * original:
+        return None
+    return f"Measured again, its peak memory is {peak:.4g} MB and that of the tuned original {original:.4g} MB, no gain."

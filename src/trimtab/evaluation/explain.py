@@ -1,0 +1,135 @@
+"""Why it is as fast as it is: where the time of a call goes, and how much of the machine it uses."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import typing
+from typing import ClassVar
+
+import torch
+
+from trimtab._internal.text import counted
+from trimtab.core.backend import Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.measurement import OperatorTime
+from trimtab.core.recipe import Recipe
+from trimtab.evaluation.confirm import load
+from trimtab.evaluation.evaluate import BUILT, MODEL, apply_passes, rows, start
+from trimtab.evaluation.prepared_workload import Subject
+from trimtab.hardware.environment import Peaks
+from trimtab.measure.flops import count_flops
+from trimtab.measure.profile import operator_times
+from trimtab.measure.roofline import Dtype, Roofline, roofline
+from trimtab.tensors.weights import weight_bytes
+
+REPEATS, PROFILED_S = 10, 10.0
+"""Calls that are profiled; slow ones are fewer, to take about so many seconds."""
+TORCH = "torch's profiler"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What is known about one recipe beside its speed. What is not known has its reason in ``notes``."""
+
+    schema: ClassVar[int] = 1
+
+    recipe: str
+    source: str
+    """Whose profiler named the operators."""
+    operators: tuple[OperatorTime, ...] = ()
+    """The slowest first; empty where the profiler saw none."""
+    dtype: Dtype = "float32"
+    """What the products are computed in."""
+    threads: int | None = None
+    seconds: float | None = None
+    """Of one call, as it was measured in turns; profiled calls take longer."""
+    flops: int | None = None
+    """Operations of one call of the original, whatever the recipe made of them."""
+    uncounted: tuple[str, ...] = ()
+    """Operators without a formula; with any, ``flops`` is a lower bound."""
+    bytes_moved: int | None = None
+    """At least: the weights, inputs and outputs, once each."""
+    roofline: Roofline | None = None
+    notes: tuple[str, ...] = ()
+
+
+def explain(
+    recipe: Recipe, files: pathlib.Path | None, subject: Subject, peaks: Peaks, *, seconds: float | None = None
+) -> Explanation:
+    """Profile ``recipe`` in this process, from its saved ``files`` if there are any, and place it under the roof.
+
+    ``seconds`` is what the examples of one call of the original take, as measured; what is told is of the recipe's own calls,
+    which may be of more examples. Run it in a process that ends afterwards, as for
+    :func:`trimtab.evaluation.evaluate.evaluate`.
+
+    Raises:
+        CompileError: and whatever else the recipe raises when it is built and run.
+    """
+    if files is not None and (files / BUILT).exists():
+        executable, candidate = load(recipe, files, subject.candidate)
+        weights = sum(path.stat().st_size for path in (files / MODEL).rglob("*") if path.is_file())
+    else:
+        candidate = apply_passes(recipe, subject.candidate)
+        executable = start(recipe, candidate)[0]
+        weights = weight_bytes(candidate.model)
+    if seconds is not None:  # of the recipe's own call, which reads the weights once, however many examples it takes
+        ran, asked = (rows(each.leaves, subject.candidate.signature) for each in (candidate, subject.candidate))
+        seconds *= ran / asked
+    repeats = REPEATS if not seconds else max(1, min(REPEATS, int(PROFILED_S / seconds)))
+    source, operators, notes = _profiled(recipe, executable, candidate, repeats)
+    counted = count_flops(subject.model, *candidate.own_inputs())
+    leaves = candidate.own_leaves()
+    moved = weights + _bytes(leaves) + _bytes(executable.run(leaves))
+    dtype = _dtype(recipe, executable)
+    threads = executable.settings.threads or torch.get_num_threads()
+    roof = None if seconds is None else roofline(counted.total, moved, seconds, peaks, dtype=dtype, threads=threads)
+    if roof is None:
+        notes += (_no_roof(counted.total, seconds, peaks, dtype, threads),)
+    return Explanation(
+        recipe=str(recipe),
+        source=source,
+        operators=tuple(operators),
+        dtype=dtype,
+        threads=threads,
+        seconds=seconds,
+        flops=counted.total,
+        uncounted=counted.uncounted,
+        bytes_moved=moved,
+        roofline=roof,
+        notes=notes,
+    )
+
+
+def _profiled(
+    recipe: Recipe, executable: Executable, candidate: Candidate, repeats: int
+) -> tuple[str, list[OperatorTime], tuple[str, ...]]:
+    leaves = candidate.own_leaves()  # which a call may write to
+    with contextlib.suppress(NotImplementedError):
+        native = executable.operator_times(leaves, repeats)
+        if native is not None:
+            return f"{recipe.backend.name}'s own profiler", native, ()
+    found = operator_times(lambda: executable.run(leaves), repeats=repeats)
+    return TORCH, found, () if found else ("torch's profiler saw no operator: the runtime keeps them to itself.",)
+
+
+def _dtype(recipe: Recipe, executable: Executable) -> Dtype:
+    """What the backend says, or the type that autocast casts to."""
+    named = executable.settings.autocast or recipe.backend.arithmetic
+    return typing.cast(Dtype, named) if named in typing.get_args(Dtype) else "float32"
+
+
+def _bytes(tensors: typing.Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _no_roof(flops: int, seconds: float | None, peaks: Peaks, dtype: Dtype, threads: int) -> str:
+    if seconds is None:
+        return "Not placed under the roofline: its time was not measured."
+    if not flops:
+        return "Not placed under the roofline: no operation of the model has a formula to count by."
+    missing = next((kind for kind in (dtype, "memory") if not peaks.find(typing.cast(Dtype, kind), "cpu", threads)), dtype)
+    return (
+        f"Not placed under the roofline: the {missing} peak at {counted(threads, 'thread')} was not measured on this machine."
+    )

@@ -1,0 +1,67 @@
+"""Whether an executable says and does what the model as written does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.core.backend import Executable
+from trimtab.core.candidate import Candidate
+from trimtab.core.measurement import Parity
+from trimtab.core.signature import Signature
+from trimtab.core.workload import Evaluation
+from trimtab.evaluation.reference import Reference
+from trimtab.measure.parity import compare_outputs
+from trimtab.tensors.structure import unflatten
+
+
+def faithful(
+    reference: Reference,
+    outputs: Sequence[Any],
+    full: Signature,
+    evaluation: Evaluation | None,
+    *,
+    exact: bool,
+    max_error: float | None,
+) -> Parity:
+    """How far ``outputs`` are from those of ``reference``, held against it as far as no score judges them.
+
+    ``full`` is the signature of the original model. What the evaluation's own ``run`` makes is made for the score, so that of
+    it only outputs that are named are judged beside the score.
+    """
+    scored = evaluation is not None
+    specs = full.outputs if evaluation is None or evaluation.run is None else None  # what run makes of them has others
+    gated: Sequence[str] | None = () if specs is None else None
+    if evaluation is not None and evaluation.outputs is not None:
+        gated = [form for name in evaluation.outputs for form in (name, f"output.{name}")]
+    most = None if scored or exact else max_error
+    return compare_outputs(reference.nested(), outputs, exact=exact, max_error=most, scored=scored, specs=specs, gated=gated)
+
+
+def writes_otherwise(
+    executable: Executable, original: nn.Module, candidate: Candidate, *, exact: bool, max_error: float | None
+) -> str | None:
+    """What a caller would miss who looks at the inputs of ``candidate`` that the model writes to; ``None`` where nothing."""
+    signature = candidate.signature
+    if not signature.writes:
+        return None
+    own, given = candidate.own_leaves(), candidate.own_leaves()
+    with torch.no_grad():
+        for call, leaves in ((original, own), (executable, given)):
+            args, kwargs = unflatten(signature.input_structure, leaves)
+            call(*args, **kwargs)
+    for i in signature.written:
+        name, before = signature.inputs[i].name, candidate.leaves[i]
+        # a model may write, but for rounding, what was there already
+        if torch.equal(given[i], before) and not compare_outputs([own[i]], [before], exact=True).ok:
+            return (
+                f"It leaves the input {name!r} as it was, where the model writes to it. Have the model return it as an output "
+                "instead, and pass that to the next call."
+            )
+        found = compare_outputs([own[i]], [given[i]], exact=exact, max_error=None if exact else max_error)
+        if not found.ok:
+            return f"It writes something else to the input {name!r} than the model: {found.reason}"
+    return None

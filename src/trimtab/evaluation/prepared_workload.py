@@ -1,0 +1,376 @@
+"""A workload made ready to be worked on: its model in evaluation mode, its candidate, its data split."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trimtab.core.candidate import Candidate, call_model, mark_dynamic
+from trimtab.core.capture import Call
+from trimtab.core.dynamic_dims import BATCHES, Dims, describe_dims, find_dims
+from trimtab.core.signature import Dim, TensorSpec, input_names, parameter_names, require_plain, specs
+from trimtab.core.workload import BY_HAND, Workload, as_call, user_code
+from trimtab.data.batch_independence import ROUNDING, Answer, Judge
+from trimtab.data.batches import rows_of
+from trimtab.data.dynamic_shapes import Specs, as_far_as_it_goes, specs_of
+from trimtab.data.splits import MOST_CALIBRATION, Batch, Splits, split
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.tensors.comparison import is_discrete, ordered, redrawn
+from trimtab.tensors.structure import cloned, flatten, unflatten
+from trimtab.tensors.weights import tolerance
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+RECORDED = 3
+"""Items over which ``run`` shows how it calls the model, where none are needed to calibrate on."""
+RESAMPLED = 7
+"""Copies of the example with resampled values that stand in for data where a workload has none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What evaluation works on. ``notes`` tell, in sentences, what was assumed."""
+
+    workload: Workload
+    candidate: Candidate
+    splits: Splits
+    notes: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The original model, in evaluation mode."""
+        return self.candidate.model
+
+
+def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
+    """Build the model, learn its signature on the example inputs, split the data.
+
+    Raises:
+        UsageError: inputs or data are not what a workload can hold.
+        WorkloadError: the user's own code raised, or the model's output is unusable; says what and where.
+    """
+    if workload.mode == "train":
+        raise UsageError(f"The workload {workload.name!r} is for training: trimtab.tune(...) takes it.")
+    notes = list(workload.notes)
+    with user_code("The workload's model could not be built", "Call the function that makes it yourself."):
+        model = workload.build_model()
+    _check_model(model)
+    notes += _in_training(model)
+    model.eval()
+    args, kwargs = as_call(workload.inputs)
+    _check_example(model, args, kwargs, workload.stated_dims or {})
+    rows = _rows(args, kwargs)
+    judge = Judge(model, tolerance(model, ROUNDING), _stated_otherwise(workload))
+    splits = split(workload, rows if _calibrates(workload) and _batch_is_fixed(workload) else None, judge)
+    recorded = _recorded(workload, model, splits)
+    calls = [] if workload.dynamic is not None else _calls(workload, model, splits, recorded)
+    dynamic = _dims(workload, calls, judge, notes)
+    make = functools.partial(Candidate.of, model, args, kwargs, scratch=scratch)
+    try:
+        with user_code("The model failed on the example inputs", BY_HAND):
+            candidate = make(dynamic=dynamic)
+    except (WorkloadError, UsageError):
+        if workload.dynamic is not None or not dynamic:
+            raise
+        candidate = as_far_as_it_goes(make, dynamic, calls, notes)
+        if candidate.signature.batch is None and _calibrates(workload) and _is_lasting(workload):
+            splits = split(workload, rows, judge)  # batches of other sizes were of our own cutting
+    candidate = _counted(candidate, judge, notes)
+    notes += _writing(candidate)
+    some = recorded[:: -(-len(recorded) // MOST_CALIBRATION) or 1]
+    calibration = [batch.call for batch in splits.calibration] if _calibrates(workload) else some
+    candidate = dataclasses.replace(candidate, calibration=tuple(calibration))
+    if not candidate.signature.outputs:
+        nothing = unflatten(candidate.signature.output_structure, [])
+        raise WorkloadError(
+            f"The model returns no tensor: its output is {nothing!r}. Return what it computes from its forward."
+        )
+    if not splits.selection or not splits.test:
+        stand_ins = _stand_ins(candidate)
+        splits = dataclasses.replace(splits, selection=splits.selection or stand_ins, test=stand_ins)
+    return Subject(workload=workload, candidate=candidate, splits=splits, notes=(*notes, *splits.notes))
+
+
+def refuse_nan(candidate: Candidate) -> None:
+    """Refuse a model that gives NaN for its example, which an artifact could not be tested with.
+
+    Raises:
+        WorkloadError: it does.
+    """
+    with user_code("The model failed on the example inputs", BY_HAND):
+        output = call_model(candidate.model, candidate.signature.input_structure, candidate.leaves)
+    for spec, leaf in zip(candidate.signature.outputs, flatten(output, "output")[0], strict=True):
+        if not is_discrete(leaf.dtype) and (bad := int(torch.isnan(leaf).sum())):
+            raise WorkloadError(
+                f"The model gives NaN for the workload's inputs: {bad} of {leaf.numel()} values of {spec.name!r}. An artifact "
+                "is tested with them, and nothing can be held against NaN. Take inputs from the data: inputs=images[:1]."
+            )
+
+
+def _in_training(model: nn.Module) -> list[str]:
+    """A sentence where the model, or a part of it, came in training mode, as one that drops out on purpose does."""
+    if getattr(model, "training", False):
+        return ["The model came in training mode; it is measured, and ships, in evaluation mode."]
+    # modules that other libraries make need not say in which mode they are
+    parts = [name for name, part in model.named_modules() if getattr(part, "training", False)]
+    if not parts:
+        return []
+    more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+    return [f"A part of the model came in training mode: {parts[0]}{more}. It is measured, and ships, in evaluation mode."]
+
+
+def _writing(candidate: Candidate) -> list[str]:
+    """A sentence where the model writes to its inputs, which not every runtime does by itself."""
+    names = " and ".join(repr(name) for name in candidate.signature.writes)
+    if not names:
+        return []
+    return [
+        f"The model writes to its input{'s' * (len(candidate.signature.writes) > 1)} {names}. Whatever ships does so too, and "
+        "was held to it. If nobody looks at them afterwards, have the model write to a copy: several runtimes then do less."
+    ]
+
+
+def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """How many rows the example has: the first size of its first tensor."""
+    leaves, _ = flatten((args, kwargs), "the example inputs")
+    return leaves[0].shape[0] if leaves[0].dim() else None
+
+
+def _is_lasting(workload: Workload) -> bool:
+    """Whether the data can be read once more, as a generator cannot."""
+    labelled = () if workload.evaluation is None else (workload.evaluation.data, workload.evaluation.test)
+    return not any(isinstance(data, Iterator) for data in (workload.calibration, *labelled))
+
+
+def _batch_is_fixed(workload: Workload) -> bool:
+    """Whether the workload says which dimensions are dynamic, leaves the first one out, and calls no other one the batch."""
+    first = any(0 in axes for axes in (workload.stated_dims or {}).values())
+    return workload.dynamic is not None and not first and _stated_otherwise(workload) is None
+
+
+def _check_example(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stated: Mapping[str, Mapping[int, Dim]]
+) -> None:
+    """Refuse example inputs, and what is ``stated`` of their axes, that could only fail later, with a worse explanation."""
+    leaves, structure = flatten((args, kwargs), "the example inputs")
+    known = input_names(parameter_names(model.forward, len(args)), structure)
+    require_plain(leaves, known, "input")
+    mark_dynamic(specs(leaves, known), stated)
+    for leaf in leaves:
+        if leaf.device.type not in ("cpu", "meta"):
+            raise UsageError(
+                f"The workload's inputs are on {leaf.device}. Inference is optimized, timed and shipped for the CPU: give the "
+                "model as model.cpu() and its inputs as tensors of the CPU."
+            )
+        if leaf.is_meta:
+            raise UsageError("The workload's inputs are on the meta device, where tensors have no values. Give real ones.")
+        if leaf.is_floating_point() and (bad := int(torch.isnan(leaf).sum())):
+            raise UsageError(f"The workload's inputs hold NaN: {bad} of {leaf.numel()} values. Give clean ones.")
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse weights without values, those on another device, and those that no runtime can take over."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise WorkloadError(
+                f"The model's {name!r} has no shape yet, as in a lazy layer that was never called. Call it once on the inputs "
+                "before handing it over."
+            )
+        if tensor.device.type not in ("cpu", "meta"):
+            raise UsageError(
+                f"The model's {name!r} is on {tensor.device}. Inference is optimized, timed and shipped for the CPU: give the "
+                "model as model.cpu(), and its inputs as tensors of the CPU."
+            )
+        if tensor.layout is not torch.strided:
+            raise WorkloadError(
+                f"The model's {name!r} is a sparse tensor, which cannot cross to another runtime. Make it dense, with "
+                ".to_dense(), before you hand it over."
+            )
+    bare = next(
+        (name for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor) and tensor.is_meta), None
+    )
+    if bare is not None:
+        raise WorkloadError(
+            f"The model's {bare!r} is on the meta device, where tensors have no values. Load its weights before you hand it "
+            "over."
+        )
+
+
+def _recorded(workload: Workload, model: nn.Module, splits: Splits) -> list[Arguments]:
+    """The calls that ``run`` makes of the model, over the calibration items or, where they are given as inputs of the model
+    itself, over some that select; none where the model is called with the items as they are."""
+    calls: list[Arguments] = []
+    if _is_plain(workload) or (_calibrates(workload) and workload.dynamic is not None):
+        return calls
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        calls.append(cloned((args, kwargs)))  # which the model may write to
+        with torch.no_grad():
+            return model(*args, **kwargs)
+
+    assert workload.evaluation is not None
+    assert workload.evaluation.run is not None
+    what, items = ("data", splits.selection[:RECORDED]) if _calibrates(workload) else ("calibration data", splits.calibration)
+    with user_code("The model failed on the example inputs", BY_HAND):
+        args, kwargs = cloned(as_call(workload.inputs))
+        record(*args, **kwargs)
+    with user_code(f"Evaluation run failed on the {what}", "Call it with the model and such inputs yourself."):
+        for batch in items:
+            workload.evaluation.run(record, cloned(batch.inputs))
+    return calls[1:]
+
+
+def _is_plain(workload: Workload) -> bool:
+    """Whether items of the labelled data are the model's own inputs, which they are not where ``run`` calls it."""
+    return workload.evaluation is None or workload.evaluation.run is None
+
+
+def _calibrates(workload: Workload) -> bool:
+    """Whether items of the calibration data are the model's own inputs, as they are where they were given as such."""
+    return workload.calibration is not None or _is_plain(workload)
+
+
+def _calls(workload: Workload, model: nn.Module, splits: Splits, recorded: Sequence[Arguments]) -> list[Specs]:
+    """The inputs that there are: the example, further examples, the data where its items are the model's own inputs, and of
+    those that were ``recorded`` what the example's form can be built for."""
+    data = [*splits.calibration] if _calibrates(workload) else []
+    data += [*splits.selection, *splits.test] if _is_plain(workload) else []
+    given = [as_call(workload.inputs), *map(as_call, workload.examples), *(batch.call for batch in data)]
+    found = specs_of(model, [Call(args, kwargs) for args, kwargs in given])
+    for args, kwargs in recorded:
+        with contextlib.suppress(UsageError):  # another form of a call is nobody's mistake here, as a first one without a state
+            other = specs_of(model, [Call(*given[0]), Call(args, kwargs)])[1]
+            if all(_alike(spec, first) for spec, first in zip(other, found[0], strict=True)):
+                found.append(other)
+    return found
+
+
+def _alike(spec: TensorSpec, first: TensorSpec) -> bool:
+    """Whether what is built for one may be given the other, as far as sizes may differ."""
+    return (spec.dtype, len(spec.shape), 0 in spec.shape) == (first.dtype, len(first.shape), 0 in first.shape)
+
+
+def _dims(workload: Workload, calls: Sequence[Specs], judge: Judge, notes: list[str]) -> Dims:
+    """The dynamic dimensions: as stated, else the sizes that differ between the example, further examples and the data."""
+    if workload.dynamic is not None:
+        return workload.stated_dims or {}
+    dims = find_dims(calls, batched=judge.verdict is None or judge.verdict.counted)
+    if dims:
+        notes.append(f"Dynamic dimensions, as the data shows them: {describe_dims(dims)}.")
+    return dims
+
+
+def _stated_otherwise(workload: Workload) -> str | None:
+    """Why the workload's own words say that the first axis is not that of the examples; ``None`` where they do not."""
+    stated = workload.stated_dims or {}
+    if any(axes[0].name.lower() in BATCHES for axes in stated.values() if 0 in axes):
+        return None
+    for name, axes in stated.items():
+        for axis, dim in axes.items():
+            if dim.name.lower() in BATCHES:
+                lead = f", and axis 0 {axes[0].name!r}" if 0 in axes else ""
+                return f"dynamic calls axis {axis} of {name!r} {dim.name!r}{lead}"
+    return None
+
+
+def _counted(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
+    """``candidate`` knowing whether its first axis counts examples; the example itself tells where there was no data to."""
+    asked, batch = judge.verdict is not None, candidate.signature.batch
+    if not asked:
+        inputs = _inputs(candidate.signature.input_structure, candidate.leaves)
+        if (rows := rows_of(inputs, None)) > 1:
+            judge(Batch(inputs, None, rows))
+        elif batch is not None and (rows := candidate.leaves[0].shape[0]) > 1:
+            judge.about(_along(candidate, batch), rows)  # not all inputs have it, as the edges of a graph have no nodes
+    if judge.verdict is None or judge.verdict.counted:
+        return candidate
+    if not asked:
+        notes.append(f"The first axis of the inputs is not taken for the batch: {judge.verdict.reason}.")
+    return dataclasses.replace(candidate, signature=dataclasses.replace(candidate.signature, batched=False))
+
+
+def _along(candidate: Candidate, name: str) -> Answer:
+    """The model's answer for some positions of the dimension ``name`` of its example, while all else stays."""
+
+    def answer(index: torch.Tensor) -> Any:
+        leaves = list(candidate.leaves)
+        for i, spec in enumerate(candidate.signature.inputs):
+            for axis in (axis for axis, size in enumerate(spec.shape) if size == name):
+                leaves[i] = leaves[i].index_select(axis, index.to(leaves[i].device))
+        return call_model(candidate.model, candidate.signature.input_structure, leaves)
+
+    return answer
+
+
+def _stand_ins(candidate: Candidate) -> tuple[Batch, ...]:
+    """The example, and copies whose values are drawn from the example's own, as far as the model accepts them."""
+    generator = torch.Generator().manual_seed(0)
+    structure = candidate.signature.input_structure
+    batches = [Batch(_inputs(structure, candidate.leaves))]
+    for _ in range(RESAMPLED):
+        leaves = [_resample(leaf, generator) for leaf in candidate.leaves]
+        if not _answers(candidate, leaves):
+            break  # this model wants inputs of a form that resampling destroys; the example itself remains
+        batches.append(Batch(_inputs(structure, leaves)))
+    return tuple(batches)
+
+
+def _answers(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether the model has an answer to inputs that nobody gave it but us: none that is NaN, whatever else it may raise."""
+    try:
+        with user_code("The model failed on resampled inputs"):
+            output = call_model(candidate.model, candidate.signature.input_structure, leaves)
+        found = flatten(output, "output")[0]
+    except (UsageError, WorkloadError):
+        return False
+    return not any(not is_discrete(leaf.dtype) and leaf.isnan().any() for leaf in found)
+
+
+def fresh(subject: Subject, seed: int = 1) -> Candidate:
+    """The candidate with inputs of the same shapes that the search has not seen: from the test data, else resampled."""
+    candidate = subject.candidate
+    own = _is_plain(subject.workload) and subject.splits.test is not subject.splits.selection
+    unseen = subject.splits.test if own else ()
+    found = next((leaves for batch in unseen if (leaves := _like(candidate, batch)) is not None), None)
+    generator = torch.Generator().manual_seed(seed)
+    leaves = found if found is not None else [_resample(leaf, generator) for leaf in candidate.leaves]
+    if not _answers(candidate, leaves):
+        return candidate
+    args, kwargs = unflatten(candidate.signature.input_structure, leaves)
+    return dataclasses.replace(candidate, args=args, kwargs=kwargs)
+
+
+def _like(candidate: Candidate, batch: Batch) -> list[torch.Tensor] | None:
+    """The first rows of ``batch`` in the shapes of the example; ``None`` if they cannot be cut from it."""
+    args, kwargs = batch.call
+    try:
+        leaves = list(candidate.signature.bind(args, kwargs))
+    except UsageError:
+        return None
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return None
+    for i, (leaf, example) in enumerate(zip(leaves, candidate.leaves, strict=True)):
+        if leaf.dim() and example.dim() and leaf.shape[0] > example.shape[0]:
+            leaves[i] = leaf[: example.shape[0]]
+    same = all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(leaves, candidate.leaves, strict=True))
+    return [leaf.clone() for leaf in leaves] if same else None
+
+
+def _inputs(structure: Any, leaves: Sequence[torch.Tensor]) -> Any:
+    args, kwargs = unflatten(structure, leaves)
+    return Call(args, kwargs) if args and kwargs else kwargs or args
+
+
+def _resample(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    values = leaf.flatten()
+    if values.numel() == 0:
+        return leaf
+    index = torch.randint(values.numel(), (values.numel(),), generator=generator)
+    return redrawn(leaf, index) if ordered(leaf) else values[index].reshape(leaf.shape)

@@ -1,0 +1,172 @@
+"""Whether every process of a study finds the same workload: weights to the bit, inputs and data as far as rounding allows.
+
+Each worker reads the workload for itself. What is drawn there without a seed is something else in each of them, and outputs
+would be held against those for other examples. Weights are a file's or come from a seed; data is often computed as it is read,
+and may be rounded otherwise in another process, so that of data a few sums are compared, and no bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pathlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from trimtab.data.batches import leaves_of
+from trimtab.errors import WorkloadError
+from trimtab.evaluation.prepared_workload import Subject
+from trimtab.evaluation.reference import Reference
+from trimtab.tensors.weights import parts, raw
+
+LOOKS = "looks.safetensors"
+"""File in the folder of the reference: what the dry run saw of inputs and data."""
+LOOKED_AT = 1 << 16
+"""Most values of one tensor that are looked at, spread evenly over it: data may be large, and every trial reads it."""
+SUMS = 4
+"""Sums of the values, each with other weights, that tell one tensor from another."""
+ALIKE = 1e-5
+"""What two sums may differ by, relative to the sum of all magnitudes; values that are drawn anew differ by far more."""
+LARGE = 1e30
+"""Values beyond this stand for infinity, as in masks, and would drown all others."""
+SEEDS = "random.seed(0), np.random.seed(0), torch.manual_seed(0)"
+OTHER_CALIBRATION = (
+    f"The calibration data is not the same in each process, so that another run may quantize otherwise. Seed it: {SEEDS}."
+)
+
+
+def keep(folder: pathlib.Path, subject: Subject) -> None:
+    """Write into ``folder`` what other processes are to find, too."""
+    seen = {"inputs": look(subject.candidate.leaves), "selection": _selection(subject), "calibration": _calibration(subject)}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(seen, folder / LOOKS)
+
+
+def check_inputs(job: Mapping[str, Any], leaves: Iterable[torch.Tensor]) -> None:
+    """Hold the example inputs against those of the dry run.
+
+    Raises:
+        WorkloadError: they are others.
+    """
+    if not _alike(_kept(job)["inputs"], look(leaves)):
+        raise WorkloadError(
+            "The workload's inputs are others each time that it is read, so that nothing measured of one process holds for "
+            f"another. Seed what draws them ({SEEDS}), or load them from a file."
+        )
+
+
+def check_data(job: Mapping[str, Any], subject: Subject) -> None:
+    """Hold example inputs and selection data against those of the dry run. Data for the test alone may be drawn anew, as
+    the process that is tested on it asks the original itself.
+
+    Raises:
+        WorkloadError: they are others.
+    """
+    check_inputs(job, subject.candidate.leaves)
+    if not _alike(_kept(job)["selection"], _selection(subject)):
+        raise WorkloadError(
+            "The workload's data is other data each time that it is read, so that outputs would be held against those for "
+            f"other examples. Seed what draws or orders it ({SEEDS}), sort what comes out of a set, or load it from a file."
+        )
+
+
+def calibrates_otherwise(job: Mapping[str, Any], subject: Subject) -> bool:
+    """Whether the calibration data is not that of the dry run, which is no fault of anything but what rests on it."""
+    return not _alike(_kept(job)["calibration"], _calibration(subject))
+
+
+def look(values: Iterable[Any]) -> torch.Tensor:
+    """What tells ``values`` from others, however large they are: rows of a figure and what it may differ by."""
+    rows = [row for leaf in leaves_of(list(values)) for row in _figures(leaf)]
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
+
+
+def fingerprint(subject: Subject, reference: Reference | None = None) -> str:
+    """Sixteen hexadecimal digits of weights, example inputs and, with ``reference``, what came out, which tells of data."""
+    digest = hashlib.blake2b(digest_size=8)
+    outputs = () if reference is None else reference.outputs[0]
+    _absorb(digest, (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))))
+    if reference is not None:
+        evaluation = subject.workload.evaluation
+        gated = None if evaluation is None else evaluation.outputs
+        digest.update(repr((reference.scores, gated and tuple(gated))).encode())  # data, labels and the score itself
+    return digest.hexdigest()
+
+
+def weights_of(model: nn.Module) -> dict[str, str]:
+    """Sixteen hexadecimal digits of the original's parameters, and of its buffers, some of which a call may change."""
+    found = {}
+    for what, items in (("parameters", model.parameters()), ("buffers", model.buffers())):
+        digest = hashlib.blake2b(digest_size=8)
+        _absorb(digest, enumerate(items))
+        found[what] = digest.hexdigest()
+    return found
+
+
+def check_weights(job: Mapping[str, Any], model: nn.Module, *what: str) -> None:
+    """Hold ``what`` of the model against the digests in ``job``.
+
+    Raises:
+        WorkloadError: it is another model.
+    """
+    found = weights_of(model)
+    if any(job["weights"].get(each) not in (None, found[each]) for each in what):
+        raise WorkloadError(
+            "The model has other weights each time that it is built, so that nothing measured of one holds for another. Load "
+            "saved weights, or draw them from a seed: torch.manual_seed(0) before the model is made."
+        )
+
+
+def _kept(job: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return load_file(pathlib.Path(job["reference"]) / LOOKS)
+
+
+def _selection(subject: Subject) -> torch.Tensor:
+    return look((batch.inputs, batch.target) for batch in subject.splits.selection)
+
+
+def _calibration(subject: Subject) -> torch.Tensor:
+    return look((args, dict(kwargs)) for args, kwargs in subject.candidate.calibration)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return bool(((one[:, 0] - other[:, 0]).abs() <= torch.maximum(one[:, 1], other[:, 1])).all())
+
+
+def _figures(leaf: Any) -> Iterator[tuple[float, float]]:
+    """Figures of a tensor or constant, each with what it may differ by; of anything else there are none."""
+    if isinstance(leaf, float):
+        leaf = torch.tensor(leaf, dtype=torch.float64)
+    if leaf is None or isinstance(leaf, (bool, int, str)):
+        yield float(zlib.crc32(repr(leaf).encode())), 0.0
+    if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.is_quantized or leaf.layout is not torch.strided:
+        return
+    yield float(zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode())), 0.0
+    values = leaf.detach().reshape(-1)
+    values = values[:: values.numel() // LOOKED_AT + 1].cpu()
+    values = torch.view_as_real(values.resolve_conj()).sum(1) if values.is_complex() else values
+    values = values.to(torch.float64).nan_to_num()
+    values = torch.where(values.abs() > LARGE, values.sign(), values)
+    allowed = ALIKE * float(values.abs().sum())
+    yield from ((each, allowed) for each in (_weights()[:, : values.numel()] * values).sum(1).tolist())
+
+
+@functools.cache
+def _weights() -> torch.Tensor:
+    """Of the sums, the same in every process."""
+    return 2 * torch.rand(SUMS, LOOKED_AT, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 1
+
+
+def _absorb(digest: hashlib.blake2b, items: Iterable[tuple[object, Any]]) -> None:
+    for name, tensor in items:
+        digest.update(str(name).encode())
+        if isinstance(tensor, torch.Tensor):
+            for part in parts(tensor.detach()):
+                digest.update(raw(part).numpy().data)

@@ -1,0 +1,1 @@
+"""One recipe of a training evaluated: the workload, timed updates, the trial."""

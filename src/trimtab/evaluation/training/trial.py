@@ -1,0 +1,167 @@
+"""One recipe for a training, evaluated: settings -> losses -> paired timing -> Trial; and the winner, measured again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from trimtab.core.measurement import Comparison, Drop, Interval, Parity
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import State, Trial
+from trimtab.errors import NonFiniteError
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.evaluation.evaluate import Plan, ended, ours, per_second, stage
+from trimtab.evaluation.training.timer import Updates
+from trimtab.evaluation.training.workload import TrainingSubject
+from trimtab.measure.memory import PeakMemory
+from trimtab.measure.pairs import compare
+from trimtab.measure.timer import Runner
+from trimtab.train.loss.loss_parity import BaselineLosses, final, increase, parity
+
+STILL = (
+    "Random numbers, as those of dropout, fall differently under it, so that each of its losses is another: they were held to "
+    "those as written with dropout and the like off."
+)
+
+
+def try_recipe(recipe: Recipe, subject: TrainingSubject, written: BaselineLosses, rival: Runner, *, plan: Plan) -> Trial:
+    """Train under the settings of ``recipe`` in this process, which should end afterwards. Never raises what it did wrong.
+
+    ``rival`` makes updates as written, in a process of its own.
+    """
+    return ended(recipe, lambda figures: _line(recipe, subject, written, rival, plan, figures))
+
+
+def _line(
+    recipe: Recipe, subject: TrainingSubject, written: BaselineLosses, rival: Runner, plan: Plan, figures: dict[str, Any]
+) -> tuple[State, str | None]:
+    settings, seed = subject.settings_of(recipe), subject.workload.seed
+    try:
+        with stage("losses"):
+            figures |= judged(recipe, subject, written, plan, seed=seed)
+    except NonFiniteError as error:
+        return State.MISMATCH, str(error)
+    if not figures["parity"].ok:
+        return State.MISMATCH, figures["parity"].reason
+    if not recipe.exact and (coarse := subject.rounded(settings, plan.limits.max_error)):
+        return State.MISMATCH, coarse
+    if figures["drop"].decided is False:
+        return State.STOPPED, f"Rule 'loss': {too_high(figures['drop'], written)}"
+    with stage("first updates"), PeakMemory() as peak:
+        runner = Updates(subject, settings, seed=seed)
+        runner.block(2)
+    notes = (*((STILL,) if figures["parity"].still else ()), *runner.notes)
+    figures |= {"cold_s": runner.first_s, "peak_mb": _most(peak), "notes": notes}
+    with stage("first timing"):
+        first = compare(runner, rival, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(rival))
+    figures |= timed(first, subject)
+    if first.ratio.high < plan.floor:
+        return State.STOPPED, (
+            f"Rule 'hopeless': after a first timing it runs at {_times(first.ratio)} of the settings as written, surely below "
+            f"{plan.floor:.2f}, which is what it would need to come near the best so far."
+        )
+    with stage("timing"):
+        found = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
+    figures |= timed(found, subject)
+    figures["notes"] += () if found.doubt is None else (found.doubt,)
+    return State.COMPLETE, None
+
+
+def confirm(recipe: Recipe, subject: TrainingSubject, rival: Runner, *, plan: Plan, seed: int, must_win: bool) -> Confirmation:
+    """Judge and time ``recipe`` again in this fresh process, from other parameters and in another order of the data.
+
+    With ``must_win`` it holds only if the lower end of its speed-up is above 1.
+    """
+    settings, written = subject.settings_of(recipe), subject.written(seed=seed)
+    figures = judged(recipe, subject, written, plan, seed=seed)
+    if recipe.exact and written.draws and not figures["parity"].ok:
+        written = dataclasses.replace(written, still=subject.written_still(seed=seed))
+        figures = judged(recipe, subject, written, plan, seed=seed)
+    with PeakMemory() as peak:
+        runner = Updates(subject, settings, seed=seed)
+        runner.block(2)
+    found = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
+    figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _most(peak), "baseline_score": written.final}
+    reason = _unfaithful(recipe, figures["parity"], figures.get("drop"), written)
+    reason = reason or _over(figures["peak_mb"], plan) or (_unproven(found) if must_win else None)
+    undecided = reason is not None and must_win and found.ratio.doubtful
+    return Confirmation(recipe=recipe, ok=reason is None, reason=reason, loaded=False, undecided=undecided, **figures)
+
+
+def judged(recipe: Recipe, subject: TrainingSubject, written: BaselineLosses, plan: Plan, *, seed: int) -> dict[str, Any]:
+    """What the losses of a run say of it.
+
+    Where they are others than ``written``, that may be because random numbers fall differently. So an exact recipe is then held
+    to the losses of a training in which none are drawn; with them, its loss must only not surely end up higher.
+    """
+    settings = subject.settings_of(recipe)
+    losses = subject.losses(settings, seed=seed)
+    found = parity(written, losses, exact=recipe.exact)
+    if not found.ok and written.draws and written.still is not None and parity(written, losses, exact=False).ok:
+        found = parity(written.still, subject.losses(settings, seed=seed, still=True), exact=True, still=True)
+    limit = plan.limits.drop_limit(written.final)
+    return (
+        {"parity": found, "score": final(losses), "drop": increase(written, losses, limit)} if found.ok else {"parity": found}
+    )
+
+
+def timed(found: Comparison, subject: TrainingSubject) -> dict[str, Any]:
+    """What a comparison says of a run."""
+    return {
+        "comparison": found,
+        "speedup": found.ratio,
+        "latency_ms": found.candidate,
+        "throughput": per_second(found.candidate, subject.examples),
+    }
+
+
+def too_high(drop: Drop, written: BaselineLosses) -> str:
+    """A sentence about a loss that ends up above the limit."""
+    return (
+        f"The loss ends up {drop.value:.4g} (at least {drop.low:.4g}) above the {written.final:.4g} as written, over the last "
+        f"{drop.n} updates; the limit is {drop.limit:.4g}."
+    )
+
+
+def _unfaithful(recipe: Recipe, found: Parity, drop: Drop | None, written: BaselineLosses) -> str | None:
+    if not found.ok:
+        return f"From other parameters: {found.reason}"
+    if drop is not None and (drop.decided is False or (drop.decided is None and not recipe.exact)):
+        return (
+            f"From other parameters, its loss ends up {drop.value:.4g} above the {written.final:.4g} as written, and up to "
+            f"{drop.upper:.4g} cannot be excluded; the limit is {drop.limit:.4g}."
+        )
+    return None
+
+
+def _over(peak_mb: float, plan: Plan) -> str | None:
+    limit = plan.limits.memory_mb
+    if limit is None or peak_mb <= limit:
+        return None
+    return f"Measured again, its peak memory is {peak_mb:.4g} MB; the limit is {limit:g} MB."
+
+
+def _unproven(found: Comparison) -> str | None:
+    ratio = found.ratio
+    if ratio.doubtful:
+        cause = "the updates are too slow to tell in the time for it" if found.few else "the machine was too busy to tell"
+        way_out = "give it more, with timing_seconds=60" if found.few else "run it when the machine is quiet"
+        return (
+            f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as written: {cause}. The same "
+            f"call measures it once more; {way_out}."
+        )
+    return (
+        None
+        if ratio.low > 1
+        else f"Measured again, it runs at {_times(ratio)} of the settings as written, which proves nothing."
+    )
+
+
+def _most(peak: PeakMemory) -> float:
+    """Of the GPU's allocator where there is one, else of the process, in MB."""
+    used = peak.result
+    return used.device_mb if used.device_mb else used.host_mb
+
+
+def _times(ratio: Interval) -> str:
+    return f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"

@@ -1,0 +1,171 @@
+"""The interpreters that workers are forked from: they have imported what a job needs, and have done nothing else.
+
+Importing torch takes seconds, importing what a workload uses may take a quarter of a minute, and a search starts two processes
+for every trial. In what is forked nothing was computed, so there are no threads of OpenMP, no runtime and no device in it, and
+a fork is as clean as a new interpreter but for one thing: all forks inherit one layout of memory, which makes a program faster
+or slower. Each fork therefore shifts what it allocates by a random size; the processes that write an artifact are new
+interpreters besides.
+
+``python -P parent_death.py PARENT trimtab.execution.forkserver FD`` is the plain server; requests reach it through the socket
+``FD``. The warm one, which has also imported what the workload does, is a fork of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import mmap
+import os
+import pathlib
+import secrets
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+
+import numpy as np
+import psutil
+import torch
+
+from trimtab.execution import worker
+from trimtab.execution.fork_pool import WORD
+from trimtab.execution.parent_death import die_with
+from trimtab.execution.process import end_descendants
+
+LONGEST_REQUEST = 1 << 16
+OURS = 1 if sys.platform == "linux" else 2
+"""Threads of Python's in a server: its own and, where the kernel does not do its work, the lifeline's."""
+COMPUTE_S = 30.0
+"""Longest time that a fork may take for a sum and a product; it takes milliseconds, or it hangs."""
+GAP, SHIFT_PAGES, SHIFT_BLOCKS = 1 << 28, 2048, 512
+"""Bytes of addresses that are reserved without memory behind them, and most pages and blocks of the heap besides, by which the
+memory of a fork is shifted."""
+_reserved: list[mmap.mmap | bytearray] = []
+"""What shifts the memory of this process, as long as it lives."""
+
+
+def serve(channel: socket.socket) -> pathlib.Path | None:
+    """Fork a worker for each request. Returns in each of them, with the folder of its job; and ``None`` in the server, when
+    nobody is left to ask."""
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    running: dict[int, int] = {}
+    server = os.getpid()
+    waiting = select.poll()  # and not select, whose numbers end at 1023: the channel has that of whoever asks
+    waiting.register(channel, select.POLLIN)
+    waiting.register(woken, select.POLLIN)
+    while True:
+        ready = [descriptor for descriptor, _ in waiting.poll()]
+        if woken in ready:
+            os.read(woken, LONGEST_REQUEST)
+            _reap(running)
+        if channel.fileno() not in ready:
+            continue
+        message, descriptors, _, _ = socket.recv_fds(channel, LONGEST_REQUEST, 3)
+        if not message:
+            return None
+        tells, log, *others = descriptors
+        request = json.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for inherited in (channel.detach(), woken, wakes, tells, *running.values()):
+                os.close(inherited)
+            _settle(log, server)
+            if "imported" in request:
+                return _warm(pathlib.Path(request["imported"]), socket.socket(fileno=others[0]))
+            os.environ.update(request["environment"])
+            tempfile.tempdir = None  # which the server has asked for, and is another in each fork
+            return pathlib.Path(request["folder"])
+        os.setpgid(pid, pid)  # before anybody hears of it, so that its group can be killed from the start
+        for descriptor in (log, *others):
+            os.close(descriptor)
+        os.write(tells, pid.to_bytes(WORD, "little", signed=True))
+        running[pid] = tells
+
+
+def _warm(imported: pathlib.Path, channel: socket.socket) -> pathlib.Path | None:
+    """Import what the dry run of the workload did, under the environment that it had made, and serve.
+
+    A package may start threads when it is imported, which no fork would have, compute with threads that do not stand one, or
+    ask the driver of a GPU, which then answers no fork. Then there is no warm server.
+    """
+    known = json.loads(imported.read_text(encoding="utf-8"))
+    os.environ.update(known["environment"])
+    for name in known["modules"]:
+        # whatever ails it, the worker that needs it will import it again and tell
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+            importlib.import_module(name)
+    if threading.active_count() > OURS or not _computes():
+        return None
+    return serve(channel)
+
+
+def _computes() -> bool:
+    """Whether a fork of this process can compute, on several threads and on a GPU."""
+    pid = os.fork()
+    if pid == 0:
+        if torch.cuda._is_in_bad_fork():
+            os._exit(1)
+        torch.ones(1 << 20).sum()
+        torch.ones(256, 256) @ torch.ones(256, 256)
+        np.ones((256, 256)) @ np.ones((256, 256))
+        os._exit(0)
+    deadline = time.monotonic() + COMPUTE_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+def _settle(log: int, server: int) -> None:
+    """Make this fork what a new interpreter would be: its own group, log, random numbers, and end."""
+    os.setpgid(0, 0)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    die_with(server)
+    _shift_memory()
+    np.random.seed()  # of all generators, the only one that is seeded at import and not again by a fork
+
+
+def _shift_memory() -> None:
+    """Reserve a random number of pages and of blocks of the heap, so that what is allocated from here on lies elsewhere in each
+    fork, as in new interpreters (Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009)."""
+    pages = GAP // mmap.PAGESIZE + secrets.randbelow(SHIFT_PAGES)  # more than any gap between mappings, which would take it
+    _reserved.append(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0))
+    _reserved.extend(bytearray(1024 + secrets.randbelow(4096)) for _ in range(secrets.randbelow(SHIFT_BLOCKS)))
+
+
+def _reap(running: dict[int, int]) -> None:
+    """Tell how each fork ended that did, once what it left behind, which is this process's child from then on, is gone too."""
+    with contextlib.suppress(ChildProcessError):  # nobody is left
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            tells = running.pop(ended[0], None)
+            if tells is None:
+                continue
+            for orphan in psutil.Process().children():
+                if orphan.pid not in running:
+                    end_descendants(orphan.pid)
+                    orphan.kill()
+            os.write(tells, os.waitstatus_to_exitcode(ended[1]).to_bytes(WORD, "little", signed=True))
+            os.close(tells)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)  # a lifeline's
+    found = serve(socket.socket(fileno=int(sys.argv[1])))
+    if found is not None:
+        worker.main(found)

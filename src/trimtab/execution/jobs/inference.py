@@ -1,0 +1,400 @@
+"""What a worker process can be asked to do. A job takes its description and folder, and gives a JSON result."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from trimtab._internal.serialization import dumps, from_json, to_json, write_json
+from trimtab.artifact.artifact import Golden, open_artifact, write_artifact
+from trimtab.core import search_space
+from trimtab.core.backend import BACKENDS, Executable
+from trimtab.core.candidate import resized
+from trimtab.core.check import CHECKS
+from trimtab.core.finding import Finding
+from trimtab.core.measurement import Comparison
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES, technique_from_json
+from trimtab.core.trial import Trial
+from trimtab.core.workload import BY_HAND, Workload, as_call, user_code
+from trimtab.data import leakage
+from trimtab.errors import ArtifactError, StorageError, TrimtabError
+from trimtab.evaluation import reproducibility
+from trimtab.evaluation.baseline_export import baseline_speedup
+from trimtab.evaluation.code_fingerprint import code_of
+from trimtab.evaluation.confirm import Confirmation, confirm, in_start, judge, load
+from trimtab.evaluation.evaluate import (
+    MODEL,
+    TORCH_THREADS,
+    Plan,
+    apply_passes,
+    evaluate,
+    load_saved,
+    one_call,
+    ours,
+    rows,
+    runner_for,
+    save,
+    stage,
+    start,
+    together,
+    whole,
+)
+from trimtab.evaluation.explain import explain
+from trimtab.evaluation.prepared_workload import Subject, fresh, prepare, refuse_nan
+from trimtab.evaluation.reference import Reference, least_drop, refer
+from trimtab.execution.preloaded_imports import imports_noted, threads_unseen
+from trimtab.execution.workload_transfer import authkey
+from trimtab.hardware.environment import Environment, measured_peaks
+from trimtab.importers.load import load_workload
+from trimtab.measure.memory import PeakMemory
+from trimtab.measure.pairs import compare
+from trimtab.measure.remote import RemoteRunner, serve
+from trimtab.measure.timer import Runner
+from trimtab.tensors.structure import cloned, flatten, unflatten
+from trimtab.tensors.weights import weight_bytes, weights
+
+READY, EXAMPLE = "ready.json", "example.safetensors"
+"""Files: that a server is there, and what it serves; the example inputs, in the folder of the reference."""
+SLOW_START_S = 2.0
+EXPORT = ("torch.export._trace", "torch._export.serde.serialize", "trimtab.backends.common.exported_program")
+"""What nearly every recipe imports to be built, saved or read, which takes a second."""
+
+Job = Mapping[str, Any]
+
+
+def read_workload(source: Mapping[str, Any]) -> Workload:
+    """The workload that ``source`` names: a reference to a file or module, or a pickle of our own making.
+
+    From here on the user's code, which may look at ``sys.argv`` whenever it is called, finds what a script without arguments
+    does, and not those of this process.
+    """
+    sys.argv[:] = [source.get("reference", "workload")]
+    if "pickle" in source:
+        # what lies beside the user's script comes before what is installed under the same name, as the script has it
+        sys.path[:] = dict.fromkeys([*source.get("path", ()), *sys.path])
+        with open(source["pickle"], "rb") as file:
+            found: Workload = cloudpickle.load(file)
+        return found
+    return load_workload(source["reference"])
+
+
+def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
+    """Check the workload with a dry run, compute its reference, and find what cannot be tried on it."""
+    with imports_noted(folder, also=EXPORT) as files:
+        subject = prepare(read_workload(job["workload"]))
+        weights_found = reproducibility.weights_of(subject.model)
+        reproducibility.keep(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
+        call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
+        evaluation = subject.workload.evaluation
+        doublets = leakage.check(subject.splits, evaluation)
+        reference = refer(call, subject.splits.selection, evaluation)
+        halves = {"selection": (reference, subject.splits.selection)}
+        if subject.splits.test is not subject.splits.selection:  # which else nobody would see before the search is over
+            halves["test"] = (refer(call, subject.splits.test, evaluation), subject.splits.test)
+        for args, kwargs in subject.candidate.calibration[:1]:
+            with user_code("The model failed on the calibration data", BY_HAND):
+                call(*args, **kwargs)
+        refuse_nan(subject.candidate)
+        found = {} if evaluation is None else {name: least_drop(evaluation, *half) for name, half in halves.items()}
+    reference.save(pathlib.Path(job["reference"]))
+    example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
+    save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
+    findings, failures = _findings(subject)
+    failures += [why for registry in (PASSES, BACKENDS, CHECKS) for why in registry.broken.values()]
+    quick = [technique for technique in search_space.techniques() if not technique.tries]
+    blocked = {dumps(t, indent=None): reason for t in quick if (reason := t.blocked(subject.candidate))}
+    return {
+        "name": subject.workload.name,
+        "fingerprint": reproducibility.fingerprint(subject, reference),
+        "identity": reproducibility.fingerprint(subject),
+        "code": code_of(subject.model, files),
+        "weights": weights_found,
+        "score": None if reference.scores is None else reference.scores.value,
+        "n": None if reference.scores is None else reference.scores.n,
+        "blocked": blocked,
+        "notes": [*subject.notes, *doublets, *_few_threads(), *(finding.message for finding in findings), *failures],
+        "findings": to_json(findings),
+        "inputs": subject.candidate.describe(),
+        "threads": torch.get_num_threads(),
+        "splits": subject.splits.examples(),
+        "share": _is_share(subject, reference),
+        "least": to_json({name: lost for name, lost in found.items() if lost is not None}),
+        "convolves": _convolves(subject),
+    }
+
+
+def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
+    """Build a recipe, or load it from its ``files``, and let other processes time it, until killed."""
+    if "artifact" in job:
+        return serve_artifact(job, folder)
+    begun = time.monotonic()
+    subject = prepare(read_workload(job["workload"]))
+    candidate = fresh(subject) if job["fresh"] else subject.candidate
+    executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job.get("files", folder)), candidate)
+    runner = runner_for(executable, candidate, subject, job["objective"])
+    facts = {"sizes": [list(leaf.shape) for leaf in candidate.leaves], "load_s": time.monotonic() - begun}
+    write_json(folder / READY, facts)
+    serve(runner, job["address"], authkey())
+    return {}
+
+
+def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
+    """Let other processes time an artifact on its first test vector, until killed."""
+    artifact = open_artifact(job["artifact"])
+    original = artifact.load_baseline() if job["baseline"] else None
+    executable = artifact.load(trust=job["trust"]) if original is None else original
+    runner: Runner
+    leaves = artifact.golden().cases[0].inputs
+    if job["objective"] == "throughput":
+        runner = together(executable, _at_its_batch(leaves, executable), rows(leaves, executable.signature))
+    else:
+        args, kwargs = unflatten(executable.signature.input_structure, [leaf.clone() for leaf in leaves])
+        runner = one_call(executable, args, kwargs)
+    runner.block(1)
+    write_json(folder / READY, {"sizes": [list(leaf.shape) for leaf in leaves]})
+    serve(runner, job["address"], authkey())
+    return {}
+
+
+def _at_its_batch(leaves: Sequence[torch.Tensor], executable: Executable) -> list[torch.Tensor]:
+    """``leaves`` repeated, or cut, to the batch size that the executable was made for, if that is not the example's."""
+    size, name = executable.settings.batch, executable.signature.batch
+    if not isinstance(size, int) or name is None:
+        return list(leaves)
+    return [resized(leaf, spec.shape, name, size) for leaf, spec in zip(leaves, executable.signature.inputs, strict=True)]
+
+
+def trial_job(job: Job, folder: pathlib.Path) -> Any:
+    """Evaluate one recipe.
+
+    Raises:
+        WorkloadError: inputs or data are others than those of the dry run.
+    """
+    with stage("the workload"):
+        subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+        reproducibility.check_data(job, subject)
+    reference = Reference.load(pathlib.Path(job["reference"]))
+    rival = RemoteRunner(job["address"], authkey())
+    plan, recipe = from_json(Plan, job["plan"]), Recipe.from_json(job["recipe"])
+    calibrated = any("calibration" in step.needs for step in (*recipe.passes, recipe.backend))
+    otherwise = calibrated and reproducibility.calibrates_otherwise(job, subject)
+    found = evaluate(recipe, subject, reference, rival, plan=plan, folder=folder)
+    if otherwise:
+        found = dataclasses.replace(found, notes=(*found.notes, reproducibility.OTHER_CALIBRATION))
+    return to_json(found)
+
+
+def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
+    """Build the original as its user does, and call it: seconds to the first answer, where it is the workload that builds it,
+    and peak memory.
+
+    Raises:
+        WorkloadError: it has other weights or inputs than the search's, which nobody would find out before its end.
+    """
+    workload = read_workload(job["workload"])
+    args, kwargs = as_call(workload.inputs)
+    leaves = flatten(cloned((args, kwargs)), "the example inputs")[0]  # which the model may write to
+    at_hand = isinstance(workload.model, nn.Module)
+    begun = time.perf_counter()
+    with PeakMemory() as peak, user_code("The model failed on the example inputs"), torch.no_grad():
+        model = workload.build_model()
+        model.eval()  # by itself, because not every train() of a user's model returns the model
+        model(*args, **kwargs)
+        cold = time.perf_counter() - begun
+        for _ in range(_more_calls(cold)):
+            model(*args, **kwargs)
+    reproducibility.check_weights(job, model, "parameters")
+    reproducibility.check_inputs(job, leaves)
+    weighs = weight_bytes(model) / 1e6 if at_hand else 0.0
+    return {"cold_s": None if at_hand else cold, "peak_mb": peak.result.host_mb + weighs}
+
+
+def probe_job(job: Job, folder: pathlib.Path) -> dict[str, float]:
+    """Load saved files as a deployment would: seconds to the first answer, and peak memory above the idle interpreter."""
+    recipe = Recipe.from_json(job["recipe"])
+    tensors = load_file(job["inputs"])
+    inputs = [tensors[str(i)] for i in range(len(tensors))]
+    begun = time.perf_counter()
+    with PeakMemory() as peak:
+        executable = load_saved(recipe, pathlib.Path(job["files"]))
+        executable.run(inputs)
+        executable.synchronize()
+        cold = time.perf_counter() - begun
+        for _ in range(_more_calls(cold)):
+            executable.run(inputs)
+            executable.synchronize()
+    return {"cold_s": cold, "peak_mb": peak.result.host_mb}
+
+
+def against_job(job: Job, folder: pathlib.Path) -> Any:
+    """Time the saved files of a recipe against another that is served."""
+    subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
+    executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), subject.candidate)
+    runner = runner_for(executable, candidate, subject, plan.objective)
+    rival = RemoteRunner(job["address"], authkey(), connect_s=job["seconds"])
+    return to_json(compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival)))
+
+
+def start_job(job: Job, folder: pathlib.Path) -> Any:
+    """Time the saved files of a recipe against each rival, all just started; one of the starts judges its outputs first."""
+    subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
+    recipe, source, rivals = _to_confirm(job, subject)
+    executable, candidate = load(recipe, source, fresh(subject))
+    begun = time.perf_counter()
+    judged = judge(recipe, executable, candidate, subject, plan) if job["judges"] else None
+    told = {"judged": to_json(judged), "judging_s": time.perf_counter() - begun, "comparisons": {}}
+    if judged is None or judged.ok:
+        runner = runner_for(executable, candidate, subject, plan.objective)
+        told["comparisons"] = {name: to_json(in_start(runner, rival, plan)) for name, rival in rivals.items()}
+    return told
+
+
+def confirm_job(job: Job, folder: pathlib.Path) -> Any:
+    """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it holds."""
+    subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+    recipe, source, rivals = _to_confirm(job, subject)
+    plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "costs")}
+    asked["judged"] = job["judged"] and from_json(Confirmation, job["judged"])
+    earlier = {name: [from_json(Comparison, each) for each in starts] for name, starts in job["earlier"].items()}
+    seen = [from_json(Comparison, each) for each in job["seen"]]
+    found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, seen=seen, **asked)
+    if found.ok and whole(source):
+        ship(job, source, subject, executable, found)
+    return to_json(found)
+
+
+def _to_confirm(job: Job, subject: Subject) -> tuple[Recipe, pathlib.Path, dict[str, RemoteRunner]]:
+    """The recipe, its files and its rivals; a :class:`WorkloadError` where the workload is not that of the search."""
+    reproducibility.check_weights(job, subject.model, "parameters", "buffers")
+    reproducibility.check_data(job, subject)
+    recipe, source = Recipe.from_json(job["recipe"]), pathlib.Path(job["files"])
+    rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
+    if job["ships"] and not whole(source):  # swept away, damaged, or the study's storage is elsewhere
+        save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
+    return recipe, source, rivals
+
+
+def explain_job(job: Job, folder: pathlib.Path) -> Any:
+    """Profile recipes one after the other and place them under this machine's roofline."""
+    peaks = measured_peaks(Environment.capture())  # before a script that may change how torch computes
+    subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+    threads = torch.get_num_threads()
+    found = {}
+    for name, asked in job["recipes"].items():
+        torch.set_num_threads(threads)  # which a recipe may have changed
+        files = None if asked["files"] is None else pathlib.Path(asked["files"])
+        found[name] = explain(Recipe.from_json(asked["recipe"]), files, subject, peaks, seconds=asked["seconds"])
+    return {"peaks": to_json(peaks), "explanations": to_json(found)}
+
+
+class Shipped(Executable):
+    """A loaded executable whose files are those it was loaded from."""
+
+    def __init__(self, executable: Executable, files: pathlib.Path, notes: Sequence[str]) -> None:
+        super().__init__(executable.signature, executable.settings)
+        self.notes = list(dict.fromkeys((*notes, *executable.notes)))
+        self._executable = executable
+        self._files = files
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the loaded executable says."""
+        return self._executable.run(leaves)
+
+    def save(self, folder: pathlib.Path) -> list[str]:
+        """Copy the very files that were measured."""
+        shutil.copytree(self._files, folder, dirs_exist_ok=True)
+        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executable, found: Confirmation) -> None:
+    """Write the artifact from the files that were confirmed.
+
+    Raises:
+        StorageError: it cannot be written, which says nothing about the recipe.
+    """
+    trial, plan = from_json(Trial, job["trial"]), from_json(Plan, job["plan"])
+    original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
+    figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
+    figures["inputs"] = subject.candidate.describe()
+    if not executable.settings.keep_memory:  # which this process cannot take back, and which the original does not do
+        torch.set_num_threads(job["threads"])
+        travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
+        figures["baseline_speedup"] = to_json(travels)
+    try:
+        write_artifact(
+            job["artifact"],
+            executable=Shipped(executable, source / MODEL, trial.notes),
+            recipe=found.recipe,
+            workload_name=subject.workload.name,
+            golden=Golden.of(subject.candidate, executable.signature, [fresh(subject).leaves]),
+            evidence=to_json(found) | figures,
+            environment=Environment.from_json(job["environment"]),
+            limits=plan.limits,
+            baseline=original.compile(subject.candidate),
+            baseline_backend=original,
+        )
+    except ArtifactError as error:
+        raise StorageError(str(error)) from error
+
+
+def _is_share(subject: Subject, reference: Reference) -> bool:
+    evaluation = subject.workload.evaluation
+    return evaluation is not None and reference.scores is not None and reference.scores.is_share(evaluation.higher_is_better)
+
+
+def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
+    """What is slow or risky about the workload as it is; and a sentence for each check that failed, as a plug-in's may."""
+    environment, findings, failures = Environment.capture(), list[Finding](), list[str]()
+    for name, cls in CHECKS.items():
+        try:
+            with user_code(f"The check {name} failed"):
+                check = cls()
+                if "infer" in check.modes and check.blocked(subject.candidate) is None:
+                    findings += check.run(subject, environment)
+        except TrimtabError as error:
+            failures.append(str(error))
+    return findings, failures
+
+
+def _few_threads() -> list[str]:
+    """A sentence where the workload's file gives torch fewer threads than it has by itself, or means to."""
+    threads = torch.get_num_threads()
+    if threads >= TORCH_THREADS:
+        return threads_unseen(threads)
+    return [
+        f"The workload gives torch {threads} of {TORCH_THREADS} threads. Other runtimes get as many, unless a recipe says more."
+    ]
+
+
+def _convolves(subject: Subject) -> bool:
+    sizes = [(weight.dim() > 2, weight.numel()) for weight in weights(subject.model)]
+    return 2 * sum(size for kernel, size in sizes if kernel) > sum(size for _, size in sizes)
+
+
+def _more_calls(cold_s: float) -> int:
+    """How many calls follow the first until memory has settled; where they are slow, one has to do."""
+    return 2 if cold_s < SLOW_START_S else 1
+
+
+JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
+    "prepare": prepare_job,
+    "serve": serve_job,
+    "trial": trial_job,
+    "original": original_job,
+    "probe": probe_job,
+    "against": against_job,
+    "start": start_job,
+    "confirm": confirm_job,
+    "explain": explain_job,
+}

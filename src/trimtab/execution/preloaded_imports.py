@@ -1,0 +1,61 @@
+"""What a workload imports, so that a server of workers can import it once for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+
+from trimtab._internal.serialization import write_json
+from trimtab._internal.text import counted
+from trimtab.core.backend import BACKENDS
+
+IMPORTED = "imported.json"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_SEEN = {name: os.environ.get(name) for name in THREADS}
+"""What they were when torch was imported, which never looks at them again."""
+
+
+@contextlib.contextmanager
+def imports_noted(folder: pathlib.Path, also: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+    """Write to ``folder`` which installed packages the block imports, in order, and what it makes of the environment; and what
+    workers ``also`` import.
+
+    A user's own files are left out, because running them may be anything, and so are the runtimes, because a cold start has
+    their import in it. Gives name and path of the user's own, which are known once the block ends.
+    """
+    modules, environment, own = set(sys.modules), dict(os.environ), dict[str, str]()
+    yield own
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    roots = tuple({os.path.realpath(place) + os.sep for place in (*places, site.getusersitepackages())})
+    runtimes = {package for backend in BACKENDS.values() for package in backend.requires}
+    found = []
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if name in modules or origin is None or name.partition(".")[0] in runtimes:
+            continue
+        if os.path.realpath(origin).startswith(roots):
+            found.append(name)
+        elif name.partition(".")[0] != "trimtab" and os.path.isfile(origin):
+            own[name] = os.path.abspath(origin)
+    changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+    write_json(folder / IMPORTED, {"modules": [*found, *also], "environment": changed})
+
+
+def threads_unseen(threads: int) -> list[str]:
+    """A sentence where the workload asks for other than ``threads`` in the environment, which in a program of its own it may do
+    before torch is imported, and here only after that."""
+    asked = {name: os.environ.get(name, "") for name in THREADS if os.environ.get(name) != _SEEN[name]}
+    for name, value in asked.items():
+        if value.isdecimal() and int(value) not in (0, threads):
+            return [
+                f"The workload sets {name} to {value}, which torch does not see here, where it is imported before: it computes "
+                f"with {counted(threads, 'thread')}. Write torch.set_num_threads({value}) into the workload, or set {name} "
+                "where the "
+                "command is started."
+            ]
+    return []

@@ -1,0 +1,244 @@
+"""Run one job in a process of its own, under a time and a memory limit, with its log kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import getpass
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import psutil
+
+from trimtab._internal.files import says_full
+from trimtab._internal.serialization import write_json
+from trimtab._internal.user_code import IN_WORKER
+from trimtab.errors import StorageError
+from trimtab.execution.fork_pool import LIFELINE, Forked, Workers
+from trimtab.execution.temporary_folders import no_longer, temporary_folder
+
+JOB, RESULT, LOG = "job.json", "result.json", "log.txt"
+WORKER = "trimtab.execution.worker"
+POLL_S, MEMORY_POLL_S = 0.05, 0.5
+"""Looking at the memory of a process tree costs milliseconds, which must not disturb what is being timed."""
+TAIL = 20_000
+"""Bytes of a log, which may be of any size, that are looked at for its last lines."""
+DISK_FULL = 28
+"""Exit code of a worker that could not write; the number of the system's own error."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a worker process ended. ``reason`` is ``None`` if it ended by itself with a result."""
+
+    reason: str | None
+    seconds: float
+    result: Any = None
+    """What the job gave; ``None`` where it ended otherwise."""
+    error: str | None = None
+    """Name of the :mod:`trimtab.errors` class, where the job raised one; ``reason`` is then its message."""
+    traceback: str | None = None
+    cut_off: bool = False
+    """Whether it was we who ended it, because the study has to end; its recipe deserves another try."""
+    ended_by: Literal["time", "memory"] | None = None
+    """The limit that it exceeded, where we ended it for that; ``memory`` too where the system did, for want of it."""
+    limit: float | None = None
+    """How much that was, in seconds or megabytes; nothing where the system ended it, so that any limit is worth another try."""
+
+
+class WorkerProcess:
+    """A worker that runs the job in ``folder`` (:mod:`trimtab.execution.worker`), and dies with us however we die.
+
+    ``workers`` forks it, which takes no time, ``warm`` with what the workload imports; without them it is a new interpreter.
+
+    It has a process group of its own and no terminal, so that Ctrl-C reaches only us, and everything that it started can be
+    killed with it. How it dies with us is told in :mod:`trimtab.execution.parent_death`.
+    """
+
+    def __init__(
+        self, job: Mapping[str, Any], folder: pathlib.Path, workers: Workers | None = None, *, warm: bool = False
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT).unlink(missing_ok=True)
+        write_json(folder / JOB, job)
+        self.folder = folder
+        self.started = time.monotonic()
+        # what runtimes unpack and build there is deleted with it, however the worker ends
+        temporary = temporary_folder()
+        self._tidy = weakref.finalize(self, no_longer, temporary)
+        own = environment() | {"TMPDIR": temporary}
+        with (folder / LOG).open("ab") as log:
+            self._earlier = log.tell()  # what earlier workers in this folder said
+            forked = None if workers is None else workers.start(folder.absolute(), log.fileno(), own, warm=warm)
+            self._process: Forked | subprocess.Popen[bytes] = forked or subprocess.Popen(
+                [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), WORKER, str(folder.absolute())],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=own,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is its process group's too."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def wait(
+        self, *, seconds: float | None, memory_mb: float | None, interrupted: Callable[[], bool] = lambda: False
+    ) -> Outcome:
+        """Wait for the end of the job, or bring it about.
+
+        ``interrupted`` is asked often; when it says yes the worker is killed and the outcome is ``cut_off``.
+
+        Raises:
+            StorageError: it met a full disk, which says nothing about the job.
+        """
+        looked = 0.0
+        while self.alive:
+            time.sleep(POLL_S)
+            elapsed = time.monotonic() - self.started
+            if interrupted():
+                return self._ended("It was cut off because the study had to end.", cut_off=True)
+            if seconds is not None and elapsed > seconds:
+                ended = self._ended(
+                    f"It still ran after its time limit of {seconds:.0f} s and was killed; see its log for where it hung, or "
+                    "give it longer with --trial-time (in Python, trial_seconds=...)."
+                )
+                return dataclasses.replace(ended, ended_by="time", limit=seconds)
+            if memory_mb is None or elapsed - looked < MEMORY_POLL_S:
+                continue
+            looked = elapsed
+            if (used := _tree_mb(self.pid)) > memory_mb:
+                ended = self._ended(
+                    f"It used {used:.0f} MB, more than its memory limit of {memory_mb:.0f} MB, and was killed; "
+                    "give it more with --worker-memory (in Python, worker_memory_mb=...), make the model or batch smaller, or "
+                    "have less data read: Evaluation(max_examples=...)."
+                )
+                return dataclasses.replace(ended, ended_by="memory", limit=memory_mb)
+        return self._by_itself()
+
+    def kill(self) -> None:
+        """End it and everything that it started, at once."""
+        if not self._tidy.alive:  # it was done before, and its number may be another's by now
+            return
+        if self.alive:
+            end_descendants(self.pid)  # those in groups of their own, which nobody finds once it has ended
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._tidy()
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines that it wrote to its log."""
+        with (self.folder / LOG).open("rb") as log:
+            log.seek(max(self._earlier, log.seek(0, os.SEEK_END) - TAIL))
+            text = log.read().decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _by_itself(self) -> Outcome:
+        path = self.folder / RESULT
+        code, log = self._process.wait(), self.log_tail(lines=1000)
+        outcome = self._ended(_reason(code, path.exists(), log))
+        if code == DISK_FULL or (code < 0 and (says_full(log) or not shutil.disk_usage(self.folder).free)):
+            # torch aborts where it cannot write to the end, and what it says then may not fit into the log
+            raise StorageError(
+                f"What belongs into {self.folder} could not be written: the disk is full, or that of temporary files. Free "
+                "some space; what is finished is kept, and the same command goes on from it."
+            )
+        if code == -signal.SIGKILL:  # which was not ours: whoever had the memory may be gone when the study goes on
+            return dataclasses.replace(outcome, ended_by="memory", limit=0.0)
+        if outcome.reason is not None:
+            return outcome
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(result, dict) and "error" in result:
+            failure = {"reason": result["message"], "error": result["error"], "traceback": result["traceback"]}
+            return dataclasses.replace(outcome, **failure)
+        return dataclasses.replace(outcome, result=result)
+
+    def _ended(self, reason: str | None, *, cut_off: bool = False) -> Outcome:
+        self.kill()
+        return Outcome(reason=reason, seconds=time.monotonic() - self.started, cut_off=cut_off)
+
+
+def environment() -> dict[str, str]:
+    """The environment of a worker; compilers must not leave helpers behind, and packages must check what they are asked."""
+    return {
+        **os.environ,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a pool of compile processes would outlive the worker that started it
+        "TORCHINDUCTOR_CACHE_DIR": _compiled_code(),  # which is shared, and else lies among a worker's own temporary files
+        "AOTI_RUNTIME_CHECK_INPUTS": "1",  # without it an AOTInductor package answers questions it was not built for
+        "PYTHONUNBUFFERED": "1",
+        IN_WORKER: "1",
+    }
+
+
+def _compiled_code() -> str:
+    """Where torch keeps what it compiled: what its ``cache_dir()`` says, which takes seconds to import."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):  # a user without a name, as in some containers
+        user = f"uid_{os.getuid()}"
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return named or os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
+def end_descendants(pid: int) -> None:
+    """Kill what process ``pid`` started and what that did, in whichever groups and sessions they are."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def _tree_mb(pid: int) -> float:
+    total = 0
+    try:
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            total += process.memory_info().rss
+    except psutil.Error:
+        return total / 1e6  # it has just ended; its return code tells the rest
+    return total / 1e6
+
+
+def _reason(code: int, has_result: bool, log: str) -> str | None:
+    if code == 0 and has_result:
+        return None
+    if code < 0:
+        name = signal.Signals(-code).name
+        if name == "SIGKILL":
+            return "It was killed (SIGKILL), most likely by the system for want of memory; the same command tries it again."
+        words = {
+            "SIGSEGV": "It crashed with a segmentation fault (SIGSEGV)",
+            "SIGABRT": "It aborted (SIGABRT)",
+            "SIGILL": "It met an instruction that this CPU does not have (SIGILL)",
+            "SIGBUS": "It crashed on a bad memory access (SIGBUS), perhaps for want of disk or shared memory",
+            "SIGFPE": "It crashed on an arithmetic error (SIGFPE)",
+        }.get(name, f"It was ended by {name}")
+        return f"{words}; its log has the stack."
+    if code == 0:
+        return "It left without a result, as if the code called os._exit(0); remove that call."
+    if code == 1 and "Traceback (most recent call last)" in log:
+        return f"It raised {log.splitlines()[-1]}; its log has the traceback."
+    return f"It exited with code {code} without a result, as if the code called os._exit or sys.exit; see its log."

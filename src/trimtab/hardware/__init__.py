@@ -1,0 +1,1 @@
+"""The machine: cores, memory, instruction sets, installed runtimes, measured peaks."""

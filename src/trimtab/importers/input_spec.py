@@ -1,0 +1,366 @@
+"""From what a model file says about its inputs to the inputs of a workload: real ones from a file, else random ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from trimtab._internal.text import no_file
+from trimtab.core.candidate import resized
+from trimtab.core.capture import Call
+from trimtab.core.dynamic_dims import BATCH, BATCHES, Dims, fitting
+from trimtab.core.signature import Dim, dtype_name
+from trimtab.core.workload import as_call
+from trimtab.data.batch_independence import ROUNDING, Judge
+from trimtab.data.batches import Batch, as_tensor
+from trimtab.errors import UsageError
+from trimtab.hardware.system import free_mb
+from trimtab.safe_load.zip_records import ZIP_ERRORS
+from trimtab.tensors.structure import Structure, flatten, unflatten
+from trimtab.tensors.weights import tolerance
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+MOST_ROWS, LEAST_CALLS = 512, 8
+"""Rows that are used of a file of inputs, of which quantizers look at no more than half; and calls, where one has many rows."""
+PIECE = 32
+"""Rows of a file in one call of the calibration."""
+ASSUMED = 16
+"""The size of a dynamic dimension that neither the file nor the caller knows, other than the batch."""
+ASSUMED_IMAGE = 224
+"""The same for the sides of what looks like an image: four axes, one to four channels."""
+
+Shapes = Mapping[str, "str | Sequence[int]"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a file says about the inputs of its model.
+
+    ``shapes`` holds a number for every fixed size, a :class:`~trimtab.core.signature.Dim` for every dynamic one. ``structure``
+    is that of the call, as :func:`trimtab.tensors.structure.flatten` gives it for ``(args, kwargs)``.
+    """
+
+    source: str
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int | Dim, ...], ...]
+    structure: Structure
+    hints: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Sizes that the dynamic dimensions had when the file was written, by their names."""
+    bounds: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """For integer inputs that look something up: how many entries the table has."""
+    ones: frozenset[str] = frozenset()
+    """Inputs that are all ones where no real ones are given, such as masks of padding."""
+
+    @property
+    def dims(self) -> Dims:
+        """The dynamic dimensions as a workload states them."""
+        found = {
+            name: {axis: size for axis, size in enumerate(shape) if isinstance(size, Dim)}
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        }
+        return {name: axes for name, axes in found.items() if axes}
+
+    def place(self, leaves: Sequence[torch.Tensor]) -> Any:
+        """``leaves`` as inputs of a workload."""
+        args, kwargs = unflatten(self.structure, leaves)
+        return Call(args, kwargs) if args and kwargs else kwargs or args
+
+    def describe(self) -> str:
+        """``ids: int64[batch, 16], mask: float32[batch, 16]``."""
+        parts = [
+            f"{name}: {dtype_name(dtype)}[{', '.join(size.name if isinstance(size, Dim) else str(size) for size in shape)}]"
+            for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
+        ]
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Example inputs, batches for quantizers if they are real, and what must be said about them."""
+
+    example: Any
+    calibration: Any
+    notes: tuple[str, ...]
+
+
+def parse_shape(text: str | Sequence[int], name: str) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """``"1x3x224x224"`` or ``"1x16:int64"`` -> sizes and, if said, the dtype.
+
+    Raises:
+        UsageError: it is neither, or the dtype is unknown.
+    """
+    if not isinstance(text, str):
+        return tuple(int(size) for size in text), None
+    found = re.fullmatch(r"((?:\d+(?:[x,]\d+)*)?)(?::(\w+))?", text)
+    if found is None or (found[2] and found[2] not in DTYPES):
+        raise UsageError(
+            f"The shape of {name!r} is {text!r}; write sizes and perhaps a dtype, such as {name}=1x3x224x224 or "
+            f"{name}=1x16:int64 (dtypes: {', '.join(DTYPES)})."
+        )
+    sizes = tuple(int(size) for size in re.split("[x,]", found[1]) if size)
+    if 0 in sizes:
+        raise UsageError(f"The shape of {name!r} is {text!r}; every size must be at least 1.")
+    return sizes, getattr(torch, found[2]) if found[2] else None
+
+
+def inputs_of(
+    form: Form, inputs: str | pathlib.Path | None, shapes: Shapes, module: Callable[[], nn.Module] | None = None
+) -> Inputs:
+    """Real inputs from the file ``inputs``, or random ones in the sizes that ``shapes`` states. ``module`` makes the model,
+    which tells whether the rows of real ones are examples; without it they are taken for that.
+
+    Raises:
+        UsageError: the file or a shape does not fit the model; says what it takes.
+    """
+    if unknown := sorted(set(shapes) - set(form.names)):
+        raise UsageError(f"There is no input {unknown[0]!r} to give a shape to. {form.source} takes {form.describe()}.")
+    stated = {name: parse_shape(shape, name)[0] for name, shape in shapes.items()}
+    if inputs is not None:
+        return _real(form, read_tensors(inputs), pathlib.Path(inputs), stated, module)
+    sizes, assumed = _sizes(form, stated)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.ones(shape, dtype=dtype) if name in form.ones else random_tensor(shape, dtype, generator, form.bounds.get(name))
+        for name, dtype, shape in zip(form.names, form.dtypes, sizes, strict=True)
+    ]
+    return Inputs(example=form.place(leaves), calibration=None, notes=_about_random(form, assumed))
+
+
+def read_tensors(path: str | pathlib.Path) -> dict[str, torch.Tensor]:
+    """The arrays of a ``.npz``, ``.npy`` or ``.safetensors`` file by name; a ``.npy`` has the name ``""``. No pickles are read.
+
+    Raises:
+        UsageError: there is no such file, it is of another kind, damaged, or holds objects.
+    """
+    path = pathlib.Path(path)
+    if not os.path.isfile(path):  # which says no where pathlib's raises
+        raise no_file(path, "Check the path of the inputs, or leave --inputs out for random ones.")
+    try:
+        if path.suffix == ".safetensors":
+            return dict(safetensors.torch.load_file(path))
+        if path.suffix == ".npy":
+            return {"": as_tensor(np.load(path, allow_pickle=False))}
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: as_tensor(arrays[name]) for name in arrays.files}
+    except (*ZIP_ERRORS, TypeError, OSError, MemoryError, safetensors.SafetensorError) as error:
+        raise UsageError(
+            f"{path} cannot be read as inputs: {error}. Write it with numpy.savez or safetensors.torch.save_file."
+        ) from error
+    raise UsageError(f"{path} is no file of inputs; use .npz, .npy or .safetensors.")
+
+
+def random_tensor(
+    shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, bound: int | None = None
+) -> torch.Tensor:
+    """Normal floats; integers below ``bound``, by default 0 and 1, which fit masks and any table.
+
+    Raises:
+        UsageError: they would take more memory than is free.
+    """
+    if (wanted := math.prod(shape) * max(dtype.itemsize, 4) / 1e6) > (free := free_mb()):
+        raise UsageError(
+            f"An input of the shape {list(shape)} takes {wanted:,.0f} MB, and {free:,.0f} MB are free here. State smaller "
+            "sizes with --shape, where the model leaves them open."
+        )
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, max(bound or 2, 1), tuple(shape), generator=generator).to(dtype)
+
+
+def _sizes(form: Form, stated: Mapping[str, tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    """The size of every input: as stated, as in other stated inputs, as the file hints, else assumed (told apart)."""
+    known: dict[str, int] = {}
+    for name, shape in zip(form.names, form.shapes, strict=True):
+        if name in stated:
+            _bind(form, name, shape, stated[name], known)
+    assumed: dict[str, int] = {}
+    for shape in form.shapes:
+        for axis, size in enumerate(shape):
+            if isinstance(size, Dim) and size.name not in known:
+                known[size.name] = assumed[size.name] = _default(size, axis, shape, form.hints.get(size.name))
+    return [tuple(known[s.name] if isinstance(s, Dim) else s for s in shape) for shape in form.shapes], assumed
+
+
+def _default(dim: Dim, axis: int, shape: Sequence[int | Dim], hint: int | None) -> int:
+    image = len(shape) == 4 and axis > 1 and shape[1] in (1, 2, 3, 4)
+    wanted = 1 if axis == 0 else hint or (ASSUMED_IMAGE if image else ASSUMED)
+    return int(min(max(wanted, dim.min), dim.max or math.inf))
+
+
+def _bind(form: Form, name: str, shape: Sequence[int | Dim], given: Sequence[int], known: dict[str, int]) -> None:
+    fits = len(shape) == len(given)
+    for want, size in zip(shape, given, strict=False):
+        fits = fits and (known.setdefault(want.name, size) == size and size in want if isinstance(want, Dim) else want == size)
+    if not fits:
+        limits = [
+            f"{dim.name} is {dim.bounds}"
+            for dim in dict.fromkeys(size for shape in form.shapes for size in shape if isinstance(size, Dim))
+        ]
+        raise UsageError(
+            f"The input {name!r} was given the shape {list(given)}, but {form.source} takes {form.describe()}"
+            f"{' where ' + ', '.join(limits) if limits else ''}."
+        )
+
+
+def _real(
+    form: Form,
+    found: dict[str, torch.Tensor],
+    path: pathlib.Path,
+    stated: Mapping[str, tuple[int, ...]],
+    module: Callable[[], nn.Module] | None,
+) -> Inputs:
+    """The first rows, or the first call, as the example, and the rest for the quantizers."""
+    if len(found) == len(form.names) == 1:
+        found = {form.names[0]: next(iter(found.values()))}
+    if set(found) != set(form.names):
+        raise UsageError(
+            f"{path} holds {', '.join(sorted(found)) or 'nothing'}, but {form.source} takes {form.describe()}. Save them by "
+            "these names."
+        )
+    arrays = [_cast(found[name], dtype, name, path) for name, dtype in zip(form.names, form.dtypes, strict=True)]
+    lead = _counting(form, arrays, module)
+    if lead is not None:
+        rows = min(_length(next(array for array in arrays if array.dim())), MOST_ROWS)
+        size = next((shape[0] for shape in stated.values() if shape), lead.min)
+        example = [array[:size].clone() if array.dim() else array for array in arrays]
+        starts = range(0, rows if rows > size else 0, PIECE)
+        calls = [[a[at : min(at + PIECE, rows)] if a.dim() else a for a in arrays] for at in starts]
+        what = f"{rows} examples"
+    else:
+        example, *calls = _calls(form, arrays)
+        what = f"{1 + len(calls)} call{'s' if calls else ''}"
+    known: dict[str, int] = {}
+    for name, shape, leaf in zip(form.names, form.shapes, example, strict=True):
+        _bind(form, name, shape, tuple(leaf.shape), known)
+    more = "" if calls else " There are no others, so quantizers that must see data cannot be tried."
+    calibration = [form.place(leaves) for leaves in calls] or None
+    return Inputs(
+        example=form.place(example), calibration=calibration, notes=(f"The inputs are {what} from {path.name}.{more}",)
+    )
+
+
+def _counting(form: Form, arrays: Sequence[torch.Tensor], module: Callable[[], nn.Module] | None) -> Dim | None:
+    """The dimension that counts the examples in ``arrays``; ``None`` where these are calls as they are.
+
+    It leads all inputs that have axes. Whether it counts examples, and not the samples of a sound, the model tells; its name
+    where the model cannot be asked, because it takes no few rows.
+    """
+    leads = {shape[0] for shape in form.shapes if shape}
+    lengths = {_length(array) for array, shape in zip(arrays, form.shapes, strict=True) if shape}
+    alike = all(array.dim() == len(shape) for array, shape in zip(arrays, form.shapes, strict=True))
+    lead = next(iter(leads), None)
+    if len(leads) != 1 or len(lengths) != 1 or not alike or not isinstance(lead, Dim):
+        return None
+    rows = lengths.pop()
+    if module is None or rows < 2:
+        return lead
+    model = module()
+
+    def answer(*led: torch.Tensor) -> Any:
+        rest = iter(led)
+        args, kwargs = as_call(form.place([next(rest) if array.dim() else array for array in arrays]))
+        return model(*args, **kwargs)
+
+    led = tuple(array[:MOST_ROWS] for array in arrays if array.dim())
+    verdict = Judge(answer, tolerance(model, ROUNDING))(Batch(led, None, len(led[0])))
+    return lead if verdict.kind == "own" or (verdict.kind == "fixed" and lead.name.lower() in BATCHES) else None
+
+
+def as_far_as_proven(
+    form: Form, leaves: Sequence[torch.Tensor], takes: Callable[[list[torch.Tensor]], bool]
+) -> tuple[Form, tuple[str, ...]]:
+    """``form`` with its dynamic sizes as far as the model ``takes`` the example at others, and notes about the rest: a size
+    that must be a multiple of something is stated so, and one that only works as it is is fixed."""
+    known: dict[str, int | Dim] = {}
+    for name, dim in {size.name: size for shape in form.shapes for size in shape if isinstance(size, Dim)}.items():
+
+        def works(size: int, name: str = name, dim: Dim = dim) -> bool:
+            return size in dim and takes(
+                [_at_size(leaf, shape, name, size) for leaf, shape in zip(leaves, form.shapes, strict=True)]
+            )
+
+        now = next(
+            leaf.shape[axis]
+            for leaf, shape in zip(leaves, form.shapes, strict=True)
+            for axis, size in enumerate(shape)
+            if isinstance(size, Dim) and size.name == name
+        )
+        if (other := dim.near(now, 1, -1)) == now or works(other):
+            continue
+        found = fitting(name, [now], works)
+        known[name] = now if found is None else Dim(name, dim.min, dim.max, found.step)
+    fixed = [name for name, size in known.items() if isinstance(size, int)]
+    notes = [f"The file leaves {', '.join(fixed)} open, but only the example's size works; it is fixed."] if fixed else []
+    notes += [
+        f"The file leaves {name} open, but not every size works: it goes from {size.bounds}."
+        for name, size in known.items()
+        if isinstance(size, Dim)
+    ]
+    shapes = tuple(
+        tuple(known.get(size.name, size) if isinstance(size, Dim) else size for size in shape) for shape in form.shapes
+    )
+    return dataclasses.replace(form, shapes=shapes), tuple(notes)
+
+
+def _at_size(leaf: torch.Tensor, shape: Sequence[int | Dim], name: str, size: int) -> torch.Tensor:
+    return resized(leaf, [want.name if isinstance(want, Dim) else want for want in shape], name, size)
+
+
+def _calls(form: Form, arrays: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Calls from arrays that hold rows for several, that have one more axis that counts them, or that are just one."""
+    extra = {array.dim() - len(shape) for array, shape in zip(arrays, form.shapes, strict=True)}
+    lengths = {_length(array) for array in arrays}
+    leads = {shape[0] if shape else 0 for shape in form.shapes}
+    if extra == {1} and len(lengths) == 1:
+        return [[leaf.clone() for leaf in leaves] for leaves in zip(*(array[:MOST_ROWS] for array in arrays), strict=True)]
+    rows = leads.pop() if len(leads) == 1 else 0
+    if extra == {0} and isinstance(rows, int) and rows and len(lengths) == 1 and lengths.pop() % rows == 0:
+        most = max(MOST_ROWS // rows, LEAST_CALLS) * rows
+        return [[leaf.clone() for leaf in part] for part in zip(*(torch.split(a[:most], rows) for a in arrays), strict=True)]
+    return [list(arrays)]
+
+
+def _length(array: torch.Tensor) -> int:
+    return len(array) if array.dim() else 0
+
+
+def _cast(array: torch.Tensor, dtype: torch.dtype, name: str, path: pathlib.Path) -> torch.Tensor:
+    """Integers and floats of another width are taken over; a float where an integer belongs is a mistake."""
+    if array.dtype != dtype and array.dtype.is_floating_point != dtype.is_floating_point:
+        raise UsageError(
+            f"{path}: {name!r} is {dtype_name(array.dtype)}, but the model takes {dtype_name(dtype)}. Save it with that dtype."
+        )
+    return array.to(dtype)
+
+
+def _about_random(form: Form, assumed: Mapping[str, int]) -> tuple[str, ...]:
+    note = (
+        f"The inputs are random numbers, because {form.source} brings none: speed and agreement with the original are measured "
+        "on them, but nothing is proven about real data, and quantizers that must see data are not tried. Give --inputs "
+        "FILE.npz or FILE.safetensors with real ones."
+    )
+    integers = [name for name, dtype in zip(form.names, form.dtypes, strict=True) if not dtype.is_floating_point]
+    if guessed := [name for name in integers if name not in form.bounds and name not in form.ones]:
+        note += f" Integers are 0 and 1 ({', '.join(guessed)})."
+    sizes = ", ".join(f"{name}={size}" for name, size in assumed.items() if (name, size) != (BATCH, 1))
+    if not sizes:
+        return (note,)
+    return note, f"The file leaves sizes open, and these were taken: {sizes}. Say others with --shape {form.names[0]}=..."
+
+
+def structure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Structure:
+    """The structure of a call, whose tensors may be of any size."""
+    return flatten((tuple(args), dict(kwargs)), "inputs")[1]

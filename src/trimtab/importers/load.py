@@ -1,0 +1,166 @@
+"""The one way from a reference to a workload."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trimtab._internal.files import path_of
+from trimtab._internal.text import mended_by, no_file
+from trimtab.core.candidate import MODEL_ERRORS
+from trimtab.core.workload import Workload
+from trimtab.errors import IntegrityError, TrimtabError, UsageError
+from trimtab.importers.exported_program import ProgramFile
+from trimtab.importers.input_spec import inputs_of
+from trimtab.importers.onnx.load import OnnxFile
+from trimtab.importers.python_file import read_script
+from trimtab.importers.torchscript import ScriptFile
+from trimtab.importers.transformers_folder import TransformersFolder, transformers_inputs
+
+HF = "hf:"
+FORMS = "file.py, file.py:name, package.module:name, a model file (.pt2, .pt, .onnx) or hf:FOLDER"
+SCRIPTS = (".pt", ".pth", ".jit", ".ts", ".torchscript")
+SENSELESS: tuple[type[Exception], ...] = (*MODEL_ERRORS, MemoryError)
+"""What is raised over a model file that makes no sense."""
+_NAMED = re.compile(r"\.py(:[A-Za-z_]\w*)?$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+
+
+def load_workload(
+    reference: str | os.PathLike[str],
+    *,
+    inputs: str | os.PathLike[str] | None = None,
+    shapes: Mapping[str, str | Sequence[int]] | None = None,
+    task: str | None = None,
+) -> Workload:
+    """The workload that ``reference`` stands for.
+
+    - ``file.py``, ``file.py:name``, ``package.module:name``: a :class:`Workload` in Python or a function that returns one;
+      without a name it is ``workload``, or the only workload in the file. The file's folder is put on ``sys.path``.
+    - ``model.pt2`` (:func:`torch.export.save`), ``model.pt`` (TorchScript), ``model.onnx``: a model file, read without running
+      anything in it. Without ``inputs`` the inputs are random, and the workload's notes say so.
+    - ``hf:FOLDER``: a transformers model, offline.
+
+    Args:
+        reference: as above.
+        inputs: for model files, a ``.npz``, ``.npy`` or ``.safetensors`` file with real inputs by name, as rows.
+        shapes: for model files, sizes of the example inputs by name: ``"1x3x224x224"``, ``"1x16:int64"`` or a sequence.
+        task: for ``hf:FOLDER``, what the model is for, where it is not what its configuration says.
+
+    Raises:
+        UsageError: no such file, module or name, it is not a workload, or an argument does not fit it.
+        IntegrityError: a model file is damaged, or holds what no plain model needs.
+        WorkloadError: a Python file raised while it was run; the user's exception is the cause.
+    """
+    text = os.fspath(path_of(reference, "The workload", "model.py"))
+    given = {"inputs": inputs, "shapes": shapes, "task": task}
+    if text.startswith(HF):  # before what looks at colons and suffixes, which a folder's name may have too
+        return _referred(_from_folder(text.removeprefix(HF), inputs, shapes or {}, task), _words(text, given))
+    if _NAMED.search(text):
+        _none_of(given, text, ())
+        return read_script(text)
+    path = pathlib.Path(text)
+    if path.suffix in (".pt2", ".onnx", *SCRIPTS):
+        _none_of(given, text, ("inputs", "shapes"))
+        found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
+        return _referred(found, _words(text, given))
+    if os.path.isfile(os.path.join(text, "config.json")):
+        raise UsageError(f"{text!r} is a folder. For the transformers model in it, write {HF + text!r}.")
+    raise UsageError(f"{text!r} is not a workload. Write {FORMS}.")
+
+
+def is_python(reference: str) -> bool:
+    """Whether the reference names Python code, which every worker process then runs for itself."""
+    return not reference.startswith(HF) and _NAMED.search(reference) is not None
+
+
+@mended_by("Export the model again, or bring it in a workload file: trimtab init custom.")
+def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
+    if not os.path.isfile(path):  # which says no where pathlib's raises
+        raise no_file(path, "Check the path, or write a workload file to start from: trimtab init.")
+    with _understood(path):
+        return _workload(path, inputs, shapes)
+
+
+@contextlib.contextmanager
+def _understood(path: pathlib.Path) -> Iterator[None]:
+    """A block in which no code of the user's is run: whatever goes wrong in it, what ``path`` holds makes no sense."""
+    try:
+        yield
+    except TrimtabError:
+        raise
+    except SENSELESS as error:
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no more is known")
+        raise IntegrityError(f"{path} holds no model that can be used: {type(error).__name__}: {said[:300]}") from error
+
+
+def _workload(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
+    absolute = str(path.resolve())
+    model: Any
+    notes: tuple[str, ...] = ()
+    if path.suffix in SCRIPTS:
+        model = ScriptFile(absolute)
+        form = model.form(inputs, shapes)
+    else:
+        model = (ProgramFile if path.suffix == ".pt2" else OnnxFile)(absolute)
+        form = model.form()
+    found = inputs_of(form, inputs, shapes, model)
+    if not isinstance(model, ScriptFile):
+        form, notes = model.proven(form, found.example)
+    return Workload(
+        model=model,
+        inputs=found.example,
+        name=_name(path.stem),
+        calibration=found.calibration,
+        dynamic=form.dims or None,
+        notes=(*notes, *found.notes),
+    )
+
+
+@mended_by("Save the model into it again with save_pretrained.")
+def _from_folder(
+    folder: str, inputs: str | os.PathLike[str] | None, shapes: Mapping[str, str | Sequence[int]], task: str | None
+) -> Workload:
+    path = pathlib.Path(os.path.realpath(os.path.expanduser(folder)))  # neither of which raises, as pathlib's do
+    model = TransformersFolder(str(path), task)
+    with _understood(path):
+        form, found = transformers_inputs(model, None if inputs is None else pathlib.Path(inputs), shapes)
+    return Workload(
+        model=model,
+        inputs=found.example,
+        name=_name(path.name),
+        calibration=found.calibration,
+        dynamic=form.dims or None,
+        notes=found.notes,
+    )
+
+
+def _name(text: str) -> str:
+    """``text`` as a workload may be called."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "model"
+
+
+def _referred(found: Workload, words: tuple[str, ...]) -> Workload:
+    """``found`` with what stands for it, which nobody else may say of a workload."""
+    object.__setattr__(found, "reference", words)
+    return found
+
+
+def _words(text: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The reference and its options as the command line says them."""
+    words = [text]
+    for name, shape in (given["shapes"] or {}).items():
+        words += ["--shape", f"{name}={shape if isinstance(shape, str) else 'x'.join(map(str, shape))}"]
+    words += [word for name in ("inputs", "task") if given[name] for word in (f"--{name}", os.fspath(given[name]))]
+    return tuple(words)
+
+
+def _none_of(given: Mapping[str, Any], text: str, taken: Sequence[str]) -> None:
+    for name, value in given.items():
+        if value and name not in taken:
+            option = {"inputs": "--inputs", "shapes": "--shape", "task": "--task"}[name]
+            use = {"inputs": "model files", "shapes": "model files", "task": "hf:FOLDER"}[name]
+            raise UsageError(f"{option} is for {use}; {text!r} brings its own. Leave it out.")

@@ -1,0 +1,1 @@
+"""A PyTorch module from an ONNX file."""

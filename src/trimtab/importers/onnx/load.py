@@ -1,0 +1,254 @@
+"""Workloads from ONNX files, brought back to PyTorch and proven equal to ONNX Runtime's answer before anything is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab._internal.text import with_fix
+from trimtab.core.candidate import MODEL_ERRORS
+from trimtab.core.dynamic_dims import BATCH
+from trimtab.core.signature import Dim
+from trimtab.core.technique import require
+from trimtab.core.workload import as_call
+from trimtab.errors import IntegrityError, UsageError
+from trimtab.importers.input_spec import Form, as_far_as_proven, structure_of
+from trimtab.importers.onnx.graph import STANDARD, graph_inputs, identifiers, import_graph
+from trimtab.importers.onnx.operators import DTYPES
+from trimtab.tensors.comparison import is_discrete, too_many_differ
+from trimtab.tensors.structure import flatten
+from trimtab.tensors.weights import tolerance
+
+TOLERANCE = 1e-3
+"""Largest difference to ONNX Runtime, as a share of the largest value; two correct float32 runtimes differ by far less."""
+HUGE = 1e30
+MOST_INLINED, LEAST_NODE, MOST_NESTED = 2_000_000_000, 1000, 100
+"""Of a graph whose functions are inlined: its bytes, what a node counts at least, and how many calls may lie in each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnnxFile:
+    """Builds the PyTorch module of an ONNX file."""
+
+    path: str
+
+    def __call__(self) -> nn.Module:
+        """The module, with the file's weights; nothing that the file says is run as code.
+
+        Raises:
+            UsageError: the file holds something that PyTorch cannot say, or is not known here.
+            IntegrityError: the file is no ONNX model or is damaged.
+        """
+        return import_graph(read_model(self.path))
+
+    def form(self) -> Form:
+        """What the graph takes."""
+        items = graph_inputs(read_model(self.path, weights=False))
+        source = pathlib.Path(self.path).name
+        names = tuple(identifiers([item.name for item in items]))
+        return Form(
+            source=source,
+            names=names,
+            dtypes=tuple(_dtype(item, source) for item in items),
+            shapes=tuple(_shape(item, name, source) for item, name in zip(items, names, strict=True)),
+            structure=structure_of([torch.empty(1, device="meta") for _ in items], {}),
+        )
+
+    def proven(self, form: Form, example: Any) -> tuple[Form, tuple[str, ...]]:
+        """``form`` with those dynamic sizes that really may vary, and notes; the import is compared with ONNX Runtime.
+
+        Raises:
+            UsageError: the two do not agree, which is the importer's fault; says by how much.
+        """
+        module = self()
+        session = _session(self.path)
+        args, _ = as_call(example)
+        if reason := _refused(session, list(args)):
+            tried = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in zip(form.names, args, strict=True))
+            raise UsageError(
+                f"ONNX Runtime cannot run {form.source} on inputs of these sizes: {tried}. It says: {reason}. State the sizes "
+                f"that the model takes, as in --shape {form.names[0]}=1x10, or give real inputs with --inputs FILE.npz."
+            )
+        if reason := _apart(module, session, list(args)):
+            raise UsageError(
+                f"{form.source} was brought back to PyTorch, but {reason}. It cannot be used; please report the model, and "
+                "start from the PyTorch model that it was exported from."
+            )
+        found, notes = as_far_as_proven(form, list(args), lambda leaves: _apart(module, session, leaves) is None)
+        equal = f"{form.source} was brought back to PyTorch; its answers are those of ONNX Runtime on the example inputs."
+        return found, (equal, *notes)
+
+
+def read_model(path: str, *, weights: bool = True) -> Any:
+    """The ``onnx.ModelProto`` in ``path`` with its functions inlined; weights beside the file are read from its own folder.
+
+    Raises:
+        IntegrityError: it is no ONNX model, or a weight lies outside the folder.
+    """
+    onnx = require("onnx")
+    protobuf = require("google.protobuf.message")
+    try:
+        model = onnx.load(path, load_external_data=False)
+        if not model.graph.node or not model.ir_version:
+            raise IntegrityError(f"{path} is no ONNX model: it has no nodes.")
+        if model.functions:
+            _check_functions(model, path)
+            # before the weights are there: this passes the model through one message, which holds 2 GB at most
+            model = require("onnx.inliner").inline_local_functions(model)
+        if weights:
+            require("onnx.external_data_helper").load_external_data_for_model(model, os.path.dirname(path))
+        return model
+    except (protobuf.DecodeError, onnx.checker.ValidationError, ValueError, OSError) as error:
+        raise IntegrityError(f"{path} is no ONNX model that can be read: {error}") from error
+
+
+def _check_functions(model: Any, path: str) -> None:
+    """Refuse functions that call each other so often, or so deep, that inlining them would never end.
+
+    Raises:
+        IntegrityError: they do, or one of them is given a graph, as only control flow needs.
+    """
+    bodies = {_named(item, item.name): list(_within(item.node)) for item in model.functions}
+    known: dict[tuple[str, str, str], tuple[int, int]] = {}
+
+    def inlined(nodes: list[Any], depth: int) -> tuple[int, int]:
+        """How many bytes ``nodes`` and what they call come to, and how many calls lie in each other."""
+        size, deepest = sum(max(node.ByteSize(), LEAST_NODE) for node in nodes), 0
+        for node in nodes:
+            if (key := _named(node, node.op_type)) not in bodies:
+                continue
+            if any(item.type in (item.GRAPH, item.GRAPHS) for item in node.attribute):
+                raise IntegrityError(f"{path} gives a graph to a function, as control flow does; it is not read.")
+            if key not in known and depth < MOST_NESTED:
+                known[key] = inlined(bodies[key], depth + 1)
+            more, below = known.get(key, (0, MOST_NESTED))  # one that is not known lies too deep, perhaps in itself
+            size, deepest = size + more, max(deepest, below + 1)
+        return size, deepest
+
+    size, deepest = inlined(list(_within(model.graph.node)), 0)
+    if size > MOST_INLINED or deepest > MOST_NESTED:
+        raise IntegrityError(
+            f"{path} holds functions that call each other too often or too deep: at most {MOST_INLINED / 1e9:.0f} GB and "
+            f"{MOST_NESTED} calls in each other are read."
+        )
+
+
+def _named(item: Any, name: str) -> tuple[str, str, str]:
+    """By what a node finds its function."""
+    return "" if item.domain in STANDARD else item.domain, name, getattr(item, "overload", "")
+
+
+def _within(nodes: Any) -> Iterator[Any]:
+    """``nodes`` and those of the graphs in them."""
+    for node in nodes:
+        yield node
+        for item in node.attribute:
+            for graph in (*([item.g] if item.type == item.GRAPH else []), *item.graphs):
+                yield from _within(graph.node)
+
+
+def _session(path: str) -> Any:
+    runtime, errors = require("onnxruntime"), require("onnxruntime.capi.onnxruntime_pybind11_state")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4  # sizes that it refuses are asked for on purpose
+    try:
+        return runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except (errors.Fail, errors.InvalidGraph, errors.InvalidProtobuf, errors.NotImplemented, errors.RuntimeException) as error:
+        told = f"{path} does not load into ONNX Runtime, so nothing can be compared with it: {error}"
+        raise UsageError(with_fix(told, "Start from the PyTorch model that it was exported from.")) from error
+
+
+def _answers(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
+    """What ONNX Runtime gives.
+
+    Raises:
+        RuntimeError: it does not take these inputs.
+    """
+    names = [item.name for item in session.get_inputs()]
+    if any(leaf.dtype == torch.bfloat16 for leaf in leaves):
+        raise UsageError(
+            "The ONNX model takes bfloat16, which ONNX Runtime does not take from Python, so nothing can be compared with it. "
+            "Start from the PyTorch model that it was exported from, or export it with float32 inputs."
+        )
+    runtime = require("onnxruntime.capi.onnxruntime_pybind11_state")
+    try:
+        found: list[Any] = session.run(None, {name: leaf.numpy(force=True) for name, leaf in zip(names, leaves, strict=True)})
+    except (runtime.Fail, runtime.InvalidArgument, runtime.RuntimeException) as error:
+        raise RuntimeError(str(error).splitlines()[0][:200]) from error
+    return found
+
+
+def _refused(session: Any, leaves: list[torch.Tensor]) -> str | None:
+    """What ONNX Runtime has against ``leaves``, in its own words."""
+    try:
+        _answers(session, leaves)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str | None:
+    """How the two differ on ``leaves``, in words; ``None`` if they agree."""
+    try:
+        wanted = _answers(session, leaves)
+    except RuntimeError as error:
+        return f"ONNX Runtime itself fails: {error}"
+    try:
+        with torch.no_grad():
+            found = flatten(module(*leaves), "output")[0]
+    except MODEL_ERRORS as error:
+        return f"it fails: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        other = torch.as_tensor(theirs)
+        if ours.shape != other.shape:
+            return f"its output {number} has the shape {list(ours.shape)} where ONNX Runtime gives {list(other.shape)}"
+        if ours.dtype != other.dtype:
+            return f"its output {number} is {ours.dtype} where ONNX Runtime gives {other.dtype}"
+        if is_discrete(other.dtype):
+            if turned := too_many_differ(other, ours):
+                return f"its output {number} is not what ONNX Runtime gives: {turned}"
+            continue
+        a, b = ours.double(), other.double()
+        usual = _usual(b)
+        if not torch.equal(_usual(a), usual) or not torch.equal(a[~usual].sign().nan_to_num(), b[~usual].sign().nan_to_num()):
+            return f"its output {number} has NaN or infinity where ONNX Runtime has none, or the other way round"
+        worst, size = (float(values[usual].abs().max()) if usual.any() else 0.0 for values in (a - b, b))
+        if worst > tolerance(module, TOLERANCE) * max(size, TOLERANCE):
+            return f"its output {number} is off by {worst:.3g} from what ONNX Runtime gives"
+    return None
+
+
+def _usual(values: torch.Tensor) -> torch.Tensor:
+    """Where ``values`` are neither NaN nor infinite nor what stands for infinity in a mask."""
+    return values.isfinite() & (values.abs() < HUGE)
+
+
+def _dtype(item: Any, source: str) -> torch.dtype:
+    number = item.type.tensor_type.elem_type
+    if number not in DTYPES:
+        raise UsageError(
+            f"{source} takes {item.name!r}, which is no tensor of numbers. Only tensors can be given to it here: start from "
+            "the PyTorch model that it was exported from."
+        )
+    return DTYPES[number]
+
+
+def _shape(item: Any, name: str, source: str) -> tuple[int | Dim, ...]:
+    if not item.type.tensor_type.HasField("shape"):
+        raise UsageError(f"{source} does not say how many axes {item.name!r} has. Export it again with its shapes.")
+    sizes: list[int | Dim] = []
+    for axis, dim in enumerate(item.type.tensor_type.shape.dim):
+        if dim.HasField("dim_value") and dim.dim_value > 0:
+            sizes.append(int(dim.dim_value))
+            continue
+        word = re.sub(r"\W", "_", dim.dim_param)
+        unnamed = BATCH if axis == 0 else f"{name}_{axis}"
+        sizes.append(Dim(word if word.isidentifier() else f"dim_{word}" if word else unnamed))
+    return tuple(sizes)

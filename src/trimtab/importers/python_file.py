@@ -1,0 +1,127 @@
+"""Workloads from Python: ``file.py``, ``file.py:name``, ``package.module:name``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trimtab._internal.text import no_file, of_type
+from trimtab.core.workload import Workload, user_code
+from trimtab.errors import UsageError
+
+MOST = 12
+"""So many names of a file are told at most."""
+
+
+def read_script(text: str) -> Workload:
+    """The workload that the reference ``text`` names; the file's folder is put on ``sys.path``, as ``python file.py`` does.
+
+    Raises:
+        UsageError: no such file, module or name, or it is not a workload.
+        WorkloadError: the file raised while it was run; the user's exception is the cause.
+    """
+    place, _, name = text.rpartition(":") if re.search(r":[A-Za-z_]\w*$", text) else (text, "", "")
+    module = _run_file(pathlib.Path(place)) if place.endswith(".py") else _import(place)
+    with _arguments(text):
+        return _made(_pick(module, name, text), text)
+
+
+def _run_file(path: pathlib.Path) -> types.ModuleType:
+    if not os.path.isfile(path):  # which says no where pathlib's raises
+        raise no_file(path, "Check the path, or write a file to start from: trimtab init.")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    with user_code(f"{path} could not be run", _alone(path)), _arguments(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _alone(path: pathlib.Path) -> str:
+    """What to do where the file fails, which may be one of a package and import with a leading dot what lies beside it."""
+    folders, names = path.resolve().parents, [path.stem]
+    for folder in folders:
+        if not (folder / "__init__.py").is_file():
+            break
+        names.insert(0, folder.name)
+    if len(names) == 1:
+        return f"Try it alone: python {path}"
+    return f"It lies in a package: where it imports with a leading dot, write {'.'.join(names)}:NAME, in the folder {folder}."
+
+
+@contextlib.contextmanager
+def _arguments(*found: str) -> Iterator[None]:
+    """A block in which a script that reads its arguments finds ``found``, and not trimtab's."""
+    before = sys.argv
+    sys.argv = list(found)
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _import(name: str) -> types.ModuleType:
+    sys.path.insert(0, os.getcwd())
+    with user_code(f"The module {name} could not be imported", f"Try it alone: python -c 'import {name}'"), _arguments(name):
+        try:
+            found = importlib.util.find_spec(name)  # which runs the packages that it lies in
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            found = None
+        if found is None:
+            raise UsageError(f"There is no module {name!r} on the path. For a file, write its path with .py.")
+        return importlib.import_module(name)
+
+
+def _pick(module: types.ModuleType, name: str, text: str) -> Any:
+    if name:
+        if not hasattr(module, name):
+            raise UsageError(f"{text!r}: the file has no {name!r}. It has: {', '.join(_public(module)) or 'nothing'}.")
+        return getattr(module, name)
+    if hasattr(module, "workload"):
+        return module.workload
+    found = _workloads(module)
+    if len(found) == 1:
+        return getattr(module, found[0])
+    if not found:
+        raise UsageError(
+            f"{text!r} defines no workload. `trimtab init` writes a file to start from; if one of its functions makes one, say "
+            f"which: {text}:NAME (it has: {', '.join(_public(module)) or 'nothing'})."
+        )
+    raise UsageError(
+        f"{text!r} defines {len(found)} workloads. Name one of them `workload`, or say which: {text}:NAME "
+        f"(they are: {', '.join(_workloads(module)[:MOST])})."
+    )
+
+
+def _made(found: Any, text: str) -> Workload:
+    if not isinstance(found, Workload) and callable(found) and not isinstance(found, type):
+        with user_code(f"{text!r} raised while it made the workload", "Call it yourself to see why."):
+            found = found()
+    if not isinstance(found, Workload):
+        raise UsageError(f"{text!r} is {of_type(found)}; it must be a trimtab.Workload or a function that returns one.")
+    return found
+
+
+def _workloads(module: types.ModuleType) -> Sequence[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, Workload)]
+
+
+def _public(module: types.ModuleType) -> Sequence[str]:
+    """Names that may be asked for: of workloads, and of what may make one."""
+    makers = [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
+    return [*_workloads(module), *makers][:MOST]

@@ -1,0 +1,384 @@
+"""The charts as data for plotly. Colours are names that the page looks up in its theme, so that they follow it; a number behind
+a name says how much of the colour there is, on paper."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trimtab._internal.text import plain
+from trimtab.core.measurement import Interval
+from trimtab.core.trial import State
+from trimtab.report import formatting as words
+from trimtab.report.trial_table import Row, has_files, labelled
+from trimtab.study import ranking
+from trimtab.study.record import Record
+
+SERIES = 8
+"""Colours that the theme has for backends; further ones begin again."""
+AREA = 34
+"""Diameter, in pixels, of the largest point."""
+SMALL = 1e-9
+"""A size, in MB, for what has none: plotly draws no point at all for 0, and the smallest for this."""
+PALE = 0.35
+"""How much of its colour a point has that others beat; the rest is paper, so that points do not darken each other."""
+REACH = 3.0
+"""How many times as high as the fastest trial the chart may become to show a limit that nothing meets."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """One chart, and in a sentence what it shows, for those who cannot see it."""
+
+    name: str
+    about: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    height: int = 380
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A trial in the plane of speed against loss."""
+
+    row: int
+    x: float
+    low: float
+    high: float
+    speed: Interval
+    size: float | None
+    backend: str
+    keeps: bool
+    complete: bool
+    hover: str
+
+
+def safe(text: str) -> str:
+    """Text that plotly shows as it is; it reads tags."""
+    return html.escape(plain(text), quote=False)
+
+
+def wrapped(text: str, width: int = 46) -> str:
+    """``text`` in lines of about ``width`` letters, at most four."""
+    lines: list[str] = []
+    line = ""
+    for word in words.clipped(text, 4 * width).split():
+        if line and len(line) + len(word) >= width:
+            lines, line = [*lines, line], word
+        else:
+            line = f"{line} {word}".strip()
+    return "<br>".join(safe(each) for each in [*lines, line])
+
+
+def ladder(record: Record) -> Chart | None:
+    """The speed-up of each rung with its interval."""
+    rungs = [(rung, found) for rung in record.ladder if _usable(found := words.rung_interval(rung)) and found is not None]
+    if not rungs:
+        return None
+    names = [words.RUNG_WORDS.get(rung["rung"], str(rung["rung"])) for rung, _ in rungs]
+    intervals = [found for _, found in rungs]
+    clear = [not found.vague for found in intervals]
+    reach = max((found.high for found, sure in zip(intervals, clear, strict=True) if sure), default=1.0)
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": names,
+        "x": [found.value if sure else None for found, sure in zip(intervals, clear, strict=True)],
+        "text": [f" {words.speed(found)}" for found in intervals],
+        "textposition": "none",
+        "width": 0.42,
+        "marker": {"color": ["@accent" if name == "best" else "@quiet" for name in names]},
+        "error_x": _bars(
+            [(f.value - f.low, f.high - f.value) if sure else (0.0, 0.0) for f, sure in zip(intervals, clear, strict=True)]
+        ),
+        "hovertext": [f"<b>{safe(n)}</b><br>{wrapped(r['recipe'])}" for n, (r, _) in zip(names, rungs, strict=True)],
+        "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
+    }
+    labels = [_label(name, _figure(found)) for name, found in zip(names, intervals, strict=True)]
+    said = "; ".join(f"{name} {words.speed(found)}" for name, found in zip(names, intervals, strict=True))
+    layout = {
+        "xaxis": {"title": {"text": "speed-up over as written"}, "range": [0, 1.06 * reach], "ticksuffix": "x"},
+        "yaxis": {"autorange": "reversed", "showgrid": False},
+        "annotations": labels,
+        "shapes": [_line(x=1.0, colour="@grid-strong")],
+        "showlegend": False,
+    }
+    return Chart("ladder", f"Speed-up of each rung over the model as written: {said}.", [bars], layout, 90 + 62 * len(rungs))
+
+
+def _figure(found: Interval) -> str:
+    """A speed-up with its bounds."""
+    return f"{words.quoted(found)} ({words.span(found)})"
+
+
+def _usable(found: Interval | None) -> bool:
+    return found is not None and all(words.known(value) is not None for value in (found.value, found.low, found.high))
+
+
+def _label(y: str, text: str) -> dict[str, Any]:
+    """The figures of a bar, above its beginning, where a narrow screen has room for them too."""
+    place = {"x": 0, "y": y, "xanchor": "left", "yanchor": "bottom", "yshift": 13}
+    return place | {"text": safe(text), "showarrow": False, "font": {"color": "@ink"}}
+
+
+def _bars(both: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Error bars that reach ``(down, up)`` from each point."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "arrayminus": [max(0.0, down) for down, _ in both],
+        "array": [max(0.0, up) for _, up in both],
+        "color": "@ink",
+        "thickness": 1.4,
+        "width": 0,
+    }
+
+
+def _line(*, x: float | None = None, y: float | None = None, colour: str = "@bad") -> dict[str, Any]:
+    """A dotted line across the whole chart."""
+    line = {"type": "line", "line": {"color": colour, "width": 1.4, "dash": "dot"}, "layer": "below"}
+    if x is not None:
+        return line | {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    return line | {"y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1}
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats in both speed and loss, the smallest loss first; only finished trials count."""
+    found: list[Point] = []
+    for point in sorted((p for p in points if p.complete), key=lambda p: (p.x, -p.speed.value)):
+        if not found or point.speed.value > found[-1].speed.value:
+            found.append(point)
+    return found
+
+
+def points(record: Record, rows: Sequence[Row]) -> list[Point]:
+    """The trials of which both figures are known."""
+    return [point for index, row in enumerate(rows) if (point := _point(index, row, record)) is not None]
+
+
+def drawable(speed: Interval | None) -> bool:
+    """Whether a speed-up is known well enough to be drawn."""
+    return speed is not None and _usable(speed) and not speed.vague
+
+
+def _point(index: int, row: Row, record: Record) -> Point | None:
+    trial = row.trial
+    scale = 100.0 if words.in_percent(record) else 1.0
+    if labelled(record):
+        drop = trial.drop
+        figures = None if drop is None else (drop.value * scale, drop.low * scale, drop.upper * scale)
+    else:
+        error = trial.parity.centred_error if trial.parity else None
+        figures = None if error is None else (error, error, error)
+    speed = trial.speedup
+    if speed is None or not drawable(speed) or figures is None or any(words.known(figure) is None for figure in figures):
+        return None
+    return Point(
+        *(index, *figures, speed, words.known(trial.size_mb), trial.recipe.backend.name, row.keeps),
+        complete=trial.state is State.COMPLETE,
+        hover=_hover(row, record),
+    )
+
+
+def _hover(row: Row, record: Record) -> str:
+    trial = row.trial
+    loss = (
+        f"{words.terms(record).drop} {words.drop(trial.drop, record)}"
+        if labelled(record)
+        else f"error {words.error(trial.parity.centred_error if trial.parity else None)}"
+    )
+    size = [f"size {words.megabytes(trial.size_mb)}"] if has_files(record) else []
+    return "<br>".join(
+        (f"<b>{wrapped(row.recipe)}</b>", safe(words.speed(trial.speedup)), loss, *size, f"{trial.state}{_kept(row, record)}")
+    )
+
+
+def _kept(row: Row, record: Record) -> str:
+    """What is known of the limits, to stand behind the state: a trial that ended early was not held against them."""
+    if row.keeps or row.trial.state is not State.COMPLETE:
+        return ", within the limits" if row.keeps else ""
+    return ", not within the limits" if ranking.misses(row.trial, record.limits) else ", not in a form that ships"
+
+
+def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:
+    """Speed against loss: size as area, backend as colour, the dominated pale, the limits drawn."""
+    found = points(record, rows)
+    if not found:
+        return None
+    best = front(found)
+    place = _axis(found, log=not labelled(record))
+    largest = max((point.size or 0.0 for point in found), default=0.0) or 1.0
+    backends = sorted({point.backend for point in found})
+    colours = {backend: f"@series-{index % SERIES}" for index, backend in enumerate(backends)}
+    beaten = [point for point in found if point not in best]
+    data = [  # what is drawn later covers what is drawn first
+        *_traces(beaten, colours, place, largest, pale=True),
+        _front_line(best, place),
+        *_traces(best, colours, place, largest, pale=False),
+        *(_key(backend, colour) for backend, colour in colours.items()),
+    ]
+    against = words.terms(record).lost if labelled(record) else "error of the outputs"
+    about = (
+        f"Speed-up against {against} of {len(found)} trials; {len(best)} of them are not beaten in both. The table of trials "
+        "holds the same figures."
+    )
+    return Chart("pareto", about, data, _pareto_layout(record, rows, found, place), 460)
+
+
+def _axis(found: Sequence[Point], *, log: bool) -> Callable[[float], float]:
+    """How a loss is placed: as it is, or on an axis of powers of ten, where nothing lost stands left of the least loss."""
+    if not log:
+        return lambda x: x
+    least = min((point.x for point in found if point.x > 0), default=1e-7)
+    return lambda x: max(x, least / 10)
+
+
+def _front_line(best: Sequence[Point], place: Callable[[float], float]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [place(point.x) for point in best],
+        "y": [point.speed.value for point in best],
+        "line": {"shape": "hv", "color": "@grid-strong", "width": 1.5},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+
+
+def _traces(
+    found: Sequence[Point], colours: Mapping[str, str], place: Callable[[float], float], largest: float, *, pale: bool
+) -> list[dict[str, Any]]:
+    """A trace for each backend, the large points below the small ones; only those that no other beats have whiskers."""
+    own = {name: sorted((p for p in found if p.backend == name), key=lambda p: -(p.size or 0.0)) for name in colours}
+    return [_trace(name, colours[name], points, place, largest, pale=pale) for name, points in own.items() if points]
+
+
+def _trace(
+    name: str, colour: str, own: Sequence[Point], place: Callable[[float], float], largest: float, *, pale: bool
+) -> dict[str, Any]:
+    across = [(0.0, 0.0) if pale else (p.x - p.low, p.high - p.x) for p in own]
+    along = [(0.0, 0.0) if pale else (p.speed.value - p.speed.low, p.speed.high - p.speed.value) for p in own]
+    colour = f"{colour} {PALE}" if pale else colour
+    error = {"color": colour}
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": safe(name),
+        "legendgroup": name,
+        "showlegend": False,
+        "x": [place(point.x) for point in own],
+        "y": [point.speed.value for point in own],
+        "error_x": _bars(across) | error,
+        "error_y": _bars(along) | error,
+        "customdata": [point.row for point in own],
+        "hovertext": [point.hover for point in own],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "marker": {
+            "color": colour,
+            "size": [point.size or SMALL for point in own],
+            "sizemode": "area",
+            "sizeref": 2 * largest / AREA**2,
+            "sizemin": 5,
+            "opacity": 1.0,
+            "symbol": ["circle" if point.keeps else "circle-open" for point in own],
+            "line": {"width": [1 if pale and p.keeps else 2 for p in own], "color": "@paper" if pale else colour},
+        },
+    }
+
+
+def _key(name: str, colour: str) -> dict[str, Any]:
+    """The backend's place in the legend, which would else take the look of its first point."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": safe(name),
+        "legendgroup": name,
+        "x": [None],
+        "y": [None],
+        "marker": {"color": colour, "size": 11},
+    }
+
+
+def _pareto_layout(
+    record: Record, rows: Sequence[Row], found: Sequence[Point], place: Callable[[float], float]
+) -> dict[str, Any]:
+    top = max(min(point.speed.high, 1.3 * point.speed.value) for point in found)
+    asked = _asked(record)
+    if asked is not None and asked <= REACH * top:
+        top = max(top, asked)
+    shapes, notes = _limit_lines(record, top)
+    spots = [point.x if labelled(record) else math.log10(place(point.x)) for point in found]
+    middle = (min(spots) + max(spots)) / 2
+    notes += [
+        _shipping(record, x, point.speed.value, right=x > middle)
+        for x, point in zip(spots, found, strict=True)
+        if rows[point.row].ships
+    ]
+    across: dict[str, Any] = {"title": {"text": words.terms(record).lost}, "zeroline": True}
+    if not labelled(record):
+        across = {
+            "title": {"text": "error of the outputs"},
+            "type": "log",
+            "exponentformat": "power",
+            "dtick": 1,
+        }
+    elif words.in_percent(record):
+        across["ticksuffix"] = "%"
+    return {
+        "xaxis": across,
+        "yaxis": {"title": {"text": "speed-up over as written"}, "range": [0, 1.15 * top], "ticksuffix": "x"},
+        "shapes": shapes,
+        "annotations": notes,
+        "legend": {"orientation": "h", "y": -0.24, "x": 0},
+        "hovermode": "closest",
+    }
+
+
+def _shipping(record: Record, x: float, y: float, *, right: bool) -> dict[str, Any]:
+    """What ships, by name and with its confirmed speed-up; its words go inwards from a point in the ``right`` half."""
+    again = record.confirmation.speedup if record.confirmation is not None and record.confirmation.again else None
+    text = "ships" if again is None else f"ships<br>({words.quoted(again)} when measured again)"
+    arrow = {"showarrow": True, "arrowcolor": "@ink", "arrowwidth": 1, "ax": 0, "ay": -34}
+    side = "right" if right else "left"
+    return arrow | {"x": x, "y": y, "text": text, "font": {"color": "@ink"}, "xanchor": side, "align": side}
+
+
+def _asked(record: Record) -> float | None:
+    """The speed-up with which the model as written would meet the limit of the latency, if there is one."""
+    medians = (rung["latency_ms"]["median"] for rung in record.ladder if rung.get("rung") == "as_written")
+    written, limit = words.known(next(medians, None)), record.limits.latency_ms
+    return written / limit if record.objective == "latency" and limit and written else None
+
+
+def _limit_lines(record: Record, top: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The limits that have a place in this plane, up to ``top``; that of the latency is told in words where it has none."""
+    shapes, notes = [], []
+    scale = 100.0 if words.in_percent(record) else 1.0
+    base = words.known(record.prepared.score)
+    if labelled(record) and base is not None:
+        limit = record.limits.drop_limit(base)
+        shapes.append(_line(x=limit * scale))
+        notes.append(_limit_note(f"limit {words.lost(limit, record)}", x=limit * scale))
+    elif not labelled(record):
+        shapes.append(_line(x=record.limits.max_error))
+        notes.append(_limit_note(f"limit {words.error(record.limits.max_error)}", x=math.log10(record.limits.max_error)))
+    if (asked := _asked(record)) is not None:
+        limit_ms = f"limit {words.milliseconds(record.limits.latency_ms)}"
+        if asked <= top:
+            shapes.append(_line(y=asked))
+            notes.append(_limit_note(limit_ms, y=asked))
+        else:
+            notes.append(_limit_note(f"{limit_ms}: above, at {words.times(asked)}"))
+    return shapes, notes
+
+
+def _limit_note(text: str, *, x: float | None = None, y: float | None = None) -> dict[str, Any]:
+    """A word beside the line of a limit, or at the upper edge where there is no line."""
+    note = {"text": text, "showarrow": False, "font": {"color": "@bad", "size": 12}}
+    if x is not None:
+        return note | {"x": x, "yref": "paper", "y": 1, "yanchor": "bottom"}
+    right = note | {"xref": "paper", "x": 1, "xanchor": "right"}
+    return right | ({"y": y, "yanchor": "bottom"} if y is not None else {"yref": "paper", "y": 1, "yanchor": "top"})

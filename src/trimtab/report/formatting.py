@@ -1,0 +1,359 @@
+"""Figures and recipes as people read them. What is not known is said to be not measured, never left to be guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trimtab._internal.text import counted, plain
+from trimtab.core.measurement import MANY, Drop, Interval, Parity
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import Mode
+from trimtab.core.trial import Trial
+from trimtab.study.record import Record
+
+UNKNOWN = "not measured"
+RUNG_WORDS = {"as_written": "as written", "tuned": "tuned", "lossless": "lossless", "best": "best"}
+STATUS_WORDS = {
+    "improved": "improved",
+    "limits_not_met": "limits not met",
+    None: "no verdict yet",
+}
+STOP_WORDS = {
+    "width": "the interval was narrow enough",
+    "time": "the time for it was up",
+    "pairs": "the pairs asked for were done",
+}
+WIDTH, NARROWEST = 100, 40
+"""Columns of what is made for a terminal of which nothing is known, and the fewest that anything is made for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a study is about, and what its figures are called."""
+
+    subject: str
+    """What was to become faster."""
+    answer: str
+    """What the study ends with."""
+    stays: str
+    """The verdict where that is the original."""
+    quality: str
+    """What a faster recipe may cost."""
+    score: str
+    drop: str
+    outputs: str
+    """What is compared with the original."""
+    basis: str
+    """The samples that a drop rests on: a preposition, to be followed by their number."""
+    sample: str
+    scored: str
+    """Of how many samples the score as written is."""
+    searched: str
+    """Where the search measured a drop."""
+    again: str
+    """Where the confirmation did."""
+    rungs: str
+    """What the ladder leads over."""
+    measure: str
+    call: str
+    """What is timed: the name of its time, and its own."""
+    drawn: str
+    """What the size and the colour of a point say."""
+
+    @property
+    def lost(self) -> str:
+        """The figure that a limit binds."""
+        return f"{self.drop} of the {self.score}"
+
+    def samples(self, number: int) -> str:
+        """``on 500 examples``."""
+        return f"{self.basis} {count(number, self.sample)}"
+
+
+TERMS: Mapping[Mode, Terms] = {
+    "infer": Terms(
+        subject="the model as written",
+        answer="What ships",
+        stays="the original ships",
+        quality="accuracy",
+        score="score",
+        drop="drop",
+        outputs="outputs",
+        basis="on",
+        sample="example",
+        scored="on {} of the selection data",
+        searched="on the selection data",
+        again="on the test data",
+        rungs="over its tuned form, to the best that loses nothing, to the best within the limits",
+        measure="latency",
+        call="call",
+        drawn="Area is size on disk, colour the runtime.",
+    ),
+    "train": Terms(
+        subject="the training as written",
+        answer="The settings",
+        stays="the settings as written stay",
+        quality="loss",
+        score="loss",
+        drop="rise",
+        outputs="losses",
+        basis="over the last",
+        sample="update",
+        scored="at the end of {}",
+        searched="in the search",
+        again="from other parameters",
+        rungs="to the best settings that change nothing in what is learnt, to the best within the limits",
+        measure="update time",
+        call="update",
+        drawn="",
+    ),
+}
+
+
+def terms(record: Record) -> Terms:
+    """The words for this study."""
+    return TERMS[record.mode]
+
+
+def columns(asked: int | None) -> int:
+    """Columns to fill of a terminal that has as many as ``asked``, if that is known."""
+    return WIDTH if asked is None else max(NARROWEST, min(asked, WIDTH))
+
+
+def status(record: Record) -> str:
+    """The verdict in a word or two."""
+    if record.status != "kept_original":
+        return STATUS_WORDS[record.status]
+    if record.confirmation is not None and not record.confirmation.ok:
+        return "nothing ships"
+    own = record.mode == "train" or record.winner is None or record.winner.recipe.backend.name == "eager"
+    return terms(record).stays if own else "nothing is faster than the original"
+
+
+def known(value: float | None) -> float | None:
+    """``value``, or ``None`` where it is none, not a number or not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def clipped(text: str, length: int) -> str:
+    """``text`` on one line of at most ``length`` characters."""
+    line = " ".join(plain(text).split())
+    return line if len(line) <= length else line[: length - 1].rstrip() + "…"
+
+
+def some(lines: Iterable[str]) -> list[str]:
+    """Up to 20 different ones of ``lines``, each of up to 600 letters, and how many others there are."""
+    found = list(dict.fromkeys(clipped(line, 600) for line in lines))
+    if len(found) <= 21:
+        return found
+    return [*found[:20], f"… and {len(found) - 20:,} others, which `trimtab report RUN --json` lists."]
+
+
+def digits(value: float | None, count: int = 3) -> str:
+    """``value`` to ``count`` significant digits, with thousands marked and without an exponent where that is readable."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    if value == 0:
+        return "0"
+    power = math.floor(math.log10(abs(value)))
+    if not -5 < power < 7:
+        return f"{value:.{count - 1}e}"
+    return f"{value:,.{max(0, count - 1 - power)}f}"
+
+
+def times(ratio: float | None) -> str:
+    """``2.53x``."""
+    ratio = known(ratio)
+    if ratio is None:
+        return UNKNOWN
+    return f"{ratio:.2f}x" if 0.095 <= ratio < 100 else f"{digits(ratio)}x"
+
+
+def span(interval: Interval | None) -> str:
+    """``2.41 to 2.66``; empty where nothing is known. An upper bound that is not finite is one that says nothing."""
+    if interval is None or known(interval.low) is None:
+        return ""
+    high = times(interval.high)[:-1] if interval.high <= MANY else f">{MANY:.0f}"
+    return f"{times(interval.low)[:-1]} to {high}"
+
+
+def speed(interval: Interval | None) -> str:
+    """``2.53x (2.41 to 2.66)``, ``at least 5.64x (5.64 to 32.20)`` or ``unclear (0.11 to 5.64)``."""
+    bounds = span(interval)
+    if interval is None or not bounds:
+        return UNKNOWN if interval is None else times(interval.value)
+    return f"{quoted(interval)} ({bounds})"
+
+
+def quoted(interval: Interval | None) -> str:
+    """``2.53x``; where the interval is too wide for one number, the bound that is nearer to 1, or that it is unclear."""
+    if interval is None or known(interval.value) is None:
+        return UNKNOWN
+    return interval.quoted() if interval.vague else times(interval.value)
+
+
+def bounds(interval: Interval) -> str:
+    """What stands below a speed-up."""
+    found = span(interval)
+    return f"{found}, 95% interval" if found else ""
+
+
+def milliseconds(value: float | None) -> str:
+    """A latency in the unit that suits it."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    if value >= 1000:
+        return f"{digits(value / 1e3)} s"
+    if value >= 0.1 or value <= 0:
+        return f"{digits(value)} ms"
+    return f"{digits(value * 1e3)} µs" if value >= 1e-3 else f"{digits(value * 1e6)} ns"
+
+
+def alone(record: Record) -> bool:
+    """Whether latencies are of single calls, each with as many examples as its recipe takes at once, and not of the timing."""
+    return record.objective == "throughput" and record.mode == "infer"
+
+
+def examples(trial: Trial | None, record: Record) -> int | None:
+    """With how many examples the call was that the latency of a trial is of; ``None`` where all calls have the same."""
+    found = None if trial is None or not alone(record) else trial.latency_ms
+    number = None if found is None else found.conditions.get("examples")
+    return number if isinstance(number, int) else None
+
+
+def megabytes(value: float | None) -> str:
+    """A size; one MB is 10**6 bytes."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    if abs(value) >= 1000:
+        return f"{digits(value / 1e3)} GB"
+    return f"{digits(value)} MB" if abs(value) >= 0.1 or value == 0 else f"{digits(value * 1e3)} kB"
+
+
+def duration(seconds: float | None) -> str:
+    """``0.42 s``, ``12 s``, ``3 min 20 s``, ``1 h 5 min``."""
+    seconds = known(seconds)
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 60:
+        return f"{digits(seconds, 2)} s" if seconds < 59.5 else "60 s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def share(value: float | None, decimals: int = 1) -> str:
+    """``3.2%``; what is more than nothing never becomes 0%."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    least = 10.0 ** -(decimals + 2)
+    return f"below {least:.{decimals}%}" if 0 < value < least / 2 else f"{value:.{decimals}%}"
+
+
+def error(value: float | None) -> str:
+    """An error relative to what the outputs vary by."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    return share(value, 2) if value >= 1e-4 else f"{value:.1e}" if value else "0"
+
+
+def in_percent(record: Record) -> bool:
+    """Whether scores are shares, such as an accuracy, so that a drop reads best in percent."""
+    return record.prepared.share
+
+
+def score(value: float | None, record: Record) -> str:
+    """A score in its own units."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    return f"{value:.2%}" if in_percent(record) else digits(value, 4)
+
+
+def lost(value: float | None, record: Record) -> str:
+    """A difference of scores, in percent points where the score is a share."""
+    value = known(value)
+    if value is None:
+        return UNKNOWN
+    return f"{value + 0.0:.2%}" if in_percent(record) else digits(value)
+
+
+def drop(found: Drop | None, record: Record) -> str:
+    """``0.20% (≤ 0.55%)``."""
+    if found is None:
+        return UNKNOWN
+    return f"{lost(found.value, record)} (≤ {lost(found.upper, record)})"
+
+
+def parity(found: Parity | None, record: Record) -> str:
+    """The error of the outputs, or of the losses of a training."""
+    if found is None:
+        return UNKNOWN
+    if record.mode == "train":
+        figures = f"apart by {error(found.max_relative)} at most, over {count(found.n, 'update')}"
+    else:
+        largest = f"largest {error(found.tail_error)}, on {count(found.n, 'example')}"
+        figures = f"centred error {error(found.centred_error)}, {largest}"
+        if found.unrelated:
+            figures += f"; {count(found.unrelated, 'example')} off by as much as the outputs vary"
+        if found.left_out:
+            figures += f"; the score alone judges {found.left_out} of the batches, which have other sizes than the reference's"
+    return figures if found.ok else f"{found.reason} ({figures})"
+
+
+count = counted
+
+
+def recipe(found: Recipe, record: Record) -> str:
+    """A recipe in words: the runtime, what is done to the model, the data that it was fitted to, the threads."""
+    words = [found.describe()] if record.mode == "infer" else [step.describe() for step in found.passes]
+    words = words or ["the settings as written"]
+    examples = record.prepared.splits.get("calibration", 0)
+    if examples and any("calibration" in step.needs for step in (*found.passes, found.backend)):
+        words.append(f"calibrated on {count(examples, 'example')}")
+    if not any("threads" in step.sets for step in found.passes):
+        words.append(count(record.prepared.threads, "thread"))
+    return ", ".join(words)
+
+
+def compared(record: Record) -> tuple[str, str]:
+    """What the scores rest on: what it is, and how much there is of it."""
+    if record.mode == "train":
+        return "losses compared", count(record.prepared.n or 0, "update")
+    return "examples", ", ".join(f"{name} {size:,}" for name, size in record.prepared.splits.items()) or "none"
+
+
+def limits(record: Record) -> list[tuple[str, str]]:
+    """What the study had to keep, as names and values."""
+    wished = record.limits
+    found = [
+        ("latency", None if wished.latency_ms is None else milliseconds(wished.latency_ms)),
+        ("memory", None if wished.memory_mb is None else megabytes(wished.memory_mb)),
+        ("size", None if wished.size_mb is None else megabytes(wished.size_mb)),
+    ]
+    base = known(record.prepared.score)
+    if base is not None:
+        stated = (
+            f" ({wished.max_drop})" if isinstance(wished.max_drop, str) else " (by default)" if wished.max_drop is None else ""
+        )
+        found.insert(0, (terms(record).lost, lost(wished.drop_limit(base), record) + stated))
+    else:
+        found.insert(0, ("error of the outputs of lossy recipes", error(wished.max_error)))
+        if wished.max_drop is not None:
+            found.insert(0, (terms(record).lost, f"{wished.max_drop}, which nothing shows without labels"))
+    return [(name, value) for name, value in found if value is not None]
+
+
+def rung_interval(rung: Mapping[str, Any]) -> Interval | None:
+    """The speed-up of a rung of the ladder, which is kept as plain JSON."""
+    values = [rung["speedup"][key] for key in ("value", "low", "high")]
+    return None if None in values else Interval(*values)

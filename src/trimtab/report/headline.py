@@ -1,0 +1,252 @@
+"""What the top of a report says: the answer, the figures that carry it, the recipe in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trimtab._internal.text import plain
+from trimtab.core.measurement import Measurement
+from trimtab.core.trial import Trial
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.report import formatting as words
+from trimtab.report.trial_table import has_files, labelled
+from trimtab.study import ranking
+from trimtab.study.record import Record
+
+RUNNING = "This study has no verdict: it is still running, or it was cut off. The same command goes on with it."
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One figure of the answer, with what stands below it."""
+
+    name: str
+    value: str
+    below: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of the recipe: in words, what it is, its fields."""
+
+    words: str
+    about: str
+    fields: str
+
+
+def headline(record: Record) -> str:
+    """The answer in as few words as there are."""
+    if record.status != "improved":
+        return words.status(record)
+    found, first = record.confirmation, rung(record, "as_written")
+    if record.objective in ("size", "memory") and first is not None:
+        key, what = ("size_mb", "size") if record.objective == "size" else ("peak_mb", "memory")
+        before, after = first.get(key), (rung(record, "best") or {}).get(key)
+        if record.objective == "memory" and found is not None and found.original_mb is not None:
+            before = found.original_mb  # measured beside the winner
+        return f"{words.megabytes(after)} of {what} instead of {words.megabytes(before)}"
+    if found is None or found.speedup is None:
+        return words.status(record)
+    if found.speedup.unclear:
+        return "keeps the limits, at what speed is unclear"
+    if found.speedup.high < 1:  # which only an original that misses a limit gives way to
+        return f"keeps the limits that the original misses, at {words.quoted(found.speedup)} its speed"
+    wide = doubt(record) and not found.speedup.vague
+    ratio = f"{words.span(found.speedup)} times" if wide else words.quoted(found.speedup)
+    return f"{ratio} the throughput of as written" if record.objective == "throughput" else f"{ratio} as fast as written"
+
+
+def sentence(record: Record) -> str:
+    """The verdict, as the study gave it."""
+    return words.clipped(record.sentence, 2000) or RUNNING
+
+
+def rung(record: Record, name: str) -> Mapping[str, Any] | None:
+    """A rung of the ladder by name."""
+    return next((each for each in record.ladder if each.get("rung") == name), None)
+
+
+def leader(record: Record) -> Trial | None:
+    """What ships, or the best so far where that is not known yet."""
+    if record.winner is not None or record.status is not None:
+        return record.winner
+    ranked = ranking.ranked(record.trials, record.limits, record.objective)
+    return ranked[0] if ranked else None
+
+
+def recipe(record: Record) -> str:
+    """What ships, in words; empty where nothing does."""
+    found = leader(record)
+    return "" if found is None else plain(words.recipe(found.recipe, record))
+
+
+def steps(record: Record) -> list[Step]:
+    """The steps of what ships, the runtime last, as they are carried out."""
+    found = leader(record)
+    if found is None:
+        return []
+    return [
+        Step(
+            words=plain(step.describe()),
+            about=(inspect.getdoc(type(step)) or step.name).splitlines()[0],
+            fields=", ".join(f"{field.name}={getattr(step, field.name)}" for field in dataclasses.fields(step)),
+        )
+        for step in (*found.recipe.passes, *([] if record.mode == "train" else [found.recipe.backend]))
+    ]
+
+
+def conditions(record: Record) -> str:
+    """Under what the figures hold, in a sentence."""
+    found = record.confirmation.comparison if record.confirmation is not None else None
+    pairs = "" if found is None else f", {words.count(found.pairs, 'pair')} of timings taken in turns"
+    if found is not None and found.rival_ms is not None:
+        low, high = map(words.milliseconds, found.rival_ms)
+        pairs += f" over {words.count(found.starts, 'start')}; from start to start the original took {low} to {high}"
+    threads = words.count(record.prepared.threads, "thread")
+    inputs = words.clipped(record.prepared.inputs, 200)
+    when = record.confirmation.measured_at if record.confirmation is not None else None
+    date = f"last run on {plain(record.started)[:10]}" if when is None else f"on {plain(when)[:10]}"
+    where = f"{plain(record.environment.cpu)}{',' if when is None else ''} {date}"
+    measured = "Measured" if any(trial.comparison is not None for trial in record.trials) else "Nothing was timed"
+    return f"{measured} on {where}, {threads} unless the recipe says otherwise, inputs {inputs}{pairs}."
+
+
+def tiles(record: Record) -> list[Tile]:
+    """The figures of the answer; those that were not measured are left out."""
+    found = [*_speed(record), *_cost(record)]
+    return [tile for tile in found if tile.value != words.UNKNOWN]
+
+
+def _speed(record: Record) -> Iterator[Tile]:
+    found, first, best = record.confirmation, rung(record, "as_written"), rung(record, "best")
+    if found is None:
+        trial = leader(record)
+        if trial is not None and trial.speedup is not None:
+            below = f"{words.span(trial.speedup)} in the search, not confirmed".lstrip()
+            yield Tile("best so far" if record.status is None else "speed-up", words.quoted(trial.speedup), below)
+        return
+    if found.speedup is not None and found.again:  # settings that stay are once as fast as themselves, which nobody measured
+        yield Tile("speed-up over as written", words.quoted(found.speedup), words.bounds(found.speedup))
+    if found.against_tuned is not None:
+        yield Tile("speed-up over tuned", words.quoted(found.against_tuned), words.bounds(found.against_tuned))
+    if best is not None:
+        value = words.milliseconds(best["latency_ms"]["median"])
+        yield Tile(f"median {words.terms(record).measure}", value, _written(record, found, first, best))
+    if found.throughput is not None:
+        yield _throughput(found, found.throughput)
+
+
+def _written(record: Record, found: Confirmation, first: Mapping[str, Any] | None, best: Mapping[str, Any]) -> str:
+    """What the latency was as written: in turns with what ships, for what another minute saw does not compare."""
+    if words.alone(record):  # these are timed one after the other, and each of as many examples as its recipe takes
+        before = _from(first, "latency_ms")
+        parts = (of_examples(record, best).strip(), f"{before}{of_examples(record, first)}" if before else "")
+        return "; ".join(part for part in parts if part)
+    if found.comparison is None:
+        return _from(first, "latency_ms")
+    return f"{words.milliseconds(found.comparison.rival.median)} as written, in turns with it"
+
+
+def _throughput(found: Confirmation, measured: Measurement) -> Tile:
+    bounds, times = f"{words.digits(measured.interval.low)} to {words.digits(measured.interval.high)}", found.comparison
+    before = ""
+    if times is not None:  # both are of as many examples
+        before = f"; {words.digits(measured.median * times.candidate.median / times.rival.median)} as written, in turns with it"
+    return Tile("throughput", f"{words.digits(measured.median)} {plain(measured.unit)}", bounds + before)
+
+
+def examples(record: Record, found: Mapping[str, Any] | None) -> int | None:
+    """With how many examples the call was that the latency of a rung is of; ``None`` where all calls have the same."""
+    name = None if found is None else found["recipe"]
+    return words.examples(next((trial for trial in record.trials if str(trial.recipe) == name), None), record)
+
+
+def of_examples(record: Record, found: Mapping[str, Any] | None) -> str:
+    """`` for 8 examples``, to stand behind the latency of a rung; empty where all calls have the same."""
+    number = examples(record, found)
+    return "" if number is None else f" for {words.count(number, 'example')}"
+
+
+def _cost(record: Record) -> Iterator[Tile]:
+    found, first, best = record.confirmation, rung(record, "as_written"), rung(record, "best")
+    terms = words.terms(record)
+    if found is not None and found.drop is not None:
+        scores = f"{terms.score} {words.score(found.baseline_score, record)} to {words.score(found.score, record)}"
+        below = f"at most {words.lost(found.drop.upper, record)}; {scores}"
+        yield Tile(terms.lost, words.lost(found.drop.value, record), below)
+    elif found is not None and found.parity is not None and not labelled(record):
+        yield Tile(f"error of the {terms.outputs}", words.error(found.parity.centred_error), f"of {found.parity.of}")
+    if best is not None:
+        yield Tile("size on disk", words.megabytes(best["size_mb"]), _from(first, "size_mb"))
+        yield Tile("peak memory", words.megabytes(best["peak_mb"]), _from(first, "peak_mb"))
+        yield Tile("cold start", words.duration(best["cold_s"]), _from(first, "cold_s"))
+
+
+def _from(first: Mapping[str, Any] | None, key: str) -> str:
+    """What the same figure was as written."""
+    if first is None or first[key] is None:
+        return ""
+    if key == "latency_ms":
+        before = words.milliseconds(first[key]["median"])
+    else:
+        before = words.duration(first[key]) if key == "cold_s" else words.megabytes(first[key])
+    return "" if before == words.UNKNOWN else f"{before} as written"
+
+
+def doubt(record: Record) -> str:
+    """A warning where the figures of the answer rest on a machine that was too busy, on too few calls, or on processes that
+    run unlike each time; else empty."""
+    found = record.confirmation.comparison if record.confirmation is not None else None
+    if found is None or found.doubt is None:
+        return ""
+    fresh, longer = record.options
+    if found.few:
+        cause = f"The calls are so slow that only {words.count(found.pairs, 'pair')} were measured"
+        way_out = f"Give it more time: {longer}."
+    elif found.differs is not None:
+        cause = found.differs[0].upper() + found.differs[1:]
+        way_out = "That is how they run here: more time or a quieter machine would narrow it little."
+    else:
+        cause = "The machine was too busy while this was measured"
+        way_out = f"Run the study again with {fresh} when the machine is quiet."
+    quote = "Quote no number from it." if found.ratio.unclear else "Quote the interval, not the number."
+    return f"{cause}: the interval of the speed-up goes from {words.span(found.ratio)}. {quote} {way_out}"
+
+
+def rungs(record: Record) -> list[dict[str, str]]:
+    """The ladder as a table."""
+    terms, several = words.terms(record), words.alone(record)
+    return [
+        {
+            "rung": words.RUNG_WORDS.get(each["rung"], str(each["rung"])),
+            "recipe": plain(str(each["recipe"])),
+            "speed-up": words.speed(words.rung_interval(each)),
+            terms.measure: words.milliseconds(each["latency_ms"]["median"]),
+            **({"examples a call": words.digits(examples(record, each), 1)} if several else {}),
+            terms.score: words.score(each["score"]["value"], record),
+            terms.drop: words.lost(each["drop"]["value"], record),
+            "at most": words.lost(each["drop"]["upper"], record),
+            **({"size": words.megabytes(each["size_mb"])} if has_files(record) else {}),
+            "peak memory": words.megabytes(each["peak_mb"]),
+            "cold start": words.duration(each["cold_s"]),
+        }
+        for each in record.ladder
+    ]
+
+
+def tested(record: Record) -> str | None:
+    """What the score of the best rung is to be read beside, where it is of other data than those of the other rungs."""
+    found, terms = record.confirmation, words.terms(record)
+    if found is None or not found.ok or found.before in (None, record.prepared.score):
+        return None
+    return f"The {terms.score} of the best is {terms.again}, where {terms.subject} has {words.score(found.before, record)}."
+
+
+def tally(record: Record) -> str:
+    """``12 trials: 9 complete, 2 skipped, 1 failed``."""
+    states = [trial.state.lower() for trial in record.trials]
+    parts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    return words.count(len(states), "trial") + (f": {parts}" if parts else "")

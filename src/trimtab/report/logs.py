@@ -1,0 +1,79 @@
+"""Texts of any length for a report of a bounded one: the ends of logs, cut so that all of them together fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from trimtab._internal.serialization import to_json
+from trimtab._internal.text import plain
+from trimtab.core.trial import State, Trial
+
+MOST, LEAST, EACH = 600_000, 120_000, 12_000
+"""Bytes of the report for the texts of all trials, of few and of many of them, and of one."""
+ROW = 2_200
+"""Bytes of the report that a trial takes without them."""
+BROKEN = 4
+"""How much more of its texts is kept of a trial that broke."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tail:
+    """The end of a log. ``whole`` is the number of bytes of all of it, ``cut`` whether something is missing."""
+
+    text: str
+    whole: int
+    cut: bool
+
+
+def embedded(value: Any) -> str:
+    """``value`` as JSON that may stand in an HTML ``script`` element: nothing in it can end the element or open another."""
+    text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def allowances(trials: Sequence[Trial], refused: Collection[str] = ()) -> list[int]:
+    """Bytes of the report that the texts of each trial may take; those that broke, or whose recipe's hash is among ``refused``,
+    get more."""
+    broke = [trial.state in (State.FAILED, State.MISMATCH) or trial.recipe.hash in refused for trial in trials]
+    weights = [BROKEN if each else 1 for each in broke]
+    total = max(LEAST, MOST - ROW * max(0, len(trials) - 200))
+    return [min(EACH, total * weight // sum(weights)) for weight in weights]
+
+
+def tail(folder: pathlib.Path, log: str | None, most: int) -> Tail | None:
+    """The end of ``log`` in run folder ``folder``, in at most ``most`` bytes of JSON.
+
+    ``None`` where there is none, or where it lies outside: a report is passed around, and must not take along what a forged
+    record points to.
+    """
+    if log is None:
+        return None
+    try:
+        root = pathlib.Path(os.path.realpath(folder))
+        path = pathlib.Path(os.path.realpath(root / log))
+        if not path.is_relative_to(root) or not path.is_file():
+            return None
+        with path.open("rb") as file:
+            whole = file.seek(0, os.SEEK_END)
+            file.seek(max(0, whole - most))
+            data = file.read(most)
+    except (OSError, ValueError):  # it may not be read here, or is no path at all
+        return None
+    text = plain(data.decode("utf-8", "replace")).strip("\n")
+    shown = fitted(text, most)
+    return Tail(shown, whole, cut=whole > len(data) or len(shown) < len(text))
+
+
+def fitted(text: str, most: int) -> str:
+    """The end of ``text`` that takes at most ``most`` bytes as JSON."""
+    text = text[-most:] if most > 0 else ""
+    while text and (size := len(embedded(text).encode())) > most:
+        text = text[-int(len(text) * most / size * 0.95) :] if most > 20 else ""
+    return text

@@ -1,0 +1,228 @@
+"""How far the figures can be trusted, and how to make them again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from trimtab._internal.text import plain
+from trimtab.core.measurement import Comparison
+from trimtab.core.technique import Mode
+from trimtab.core.trial import State
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.report import formatting as words
+from trimtab.study.record import Record
+
+Fact = tuple[str, str]
+
+
+def confirmation(record: Record) -> list[Fact]:
+    """What the winner showed when it was measured again, beside what it had shown in the search."""
+    return [*_confirmation(record), *_refused(record)]
+
+
+def _confirmation(record: Record) -> Iterator[Fact]:
+    found, searched, terms = record.confirmation, record.winner, words.terms(record)
+    if found is None and record.refused:
+        yield "confirmation", "none: what was measured again did not hold"
+        return
+    if found is None:
+        yield "confirmation", f"none: nothing was measured again in fresh processes and {terms.again}"
+        return
+    if not found.again:
+        yield "confirmation", "none: nothing was measured again, the figures are those of the search"
+        return
+    yield "confirmed", "yes" if found.ok else f"no: {plain(found.reason or 'the log of the confirmation says why')}"
+    yield "measured from", _source(record.mode, found)
+    before = f"; {words.speed(searched.speedup)} in the search" if searched is not None and searched.speedup else ""
+    yield f"speed-up over {terms.subject}", words.speed(found.speedup) + before
+    if found.against_tuned is not None:
+        yield "speed-up over the tuned original", words.speed(found.against_tuned)
+    if found.drop is not None:
+        scores = f"{words.score(found.baseline_score, record)} before, {words.score(found.score, record)} after"
+        yield f"{terms.score} {terms.again}", f"{scores}, {terms.samples(found.drop.n)}"
+        before = f"; {words.drop(searched.drop, record)} {terms.searched}" if searched is not None and searched.drop else ""
+        yield f"{terms.lost} {terms.again}", words.drop(found.drop, record) + before
+    yield f"{terms.outputs} {terms.again}", words.parity(found.parity, record)
+    if found.measured_at is not None:
+        yield "measured again at", plain(found.measured_at)
+
+
+def _refused(record: Record) -> Iterator[Fact]:
+    """What else was measured again and did not hold, and where what it said lies in the run folder."""
+    for found in {each.recipe.hash: each for each in record.refused}.values():
+        if found != record.confirmation:
+            log = f" ({words.clipped(found.log, 120)})" if found.log else ""
+            why = words.clipped(found.reason or "the log says why", 400)
+            yield "refused when measured again", f"{words.clipped(str(found.recipe), 200)}: {why}{log}"
+
+
+def _source(mode: Mode, found: Confirmation) -> str:
+    if mode == "train":
+        n = "" if found.parity is None else f", over {words.count(found.parity.n, 'update')}"
+        return f"other parameters, with the data in another order{n}"
+    return "the files that ship" if found.loaded else "a build in memory, because no files that stand alone exist"
+
+
+def noise(record: Record) -> list[Fact]:
+    """How quiet the machine was."""
+    facts: list[Fact] = []
+    if record.confirmation is not None and record.confirmation.comparison is not None:
+        facts += _noise(record.confirmation.comparison)
+    trials = [t.comparison for t in record.trials if t.comparison is not None and t.state is State.COMPLETE]
+    spreads = sorted(value for each in trials if (value := words.known(each.noise)) is not None)
+    if spreads:
+        middle = words.share(spreads[len(spreads) // 2])
+        several = f"{words.share(spreads[0])} to {words.share(spreads[-1])}, half of them up to {middle}"
+        facts.append(("spread of the original against itself, over the trials", several if len(spreads) > 1 else middle))
+    thrown = sum(each.discarded for each in trials)
+    if trials:
+        kept = sum(each.pairs for each in trials)
+        facts.append(("the search timed", f"{words.count(kept, 'pair')}; {words.count(thrown, 'block')} thrown away"))
+    return facts
+
+
+def _noise(found: Comparison) -> Iterator[Fact]:
+    yield "pairs of the confirmation", f"{found.pairs:,}, until {words.STOP_WORDS[found.stopped_by]}"
+    yield "blocks thrown away, because others had the CPU or the core was slow", f"{found.discarded:,}"
+    yield "spread of the original against itself (A/A)", words.share(found.noise)
+    yield "spread of the ratio from one start to the next", words.share(found.process_noise) + _over(found.starts)
+    if found.rival_ms is not None:
+        low, high = map(words.milliseconds, found.rival_ms)
+        yield "time of the original from start to start, and over the trials", f"{low} to {high}"
+    yield "CPU time that other processes took", words.share(found.foreign)
+    yield "CPU time that the hypervisor took (stolen)", words.share(found.stolen)
+    yield "blocks in which the core was slower than usual", words.share(found.slowed)
+
+
+def _over(starts: int) -> str:
+    """Where the spread is from."""
+    return f", over {starts} starts" if starts > 1 else ", taken from other models and machines"
+
+
+def data(record: Record) -> list[Fact]:
+    """How the data was split."""
+    prepared = record.prepared
+    purpose = {
+        "calibration": "quantizers see it",
+        "selection": "the search sees it",
+        "test": _seen(record),
+    }
+    facts = [
+        (name, f"{words.count(size, 'example')}: {purpose.get(name, 'kept apart')}") for name, size in prepared.splits.items()
+    ]
+    if words.known(prepared.score) is not None:
+        terms = words.terms(record)
+        where = "" if prepared.n is None else " " + terms.scored.format(words.count(prepared.n, terms.sample))
+        facts.append((f"{terms.score} of {terms.subject}", words.score(prepared.score, record) + where))
+    return facts
+
+
+def _seen(record: Record) -> str:
+    """Whom the test data was shown to: each recipe that it refuses makes a pass by luck more likely for the next."""
+    number = len(record.tried)
+    if not number:
+        return "only recipes that are confirmed see it"
+    luck = ", each of them a chance more to pass by luck" if number > 1 else ""
+    return f"only recipes that were confirmed saw it, one after the other: {number} here{luck}"
+
+
+def undecided(record: Record) -> list[str]:
+    """Trials of which the data could not tell whether they keep the limit of the drop, a sentence for each."""
+    terms = words.terms(record)
+    return [
+        f"{words.clipped(str(t.recipe), 200)}: a {terms.drop} of {words.drop(t.drop, record)} against a limit of "
+        f"{words.lost(t.drop.limit, record)} cannot be decided with {words.count(t.drop.n, terms.sample)}"
+        + (f"; about {t.drop.n_needed:,} would tell." if t.drop.n_needed else "; more would hardly help.")
+        for t in record.trials
+        if t.drop is not None and t.drop.limit is not None and t.drop.decided is None and not t.recipe.exact
+    ]
+
+
+def undecided_exact(record: Record) -> int:
+    """How many exact recipes there are of which the data could not tell either."""
+    return sum(
+        t.drop is not None and t.drop.limit is not None and t.drop.decided is None and t.recipe.exact for t in record.trials
+    )
+
+
+def excused(record: Record) -> str:
+    """Why those may ship all the same, in a sentence; empty where there are none."""
+    number = undecided_exact(record)
+    if not number:
+        return ""
+    to = "floating-point noise" if record.mode == "infer" else "what rounding explains"
+    those = "is undecided by the data; it was" if number == 1 else "are undecided by the data; they were"
+    return f"{words.count(number, 'exact recipe')} {those} held to {to} instead."
+
+
+def notes(record: Record) -> list[str]:
+    """Whatever else was said, once each."""
+    peaks = () if record.peaks is None else record.peaks.notes
+    return words.some((*record.prepared.notes, *record.notes, *peaks))
+
+
+def machine(record: Record) -> list[Fact]:
+    """The machine and its system."""
+    found = record.environment
+    quota = "" if found.cpu_quota is None else f", quota {found.cpu_quota:g}"
+    limit = "" if found.memory_limit_mb is None else f", limited to {words.megabytes(found.memory_limit_mb)}"
+    cores = f"{found.usable_cores} usable of {found.logical_cores}{quota}"
+    facts = [
+        ("processor", f"{found.cpu} ({found.machine})"),
+        ("cores", cores),
+        ("instruction sets", ", ".join(found.isa) or "none that matters"),
+        ("memory", words.megabytes(found.memory_mb) + limit),
+        ("graphics processors", "; ".join(map(str, found.gpus)) or "none"),
+        ("system", f"{found.os}, Python {found.python}"),
+        ("C++ compiler", found.compiler or "none"),
+        ("fingerprint of the machine", found.fingerprint),
+    ]
+    return [*facts, *_peaks(record)]
+
+
+def _peaks(record: Record) -> Iterator[Fact]:
+    if record.peaks is None:
+        yield "peaks of the machine", words.UNKNOWN
+        return
+    for rate in record.peaks.rates:
+        where = rate.device if rate.threads is None else words.count(rate.threads, "thread")
+        value = words.digits(rate.value)
+        reason = f": {words.clipped(rate.reason, 160)}" if rate.reason and value == words.UNKNOWN else ""
+        yield f"peak of {rate.kind}, {where}", f"{value}{reason}" if value == words.UNKNOWN else f"{value} {rate.unit}"
+
+
+def study(record: Record) -> list[Fact]:
+    """What was asked, and when."""
+    return [
+        ("workload", f"{record.workload}, fingerprint {words.clipped(record.prepared.fingerprint, 64)}"),
+        ("inputs that must be fast", record.prepared.inputs),
+        ("threads", str(record.prepared.threads)),
+        ("objective", record.objective),
+        *((f"limit: {name}", value) for name, value in words.limits(record)),
+        ("sampler", record.sampler),
+        ("last run began", record.started),
+        ("last run took", words.duration(record.seconds)),
+    ]
+
+
+def commands(record: Record) -> list[str]:
+    """What makes all this again."""
+    made = [line for line in (plain(record.command).strip(),) if line]
+    if record.artifact is None or not made:
+        return made
+    folder, ships = _folder(record.command), record.winner
+    if folder is None:
+        return made
+    # machine code is loaded only where somebody says that it may be
+    trust = ["--trust"] if ships is not None and ships.recipe.backend.native_code else []
+    return [*made, shlex.join(["trimtab", "verify", f"{folder.rstrip('/')}/{record.artifact}", *trust])]
+
+
+def _folder(command: str) -> str | None:
+    """The run folder that a command line names."""
+    try:
+        parts = shlex.split(command)
+    except ValueError:  # a line of Python
+        return None
+    return parts[parts.index("--out") + 1] if "--out" in parts[:-1] else None

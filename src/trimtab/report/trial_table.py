@@ -1,0 +1,220 @@
+"""Every trial as a row of the table, with what a click on it shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trimtab._internal.text import plain
+from trimtab.core.measurement import Comparison, Drop
+from trimtab.core.trial import State, Trial
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.report import formatting as words
+from trimtab.report.logs import LEAST, MOST, ROW, Tail, allowances, fitted, tail
+from trimtab.study import ranking
+from trimtab.study.record import Record
+
+MAXIMUM = 200 + (MOST - LEAST) // ROW
+"""Rows that one report can carry."""
+REASON = 240
+"""Letters of a reason that stand in the table; a click shows all of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One figure of a row: as it is read, and as it is sorted (``None`` comes last)."""
+
+    text: str
+    key: float | None
+    minor: bool = False
+    """Whether a narrow screen leaves it to the details."""
+
+    @property
+    def order(self) -> str:
+        """The key as text."""
+        return "" if self.key is None else f"{self.key:.9g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One trial."""
+
+    trial: Trial
+    recipe: str
+    words: str
+    keeps: bool
+    ships: bool
+    reason: str
+    cells: tuple[Cell, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A heading over figures, and what they are."""
+
+    name: str
+    about: str
+    minor: bool = False
+
+
+SPEED = Column("speed-up", "Against the model as written, in turns, with its 95% interval; above 1 is faster.")
+EXAMPLES = Column("examples a call", "How many examples the call takes at once that the latency is of.")
+SIZE = Column("size", "Of the files that ship.", minor=True)
+REST = (
+    Column("peak memory", "Of a fresh process that loads it and calls it, above what it has with torch imported.", minor=True),
+    Column("cold start", "Load and first call.", minor=True),
+    Column("took", "What the whole trial took, compilation and scoring included.", minor=True),
+)
+
+
+def labelled(record: Record) -> bool:
+    """Whether there are scores, and so drops."""
+    return words.known(record.prepared.score) is not None or any(trial.drop is not None for trial in record.trials)
+
+
+def has_files(record: Record) -> bool:
+    """Whether what ships is files, as it is of a model; of a training it is settings."""
+    return record.mode == "infer"
+
+
+def columns(record: Record) -> tuple[Column, ...]:
+    """The headings over :attr:`Row.cells`."""
+    terms = words.terms(record)
+    about = f"Root mean square error of the {terms.outputs}, relative to what the reference varies by."
+    error = Column("error", about, minor=labelled(record))
+    latency = Column(terms.measure, f"Median time of one {terms.call}.")
+    drop = Column(f"{terms.drop} (≤ bound)", f"The {terms.lost} {terms.searched}, and the upper bound of that.")
+    several = [EXAMPLES] if words.alone(record) else []
+    return (
+        SPEED,
+        latency,
+        *several,
+        *([drop] if labelled(record) else []),
+        error,
+        *([SIZE] if has_files(record) else []),
+        *REST,
+    )
+
+
+def rows(record: Record) -> list[Row]:
+    """All trials that a report can carry: those within the limits first, the best of them at the top."""
+    ranked = ranking.ranked(record.trials, record.limits, record.objective)
+    place = {trial.recipe.hash: index for index, trial in enumerate(ranked)}
+
+    def order(trial: Trial) -> tuple[int, int, float, int]:
+        speed = words.known(trial.speedup.value) if trial.speedup else None
+        return place.get(trial.recipe.hash, len(place)), int(speed is None), -(speed or 0.0), trial.number
+
+    return [_row(trial, record, trial.recipe.hash in place) for trial in sorted(record.trials, key=order)[:MAXIMUM]]
+
+
+def _row(trial: Trial, record: Record, keeps: bool) -> Row:
+    missed = " ".join(miss.words for miss in ranking.misses(trial, record.limits)) if trial.state is State.COMPLETE else ""
+    return Row(
+        trial=trial,
+        recipe=plain(str(trial.recipe)),
+        words=plain(words.recipe(trial.recipe, record)),
+        keeps=keeps,
+        ships=record.winner is not None and trial.recipe.hash == record.best,
+        reason=plain(trial.reason or missed),
+        cells=tuple(_cells(trial, record)),
+    )
+
+
+def _cells(trial: Trial, record: Record) -> Iterator[Cell]:
+    known = words.known
+    yield Cell(_or_dash(words.speed(trial.speedup)), known(trial.speedup.value) if trial.speedup else None)
+    latency = trial.latency_ms.median if trial.latency_ms else None
+    yield Cell(_or_dash(words.milliseconds(latency)), known(latency))
+    if words.alone(record):
+        examples = words.examples(trial, record)
+        yield Cell("–" if examples is None else f"{examples:,}", examples)
+    if labelled(record):
+        yield Cell(_or_dash(words.drop(trial.drop, record)), known(trial.drop.value) if trial.drop else None)
+    error = trial.parity.centred_error if trial.parity else None
+    yield Cell(_or_dash(words.error(error)), known(error), minor=labelled(record))
+    if has_files(record):
+        yield Cell(_or_dash(words.megabytes(trial.size_mb)), known(trial.size_mb), minor=True)
+    yield Cell(_or_dash(words.megabytes(trial.peak_mb)), known(trial.peak_mb), minor=True)
+    yield Cell(_or_dash(words.duration(trial.cold_s)), known(trial.cold_s), minor=True)
+    yield Cell(words.duration(trial.seconds), known(trial.seconds), minor=True)
+
+
+def _or_dash(text: str) -> str:
+    """In a table a dash says it; the caption says what a dash is."""
+    return "–" if text == words.UNKNOWN else text
+
+
+def details(found: Sequence[Row], folder: pathlib.Path, record: Record) -> list[dict[str, Any]]:
+    """What a click on each row shows beside its cells, within the bytes that a report has for it."""
+    refused = [each.recipe.hash for each in record.refused]
+    again = {each.recipe.hash: each for each in (*record.refused, record.confirmation) if each is not None}
+    allowed = allowances([row.trial for row in found], refused)
+    return [
+        _details(row, folder, record, again.get(row.trial.recipe.hash), most) for row, most in zip(found, allowed, strict=True)
+    ]
+
+
+def _details(row: Row, folder: pathlib.Path, record: Record, again: Confirmation | None, most: int) -> dict[str, Any]:
+    trial = row.trial
+    texts = {
+        "reason": fitted(row.reason, most // 4) if len(row.reason) > REASON else "",
+        "notes": fitted(plain("\n".join(trial.notes)), most // 4),
+        "traceback": fitted(plain(trial.traceback or "").strip("\n"), most // 3),
+        "again": "" if again is None else _again(again, folder, most // 2),
+    }
+    used = sum(len(text.encode()) for text in texts.values())
+    log = tail(folder, trial.log, max(most // 4, most - used))
+    if log is not None:
+        texts |= {"log": log.text, "path": _place(trial.log, log)}
+    facts = [list(fact) for fact in _facts(trial, record)]
+    return {name: text for name, text in texts.items() if text} | {"facts": facts}
+
+
+def _again(found: Confirmation, folder: pathlib.Path, most: int) -> str:
+    """What came of measuring it again, in at most ``most`` bytes of JSON: why it did not hold, and the end of its log."""
+    log = tail(folder, found.log, most // 2)
+    parts = [plain(found.reason or ""), plain(found.traceback or "").strip("\n")]
+    if log is not None:
+        parts.append(f"{_place(found.log, log)}:\n{log.text}")
+    return fitted("\n\n".join(part for part in parts if part), most)
+
+
+def _place(path: str | None, log: Tail) -> str:
+    """Where a log lies, and how much of it is shown."""
+    cut = f", the last {words.digits(len(log.text.encode()) / 1e3, 2)} kB of {words.digits(log.whole / 1e3, 2)} kB"
+    return f"{path}{cut if log.cut else ''}"
+
+
+def _facts(trial: Trial, record: Record) -> Iterator[tuple[str, str]]:
+    terms = words.terms(record)
+    if trial.stage:
+        yield "stage of the search", words.clipped(trial.stage, 60).replace("_", " ")
+    if trial.latency_ms is not None and trial.latency_ms.p90 is not None:
+        yield "90% of calls within", words.milliseconds(trial.latency_ms.p90)
+    if trial.drop is not None and trial.drop.limit is not None:
+        decided = _decided(trial.drop, terms.sample, trial.recipe.exact)
+        yield f"limit of the {terms.drop}", f"{words.lost(trial.drop.limit, record)}, {decided}"
+    if trial.parity is not None:
+        yield terms.outputs, words.clipped(words.parity(trial.parity, record), 300)
+    if trial.comparison is not None:
+        yield "timed", _timed(trial.comparison)
+    if trial.dims:
+        yield "sizes that may differ", words.clipped(", ".join(trial.dims), 120)
+    yield "name", trial.recipe.hash
+
+
+def _decided(drop: Drop, sample: str, exact: bool) -> str:
+    if drop.decided is None and exact:
+        return f"undecidable with {words.count(drop.n, sample)}, but it is exact and was held to rounding instead"
+    if drop.decided is None:
+        more = f"; about {drop.n_needed:,} would decide" if drop.n_needed else ""
+        return f"undecidable with {words.count(drop.n, sample)}{more}"
+    return "kept" if drop.decided else "not kept"
+
+
+def _timed(found: Comparison) -> str:
+    thrown = f", {words.count(found.discarded, 'block')} thrown away" if found.discarded else ""
+    return f"{words.count(found.pairs, 'pair')}{thrown}, until {words.STOP_WORDS[found.stopped_by]}"

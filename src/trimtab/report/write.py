@@ -1,0 +1,38 @@
+"""The report into its file."""
+
+from __future__ import annotations
+
+import pathlib
+
+from trimtab._internal.serialization import write_text
+from trimtab.errors import UsageError
+from trimtab.report.page import html
+from trimtab.study.record import Record
+
+REPORT = "report.html"
+
+
+def write(run_folder: pathlib.Path, out: pathlib.Path | None = None) -> pathlib.Path:
+    """Render the study in ``run_folder`` into ``out``, or ``report.html`` in the folder itself, and return the file.
+
+    Raises:
+        UsageError: there is no study, or the file cannot be written.
+        StorageError: the study's record is damaged or of another version.
+    """
+    record = Record.read(run_folder)
+    target = run_folder / REPORT if out is None else out
+    return keep(html(record, run_folder), target)
+
+
+def keep(text: str, target: pathlib.Path) -> pathlib.Path:
+    """Write ``text`` into ``target`` whole or not at all.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    try:
+        write_text(target, text)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"The report cannot be written to {target}: {reason}. Name a file in a folder that exists.") from error
+    return target

@@ -1,0 +1,100 @@
+"""The sentences that end a study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.core.measurement import Interval
+from trimtab.core.trial import State, Trial
+from trimtab.evaluation.evaluate import Objective
+from trimtab.study import ranking
+from trimtab.study.result import Best
+from trimtab.study.samplers.ladder import as_written
+from trimtab.study.study import Study
+
+
+def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> str:
+    """What won, by how much and at what cost. ``lost`` says why those before it did not; ``eager`` is the tuned original."""
+    confirmation = found.confirmation
+    ratio = confirmation.speedup
+    assert ratio is not None
+    limits = study.options.limits
+    missed = [] if ranking.feasible(eager, limits) else ranking.misses(eager, limits)
+    words = (
+        f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
+    )
+    words = f"{words or found.trial.recipe} is {speed(ratio)}"
+    if confirmation.against_tuned is not None:
+        tuned = confirmation.against_tuned
+        words += f" and {tuned.single()} the tuned original"
+        words += "" if tuned.unclear else f" ({tuned.bounds()})"
+    words += _cost(study, found)
+    return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+
+
+def _cost(study: Study, found: Best) -> str:
+    """What was lost for it, and what it needs where that was to be made less."""
+    confirmation, limits, words = found.confirmation, study.options.limits, ""
+    parity = confirmation.parity
+    error = None if parity is None else parity.centred_error
+    if confirmation.drop is not None:
+        lost_score = confirmation.drop
+        words += f"; its score drops by {lost_score.show(lost_score.value)}, at most {lost_score.show(lost_score.upper)}"
+    elif parity is not None and error is not None and not found.trial.recipe.exact:
+        held = f" (limit {limits.max_error:.3g}; without labels max_drop {limits.max_drop} cannot be looked at)"
+        shown = f"{error:.2%}" if error >= 1e-4 else f"{error:.1g}"
+        words += f"; its outputs are off by {shown} of {parity.of}" + held * (limits.max_drop is not None)
+    first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
+    if study.options.objective == "size" and first is not None and first.size_mb and found.trial.size_mb:
+        words += f"; it has {found.trial.size_mb:.3g} MB, where the original has {first.size_mb:.3g} MB"
+    if study.options.objective == "memory" and confirmation.peak_mb is not None:
+        words += f"; it needs {confirmation.peak_mb:.3g} MB of memory"
+        if confirmation.original_mb is not None:
+            words += f", where the tuned original needs {confirmation.original_mb:.3g} MB"
+    return words
+
+
+def kept(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[str]) -> str:
+    """Why nothing won, and what ships: the ``original`` as it was confirmed, or ``best``, which computes the same."""
+    ratio, own = best.confirmation.speedup, best.trial.recipe.backend.name == "eager"
+    why = " ".join(lost).rstrip(".") or _nothing_won(study.trials, eager, study.options.objective)
+    own_words = "The original ships" if best.artifact is not None else "The original stays, for which there is no artifact"
+    words = f"{own_words if own else 'Nothing beats the original'}: {why}."
+    if best.artifact is None or ratio is None:
+        return words
+    if best is not original and original.confirmation.speedup is not None:
+        words += (
+            f" The form of {original.trial.recipe} that stands alone runs at {original.confirmation.speedup.multiple()} of the "
+            f"model as written, so {best.trial.recipe}, which computes the same, ships in its place, at {ratio.multiple()}."
+        )
+    elif ratio.high < 1:
+        words += f" In the form that stands alone it runs at {ratio.multiple()} of the model as written."
+    elif ratio.low > 1 and own and not best.trial.recipe.passes:
+        words += (
+            " In the form that stands alone, which leaves out the Python around its operators and whatever else that does, it "
+            f"ran at {ratio.multiple()} of the model as written. It computes the same, and no tuning is behind it."
+        )
+    if ratio.high < 1:
+        words += " Where its class is at hand, go on using the model itself."
+    return words
+
+
+def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) -> str:
+    others = [t for t in trials if t.state is not State.SKIPPED and t.recipe.backend.name != "eager"]
+    if not others:
+        return "no other runtime was tried; where the time was too short for that, the same command goes on from here"
+    if ranking.value(eager, objective) is None:
+        return f"its {objective} was not measured, so nothing is known to need less"
+    timed = objective in ("latency", "throughput")
+    better = "faster" if timed else f"better in {objective}"
+    dark = sum(timed and t.speedup is not None and t.speedup.low <= 1 < t.speedup.high and t.speedup.doubtful for t in others)
+    unknown = f"; of {dark} the machine was too busy to tell" if dark else ""
+    return f"none of {len(trials)} trials was surely {better} than the tuned original within the limits{unknown}"
+
+
+def speed(ratio: Interval) -> str:
+    """What may be claimed of ``ratio`` over the original: a figure, or a bound where the interval is wide; neither where it
+    holds 1."""
+    if ratio.unclear:
+        return f"faster or slower than as written, which the timings leave unclear ({ratio.bounds()})"
+    return f"{ratio.quoted()} as fast as written (95% interval {ratio.bounds()})"

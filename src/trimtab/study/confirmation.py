@@ -1,0 +1,146 @@
+"""A trial measured again in fresh processes on the test data, its artifact written with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+
+from trimtab._internal.serialization import dumps, from_json, to_json
+from trimtab.artifact.artifact import Artifact, open_artifact
+from trimtab.core.trial import Trial
+from trimtab.errors import ArtifactError, StorageError, WorkloadError
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.execution.baseline_servers import BaselineServers
+from trimtab.execution.process import LOG, Outcome
+from trimtab.execution.trial_runner import costs
+from trimtab.study import confirmation_starts, ranking
+from trimtab.study.result import ARTIFACT, TRIED, Best
+from trimtab.study.study import Study
+
+CONFIRM = 2
+"""All starts of a confirmation together may be timed for this many times as long as a trial."""
+CONFIRM_FOLDER, ORIGINAL, PROBE = "confirm", "original", "probe"
+
+
+def confirm(
+    study: Study,
+    trial: Trial,
+    eager: Trial,
+    rivals: BaselineServers,
+    *,
+    must_win: bool,
+    end: float | None = None,
+    once_more: bool = True,
+) -> Best:
+    """Measure ``trial`` again and write the artifact; what an earlier run of this study confirmed is not done twice.
+
+    Where neighbours disturbed it so much that it proves nothing in either direction, it is done ``once_more``: they pass, and
+    the next best should not win because of them.
+
+    Raises:
+        StorageError: the artifact cannot be written, which is no reason to ship anything else.
+    """
+    key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
+    key += "" if must_win else " without a gain"  # what is refused for want of one may be what ships all the same
+    if (before := _confirmed_before(study, trial, key)) is not None:
+        return before
+    wanted = {"as_written": study.original} | ({} if eager.recipe == study.original else {"tuned": eager.recipe})
+    timing_s = CONFIRM * study.options.timing_s
+    if trial is eager:
+        timing_s = ranking.in_time(0.5 * study.options.timing_s, end)
+    count = confirmation_starts.expected(study, trial, timing_s)
+    common = study.job() | {
+        "recipe": trial.recipe.to_json(),
+        "files": str(study.files(trial)),
+        "plan": to_json(study.plan(seconds=timing_s / count, width=0.02)),
+        "seconds": study.options.trial_s,
+        "weights": study.prepared.weights,
+        "ships": trial.size_mb is not None,
+    }
+    earlier = confirmation_starts.earlier(study, trial, wanted, common, count - 1, end)
+    if earlier.judged is not None and not earlier.judged.ok:
+        return _noted(study, trial, key, earlier.judged, f"{confirmation_starts.FOLDER}/{trial.recipe.hash}/{LOG}")
+    job = common | {
+        "kind": "confirm",
+        "earlier": to_json(earlier.comparisons),
+        "seen": [to_json(each.comparison) for each in study.trials if each.comparison is not None],
+        "judged": to_json(earlier.judged),
+        "threads": study.prepared.threads,
+        "must_win": must_win,
+        "costs": _costs(study, trial, eager if must_win and study.options.objective == "memory" else None),
+        "artifact": str(study.folder.absolute() / ARTIFACT),
+        "trial": to_json(trial),
+        "environment": to_json(study.environment),
+    }
+    outcome = confirmation_starts.beside(
+        study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash, anew=True
+    )
+    log = f"{CONFIRM_FOLDER}/{trial.recipe.hash}/{LOG}"
+    if outcome.result is None:
+        return Best(trial=trial, confirmation=_failed(trial, outcome, log, original=trial is eager), artifact=None)
+    found = from_json(Confirmation, outcome.result)
+    if found.undecided and once_more and not study.interrupted():
+        _note_tried(study, trial)
+        return confirm(study, trial, eager, rivals, must_win=must_win, end=end, once_more=False)
+    return _noted(study, trial, key, found, log)
+
+
+def _confirmed_before(study: Study, trial: Trial, key: str) -> Best | None:
+    """What an earlier run noted under ``key``, if that still holds: an artifact that was written then must still be there."""
+    known = study.storage.noted(key)
+    if known is None:
+        return None
+    found = from_json(Confirmation, known)
+    if not (found.ok and study.ships):
+        return Best(trial=trial, confirmation=found, artifact=None)  # no second throw of the dice
+    artifact = shipped(study, trial)
+    return None if artifact is None else Best(trial=trial, confirmation=found, artifact=artifact)
+
+
+def _failed(trial: Trial, outcome: Outcome, log: str, *, original: bool) -> Confirmation:
+    """What is said of a trial whose confirmation came to no end.
+
+    Raises:
+        WorkloadError: it is the ``original`` that failed, and so the workload.
+        StorageError: the artifact cannot be written.
+    """
+    if original and outcome.error == WorkloadError.__name__:
+        raise WorkloadError(str(outcome.reason))
+    if outcome.error == StorageError.__name__:
+        raise StorageError(str(outcome.reason))
+    why = f"The confirmation failed: {outcome.reason}"
+    return Confirmation(recipe=trial.recipe, ok=False, reason=why, traceback=outcome.traceback, log=log)
+
+
+def _noted(study: Study, trial: Trial, key: str, found: Confirmation, log: str) -> Best:
+    """Note ``found`` for the next run of this study, unless it is undecided, and that ``trial`` saw the test data."""
+    at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    found = dataclasses.replace(found, measured_at=at, log=log)
+    _note_tried(study, trial)
+    if not found.undecided:
+        study.storage.note(key, to_json(found))
+    return Best(trial=trial, confirmation=found, artifact=shipped(study, trial))
+
+
+def _note_tried(study: Study, trial: Trial) -> None:
+    known, name = study.storage.noted(TRIED) or [], str(trial.recipe)
+    if name not in known:
+        study.storage.note(TRIED, [*known, name])
+
+
+def _costs(study: Study, trial: Trial, rival: Trial | None) -> dict[str, float | None]:
+    """What fresh processes need for ``trial`` and, if it has to need less of it, the memory of its ``rival``."""
+    folder = study.folder / CONFIRM_FOLDER
+    cold_s, peak_mb = costs(study, trial, folder / trial.recipe.hash / PROBE)
+    original_mb = None if rival is None else costs(study, rival, folder / ORIGINAL)[1]
+    return {"cold_s": cold_s, "peak_mb": peak_mb, "original_mb": original_mb}
+
+
+def shipped(study: Study, trial: Trial) -> Artifact | None:
+    """The artifact in the run folder, if it is that of ``trial`` and as it was written."""
+    try:
+        artifact = open_artifact(study.folder / ARTIFACT)
+        artifact.check()
+    except ArtifactError:
+        return None
+    return artifact if artifact.manifest.recipe == trial.recipe.to_json() else None

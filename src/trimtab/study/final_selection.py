@@ -1,0 +1,259 @@
+"""The end of a study: confirm the winner, or ship the original, say so, and explain it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from trimtab._internal.files import removed
+from trimtab._internal.serialization import dumps, from_json
+from trimtab.core.trial import State, Trial
+from trimtab.errors import StorageError, UsageError, WorkloadError
+from trimtab.evaluation.evaluate import Objective
+from trimtab.evaluation.explain import Explanation
+from trimtab.execution.baseline_servers import BaselineServers
+from trimtab.hardware.environment import Peaks
+from trimtab.study import conclusions, ranking
+from trimtab.study.confirmation import confirm
+from trimtab.study.result import ARTIFACT, Best
+from trimtab.study.runoff import run_off
+from trimtab.study.samplers.ladder import as_written
+from trimtab.study.study import KEEP, RIVALS, Study
+
+NEAR = 1.2
+"""An original that misses a limit by less than this factor may keep it: the search measured it once, beside others."""
+EXPLAIN = "explain"
+
+Answer = tuple[ranking.Status, str, Best | None]
+
+
+def ahead(study: Study, again: Mapping[str, Trial] | None = None) -> list[Trial]:
+    """The trials that keep the limits and seem to beat the tuned original, best first; the model as written is none of them.
+
+    ``again`` are those that were measured again since, by their recipes' hashes.
+    """
+    options, latest = study.options, again or {}
+    trials = [latest.get(trial.recipe.hash, trial) for trial in study.trials]
+    eager = study.to_beat
+    if eager is None:
+        return []
+    eager = latest.get(eager.recipe.hash, eager)
+    found = ranking.ahead(trials, options.limits, options.objective, eager)
+    others = [trial for trial in found if trial.recipe != study.original]
+    if not ranking.feasible(eager, options.limits):  # an original that misses a limit is no alternative
+        return others
+    known = [trial for trial in trials if ranking.value(trial, options.objective) is not None]
+    written = [t for t in known if t.recipe == study.original and ranking.feasible(t, options.limits)]
+    return [trial for trial in others if all(pays(trial, each, options.objective) for each in (eager, *written))]
+
+
+def finish(study: Study, *, until: float | None = None, end: float | None = None) -> Answer:
+    """Confirm the winner, or the next best, or ship the original; a runoff is held where there is time ``until`` then, and
+    the winner is timed in so many rounds as are over by ``end``."""
+    eager = study.to_beat
+    if eager is None and study.interrupted():
+        raise KeyboardInterrupt
+    if eager is None and not study.trials:
+        raise UsageError("No trial was finished, not even of the model as written. Run it again with a longer --budget.")
+    if eager is None:
+        raise WorkloadError(no_baseline(study))
+    with BaselineServers(study.job(), study.folder / RIVALS) as rivals:
+        return _Ending(study, eager, rivals, end).answer(until)
+
+
+class _Ending:
+    """The end of one study: what was measured again so far, and what follows from it."""
+
+    def __init__(self, study: Study, eager: Trial, rivals: BaselineServers, end: float | None) -> None:
+        self.study, self.eager, self.rivals, self.end = study, eager, rivals, end
+        self.limits, self.objective = study.options.limits, study.options.objective
+        self.found: dict[str, Best] = {}
+        self.again: dict[str, Trial] = {}
+        """What was measured again, by the hash of its recipe: how it did, and the trial with the figures of that."""
+
+    def answer(self, until: float | None) -> Answer:
+        """Confirm the winner, or the next best, or ship the original."""
+        study, must_win = self.study, self.original_keeps()
+        if not must_win and not ranking.ranked(self.known(), self.limits, self.objective):
+            return "limits_not_met", self.unmet(), None
+        tried = _first(run_off(study, ahead(study, self.again), until=until))
+        study.progress.stage("confirming the winner in fresh processes, on the test data")
+        found, lost = self.holding(tried, must_win=must_win)
+        if found is not None:
+            return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
+        surely = [ranking.surely_ahead(trial, self.eager, self.objective) for trial in tried]
+        said = ("It seemed faster in the search", "It won the search")
+        study.notes += [f"{said[won]} but was not confirmed: {line}" for won, line in zip(surely, lost, strict=True)]
+        if not must_win:
+            return "limits_not_met", self.unmet(), None
+        kept = self.found.get(self.eager.recipe.hash) or self.measure(self.eager, must_win=False)
+        best = self.fastest(kept)
+        if best.confirmation.ok:
+            return "kept_original", conclusions.kept(study, self.eager, kept, best, lost), best
+        if not ranking.misses(self.latest(best.trial), self.limits):
+            words = f"Nothing better was confirmed, and the original cannot ship: {best.confirmation.reason}"
+            return "kept_original", words, best
+        # it is no alternative then, and what keeps the limits need not be faster
+        found, lost = self.holding(_first(ahead(study, self.again), without=self.refused()), must_win=False)
+        if found is not None:
+            return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
+        return "limits_not_met", self.unmet(), None
+
+    def measure(self, trial: Trial, *, must_win: bool) -> Best:
+        """Confirm ``trial``, and remember how it did."""
+        trial = next(each for each in self.study.trials if each.recipe == trial.recipe)  # with the figures of the search
+        found = confirm(self.study, trial, self.eager, self.rivals, must_win=must_win, end=self.end)
+        self.found[trial.recipe.hash] = found
+        self.again[trial.recipe.hash] = ranking.seen_again(trial, found.confirmation)
+        self.study.refused += [] if found.confirmation.ok else [found.confirmation]
+        return found
+
+    def holding(self, trials: Sequence[Trial], *, must_win: bool) -> tuple[Best | None, list[str]]:
+        """The first of ``trials`` that is confirmed, and why those before it were not."""
+        lost: list[str] = []
+        for trial in trials:
+            found = self.measure(trial, must_win=must_win)
+            if found.confirmation.ok:
+                return found, lost
+            lost.append(f"{trial.recipe}: {found.confirmation.reason}")
+        return None, lost
+
+    def original_keeps(self) -> bool:
+        """Whether the original keeps the limits. Where the search saw it miss them by a little it is measured again."""
+        missed = ranking.misses(self.eager, self.limits)
+        if missed and all(miss.limit in ("latency", "memory") and miss.excess < NEAR for miss in missed):
+            self.study.progress.stage("measuring the original again, which misses a limit by a little")
+            self.measure(self.eager, must_win=False)
+        return ranking.feasible(self.latest(self.eager), self.limits)
+
+    def latest(self, trial: Trial) -> Trial:
+        """``trial`` with the figures that are known best."""
+        return self.again.get(trial.recipe.hash, trial)
+
+    def refused(self) -> set[str]:
+        """What failed when it was measured again for another reason than a limit or a gain: before it was timed."""
+        untimed = {name for name, found in self.found.items() if found.confirmation.latency_ms is None}
+        return {
+            name
+            for name in untimed
+            if not self.found[name].confirmation.ok and not ranking.misses(self.again[name], self.limits)
+        }
+
+    def known(self) -> list[Trial]:
+        """The trials that were not refused."""
+        refused = self.refused()
+        return [self.latest(trial) for trial in self.study.trials if trial.recipe.hash not in refused]
+
+    def unmet(self) -> str:
+        """Why nothing keeps the limits, as far as was looked."""
+        tried = [trial for trial in self.study.trials if trial.state is not State.SKIPPED]
+        if all(trial.recipe.backend.name == "eager" for trial in tried):
+            missed = " ".join(miss.words for miss in ranking.misses(self.latest(self.eager), self.limits))
+            return (
+                f"Nothing but the original was tried. {missed} Where the time was too short for more, the same command goes on "
+                "from here."
+            )
+        words = ranking.unmet(self.known(), self.limits)
+        if self.study.interrupted() or self.study.options.sampler == "tpe" or self.study.ask() is not None:
+            words += " Not everything was tried when the search ended; the same command goes on from here."
+        return words
+
+    def fastest(self, kept: Best) -> Best:
+        """``kept``, or where its form is surely slower than the model as written what is fastest of those that compute the
+        same: the form as written, where another was kept, and the best exact recipe."""
+        ratio = kept.confirmation.speedup
+        slower = kept.artifact is not None and ratio is not None and ratio.high < 1
+        if not slower or ratio is None or self.objective not in ("latency", "throughput") or self.study.interrupted():
+            return kept
+        original, ranked = self.study.original, ranking.ranked(self.known(), self.limits, self.objective)
+        others = [t for t in ranked if t.recipe.exact and t.size_mb is not None and t.recipe.hash != kept.trial.recipe.hash]
+        written = [trial for trial in others if trial.recipe == original]
+        hopeful = [t for t in others if t not in written and t.speedup is not None and t.speedup.value > ratio.value]
+        best = kept
+        for trial in (*written, *hopeful[:1]):
+            with _kept_beside(self.study.folder / ARTIFACT) as give_up:
+                found = self.measure(trial, must_win=False)
+                if found.artifact is not None and _sure(found) > _sure(best):
+                    best = found
+                    give_up()
+        return best
+
+
+@contextlib.contextmanager
+def _kept_beside(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
+    """A block that may write another ``artifact``, which is what it was afterwards, unless the block gives it up."""
+    beside = artifact.with_name(f".{artifact.name}.kept.tmp")  # which the next run deletes if this one is killed
+    removed(beside)
+    os.replace(artifact, beside)
+    try:
+        yield lambda: removed(beside)
+    finally:
+        if beside.exists():
+            removed(artifact)
+            os.replace(beside, artifact)
+
+
+def _first(trials: Sequence[Trial], *, without: Collection[str] = ()) -> list[Trial]:
+    """Those that are confirmed: three that may lose accuracy can all fail on the test data, and the best lossless one deserves
+    its turn."""
+    found = [trial for trial in trials if trial.recipe.hash not in without]
+    return [*found[:KEEP], *[trial for trial in found[KEEP:] if trial.recipe.exact][:1]]
+
+
+def _sure(found: Best) -> float:
+    return 0.0 if found.confirmation.speedup is None else found.confirmation.speedup.low
+
+
+def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
+    """Whether the confirmation is worth its time: of speed it decides itself, in intervals."""
+    return objective in ("latency", "throughput") or ranking.surely_better(trial, eager, objective)
+
+
+def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Peaks | None, dict[str, Explanation]]:
+    """Where the time of the model as written and of what ships goes. It explains the answer and decides nothing, so where it
+    fails the study has a note more, and where the user wants to stop, or it is ``late``, it is left out."""
+    first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
+    if first is None or first.comparison is None:
+        return None, {}
+    found = best.confirmation.comparison if best is not None else None
+    times = found if found is not None else first.comparison
+    asked: dict[str, dict[str, Any]] = {
+        "as_written": {"recipe": as_written().to_json(), "files": None, "seconds": times.rival.median / 1e3}
+    }
+    if best is not None and found is not None:
+        files, seconds = str(study.files(best.trial)), found.candidate.median / 1e3
+        asked["best"] = {"recipe": best.trial.recipe.to_json(), "files": files, "seconds": seconds}
+    key = f"explained {hashlib.sha256(dumps(asked, indent=None).encode()).hexdigest()[:16]}"  # databases bound its length
+    known = study.storage.noted(key)
+    if known is None and late:
+        study.notes.append(
+            "Where the time goes was not looked at, as the budget was over; with a longer one the same command does."
+        )
+    if known is None and (late or study.interrupted()):
+        return None, {}
+    if known is None:
+        study.progress.stage("looking where the time goes")
+        try:
+            outcome = study.run_job(study.job() | {"kind": "explain", "recipes": asked}, study.folder / EXPLAIN)
+            known, reason = outcome.result, outcome.reason
+        except StorageError as error:
+            reason = str(error)
+        if known is None:
+            study.notes.append(f"Where the time goes is not known: {reason}")
+            return None, {}
+        study.storage.note(key, known)
+    explanations = {name: from_json(Explanation, value) for name, value in known["explanations"].items()}
+    return from_json(Peaks, known["peaks"]), explanations
+
+
+def no_baseline(study: Study) -> str:
+    """Why there is nothing to measure anything against."""
+    first = next((trial for trial in study.trials if trial.recipe == study.original), None)
+    if first is None:
+        return "The model as written was not among the finished trials. Start again with --fresh (in Python, fresh=True)."
+    again = f"Once that is mended, start again with {study.record().options[0]}. Log: {study.folder / str(first.log)}"
+    return f"The model as written could not be measured ({first.state}): {first.reason} {again}"

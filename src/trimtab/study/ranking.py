@@ -1,0 +1,393 @@
+"""From finished trials to an answer: who keeps the limits, who stands on which rung, and what binds where nobody does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from trimtab.core.backend import Backend
+from trimtab.core.measurement import LEAST_GAIN, Drop, Interval, Measurement
+from trimtab.core.recipe import Recipe
+from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Limits
+from trimtab.errors import UsageError
+from trimtab.evaluation.confirm import Confirmation
+from trimtab.evaluation.evaluate import Objective
+
+Status = Literal["improved", "kept_original", "limits_not_met"]
+Rung = Literal["as_written", "tuned", "lossless", "best"]
+HOPEFUL = 1.05
+"""How much faster than the tuned original a recipe has to seem that is not surely so, to be looked at again."""
+LARGE_DROP = 0.2
+"""Who means to lose a fifth of the score, or to be off by a fifth, is rare; who forgets the percent sign is not."""
+TINY_DROP, BEYOND_SHARES = 1e-3, 10.0
+"""Who means to lose less than a thousandth is rare; who gives percent of a score that goes to 100, or far beyond 1, is not."""
+NAMED = 5
+"""Recipes that a note names one by one."""
+MORE = 1.1
+"""How much more time or memory than before is worth another try; what memory is free is never the same twice."""
+DEARER = 1.2
+"""How much longer a backend may take than another that is said to cost as much."""
+QUALITY = ("accuracy", "loss")
+"""Limits of what a model, or a training, may lose."""
+WORTH = 0.05
+"""By how much another might be faster than the first for the question to be worth the time, and a loss worth taking."""
+HOPELESS = 0.5
+"""A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
+OPEN = 2
+"""Recipes that are timed against the first, at most."""
+LEAST_TIMING_S, TIMED = 1.0, 0.2
+"""What is timed however short the time is has so many seconds, or this share of what the budget leaves."""
+RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
+
+
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """One limit that a trial misses: its name, by which factor, and a sentence about it."""
+
+    limit: str
+    excess: float
+    words: str
+
+
+def doubts(limits: Limits, score: float | None, share: bool, least: Mapping[str, Drop]) -> list[str]:
+    """What to say of the limits before the search: of their units, and of what the data can prove; see :func:`doubt` and
+    :func:`unproven`."""
+    return [words for words in (doubt(limits, score, share), unproven(limits, score, least)) if words]
+
+
+def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
+    """What to say of a limit on the accuracy that is so large or small for this ``score`` that another unit was probably meant,
+    or that nothing can be held against, because there are no labels and so no score.
+
+    Raises:
+        UsageError: the limit lets everything pass.
+    """
+    if score is None:
+        return " ".join(words for words in (_unseen(limits), _generous(limits)) if words) or None
+    given = limits.max_drop
+    if not isinstance(given, (int, float)) or (share and given < LARGE_DROP):
+        return None
+    if not share:
+        return _strict(given, score)
+    if given >= 1:
+        raise UsageError(
+            f"max_drop is {given:g}, but the score is a share between 0 and 1 ({score:.4f} as written) and cannot drop by that "
+            f"much. If {given:g}% was meant, write --max-drop {given:g}% or max_drop={given / 100:g}."
+        )
+    return (
+        f"max_drop allows the score to drop by {given:.0%} ({score:.4f} as written). If {given:g}% was meant, write "
+        f"--max-drop {given:g}% or max_drop={given / 100:g}."
+    )
+
+
+def unproven(limits: Limits, score: float | None, least: Mapping[str, Drop]) -> str | None:
+    """What to say where nothing that may lose accuracy can pass, whatever it loses: the data cannot prove so small a drop.
+
+    Args:
+        score: of the model as written.
+        least: the drop of the model as written against itself, on the selection data and on the test data.
+    """
+    limit = None if score is None else limits.drop_limit(score)
+    beyond = [(found.upper, where, found) for where, found in least.items() if limit is not None and 0 < limit < found.upper]
+    if not beyond or limit is None:
+        return None
+    upper, where, found = max(beyond, key=lambda each: each[0])
+    return (
+        f"With {found.n} examples of {where} data no drop below {found.show(upper)} can be proven, and the limit is "
+        f"{found.show(limit)}: what may lose accuracy is refused, unless it scores better than the original. About "
+        f"{math.ceil(found.n * upper / limit)} examples would do, or a larger --max-drop."
+    )
+
+
+def _strict(given: float, score: float) -> str | None:
+    if abs(score) <= BEYOND_SHARES or not 0 < given < TINY_DROP * abs(score):
+        return None
+    return (
+        f"max_drop allows the score to drop by {given:g}, in its own units ({score:.4g} as written). If {100 * given:.3g}% of "
+        f"it was meant, give {given * abs(score):.3g}."
+    )
+
+
+def _unseen(limits: Limits) -> str | None:
+    if limits.max_drop is None:
+        return None
+    if limits.max_drop == 0:
+        return "There are no labels, so max_drop 0 cannot be looked at: it allows exact recipes only."
+    return (
+        f"There are no labels, so max_drop {limits.max_drop} cannot be looked at: the outputs of recipes that may lose "
+        f"accuracy are held to max_error {limits.max_error:.3g} instead."
+    )
+
+
+def _generous(limits: Limits) -> str | None:
+    given = limits.max_error
+    if given < LARGE_DROP:
+        return None
+    return (
+        f"max_error allows the outputs to be off by {given:.0%} of what they vary by. If {given:g}% was meant, write "
+        f"--max-error {given:g}% or max_error={given / 100:g}."
+    )
+
+
+def misses(trial: Trial, limits: Limits) -> list[Miss]:
+    """The limits that a measured trial misses."""
+    found = [miss for miss in (_accuracy(trial, limits),) if miss is not None]
+    for name, unit, limit, value in (
+        ("latency", "ms", limits.latency_ms, trial.latency_ms.median if trial.latency_ms else None),
+        ("memory", "MB", limits.memory_mb, trial.peak_mb),
+        ("size", "MB", limits.size_mb, trial.size_mb),
+    ):
+        if limit is None:
+            continue
+        if value is None:
+            found.append(
+                Miss(name, float("inf"), f"Its {name} was not measured, so it cannot be said to keep {limit:g} {unit}.")
+            )
+        elif value > limit:
+            found.append(Miss(name, value / limit, f"Its {name} of {value:.4g} {unit} is above the limit of {limit:g} {unit}."))
+    return found
+
+
+def _accuracy(trial: Trial, limits: Limits) -> Miss | None:
+    drop = trial.drop
+    if drop is None and limits.max_drop == 0 and trial.state is State.COMPLETE and not trial.recipe.exact:
+        return Miss("accuracy", float("inf"), "It may lose accuracy, and without labels nobody sees that it keeps max_drop 0.")
+    if drop is None or drop.limit is None or drop.decided or (drop.decided is None and trial.recipe.exact):
+        return None  # an exact recipe was held to floating-point noise already, which proves more than a score can
+    excess = drop.upper / drop.limit if drop.limit else float("inf")
+    if drop.of == "loss":
+        return Miss("loss", excess, _risen(drop, drop.limit))
+    if drop.decided is False:
+        return Miss("accuracy", excess, f"Its drop of {drop.show(drop.value)} is beyond the limit of {drop.show(drop.limit)}.")
+    return Miss("accuracy", excess, f"Undecidable {drop.unclear}.")
+
+
+def _risen(rise: Drop, limit: float) -> str:
+    if rise.decided is False:
+        return f"Its loss ends up {rise.value:.4g} higher, beyond the limit of {limit:.4g}."
+    return (
+        f"Undecidable with {rise.n} updates: its loss ends up {rise.value:.4g} higher, but up to {rise.upper:.4g} cannot be "
+        f"excluded and the limit is {limit:.4g}; more of them, with updates=..., may tell."
+    )
+
+
+def ships(trial: Trial) -> bool:
+    """Whether ``trial`` has a form that ships; the original may stay where it is."""
+    return trial.size_mb is not None or trial.recipe.backend.name == "eager"
+
+
+def feasible(trial: Trial, limits: Limits) -> bool:
+    """Whether ``trial`` was measured to the end, has a form that ships, and keeps every limit."""
+    return trial.state is State.COMPLETE and ships(trial) and not misses(trial, limits)
+
+
+def seen_again(trial: Trial, found: Confirmation) -> Trial:
+    """``trial`` with the figures of its confirmation, as far as it got."""
+    figures = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb", "cold_s")
+    again = {name: getattr(found, name) for name in figures}
+    return dataclasses.replace(trial, **{name: figure for name, figure in again.items() if figure is not None})
+
+
+def value(trial: Trial, objective: Objective) -> float | None:
+    """The objective of ``trial``, more is better; ``None`` where it was not measured."""
+    if objective == "memory":
+        return None if trial.peak_mb is None else -trial.peak_mb
+    if objective == "size":
+        return None if trial.size_mb is None else -trial.size_mb
+    return None if trial.speedup is None else trial.speedup.low  # what is sure; a noisy one must not win by luck
+
+
+def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> list[Trial]:
+    """The trials that keep the limits, best first.
+
+    A recipe that may lose accuracy has to pay for it: it stands before the best exact one only if it is surely better.
+    """
+    kept = [trial for trial in trials if feasible(trial, limits) and value(trial, objective) is not None]
+    kept.sort(key=lambda trial: -(value(trial, objective) or 0.0))
+    exact = next((trial for trial in kept if trial.recipe.exact), None)
+    if exact is None:
+        return kept
+    paying = [trial for trial in kept if not trial.recipe.exact and surely_better(trial, exact, objective)]
+    return [*paying, exact, *(trial for trial in kept if trial not in paying and trial is not exact)]
+
+
+def to_reach(recipe: Recipe, trials: Iterable[Trial], limits: Limits, objective: Objective) -> dict[str, float]:
+    """What the first timing of ``recipe`` is held against: below a share of the best so far it is stopped, and behind the best
+    that it could take the place of, which for an exact one is the best exact one, it needs no longer timing."""
+    if objective not in ("latency", "throughput"):
+        return {}
+    order = [trial for trial in ranked(trials, limits, objective) if trial.speedup is not None]
+    peers = [trial for trial in order if trial.recipe.exact or not recipe.exact]
+    floor, best = ([trial.speedup.low for trial in found if trial.speedup] or [0.0] for found in (order, peers))
+    return {"floor": HOPELESS * floor[0], "best": best[0]}
+
+
+def unsettled(ranked: Sequence[Trial]) -> list[Trial]:
+    """Those behind the first of ``ranked`` that may well be faster, as far as the search can tell, the likeliest first: one
+    that a busy machine left in the dark stands far behind, since what counts is what is sure."""
+    if not ranked or (first := ranked[0].speedup) is None:
+        return []
+    found = [(trial.speedup.high, trial) for trial in ranked[1:] if trial.speedup is not None]
+    able = [(high, trial) for high, trial in found if high > (1 + WORTH) * first.value]
+    return [trial for _, trial in sorted(able, key=lambda each: -each[0])[:OPEN]]
+
+
+def surely_better(trial: Trial, other: Trial, objective: Objective) -> bool:
+    """Whether ``trial`` is better than ``other`` by more than chance explains. Memory and size are single figures without an
+    interval, so that a gain has to be larger than what they differ by from one process to the next. What was not measured
+    proves nothing."""
+    one, than = value(trial, objective), value(other, objective)
+    if one is None or than is None:
+        return False
+    if objective in ("latency", "throughput"):
+        return other.speedup is not None and one > other.speedup.value
+    return -one <= (1 - LEAST_GAIN) * -than
+
+
+def ahead(
+    trials: Iterable[Trial], limits: Limits, objective: Objective, eager: Trial | None, *, tuned: bool = True
+) -> list[Trial]:
+    """The trials that keep the limits and seem to beat ``eager``, best first: the tuned original, which is the best of its
+    kind already, or if not ``tuned`` the one as written.
+
+    Where none surely does, it is the one that does by the most, if the machine was just too busy to tell: the confirmation
+    measures for longer, and a gain is not to be given away for want of a second look.
+    """
+    order = ranked(trials, limits, objective)
+    found = order[: order.index(eager)] if eager in order else order
+    if found or eager is None or eager.speedup is None or objective not in ("latency", "throughput"):
+        return found
+    bar = HOPEFUL * eager.speedup.value
+    others = [t for t in order if t != eager and not (tuned and t.recipe.backend.name == "eager" and t.recipe.exact)]
+    behind = [trial for trial in others if trial.speedup is not None and trial.speedup.value > bar]
+    return sorted(behind, key=lambda trial: -(trial.speedup.value if trial.speedup else 0.0))[:1]
+
+
+def surely_ahead(trial: Trial, eager: Trial, objective: Objective) -> bool:
+    """Whether ``trial`` is among :func:`ahead` because it beat ``eager``, and not because the machine was too busy to tell."""
+    one, other = value(trial, objective), value(eager, objective)
+    return one is not None and (other is None or one >= other)
+
+
+def best_eager(trials: Iterable[Trial], limits: Limits | None = None, objective: Objective = "latency") -> Trial | None:
+    """The original, tuned: the fastest exact eager trial of those that keep ``limits`` and whose ``objective`` is known, or of
+    all where no trial does. Where memory or size counts, only those are looked at that none surely undercuts."""
+    found = [t for t in trials if t.recipe.backend.name == "eager" and t.recipe.exact and t.state is State.COMPLETE]
+    found = [trial for trial in found if feasible(trial, limits or Limits())] or found
+    found = [trial for trial in found if value(trial, objective) is not None] or found
+    least = [trial for trial in found if not any(surely_better(other, trial, objective) for other in found)]
+    return max(least, key=lambda trial: trial.speedup.low if trial.speedup else 0.0, default=None)
+
+
+def unmet(trials: Sequence[Trial], limits: Limits) -> str:
+    """The answer to an impossible wish: the nearest recipe, which limit binds, and what keeps the limits but cannot ship."""
+    complete = [t for t in trials if t.state is State.COMPLETE and t.latency_ms is not None]
+    stopped = [t for t in trials if t.state is State.STOPPED and t.latency_ms is not None]
+    shipping = [t for t in complete if ships(t)]
+    accurate = [t for t in shipping if not any(m.limit in QUALITY for m in misses(t, limits))]
+    held = next((t for t in complete if not ships(t) and not misses(t, limits)), None)
+    but = "" if held is None else f" {held.recipe} would keep them. {held.reason}"
+    wishes = ", ".join(
+        f"{name} {limit:g} {unit}"
+        for name, limit, unit in (
+            ("latency", limits.latency_ms, "ms"),
+            ("memory", limits.memory_mb, "MB"),
+            ("size", limits.size_mb, "MB"),
+        )
+        if limit is not None
+    )
+    if not accurate:
+        quality = "loss" if any(t.drop is not None and t.drop.of == "loss" for t in shipping) else "accuracy"
+        return f"Nothing meets the limits ({wishes or quality}), and no recipe kept the {quality} limit.{but}"
+    nearest = min(accurate, key=lambda trial: max((miss.excess for miss in misses(trial, limits)), default=0.0))
+    worst = max(misses(nearest, limits), key=lambda miss: miss.excess, default=None)
+    if worst is None:
+        return f"Nothing was confirmed within the limits; {nearest.recipe} kept them in the search only.{but}"
+    binding = _binding([*shipping, *stopped], limits)
+    said = f"{worst.words[0].lower()}{worst.words[1:]} {binding}"
+    return f"Nothing meets {wishes}. The nearest is {nearest.recipe}: {said}{but}"
+
+
+def _binding(trials: Sequence[Trial], limits: Limits) -> str:
+    """Which single limit, if it were lifted, would let somebody through."""
+    alone: dict[str, Trial] = {}
+    for trial in trials:
+        missed = {miss.limit for miss in misses(trial, limits)}
+        if len(missed) == 1:
+            alone.setdefault(missed.pop(), trial)
+    for name in QUALITY:
+        if name in alone:
+            return f"The {name} limit is what binds: without it, {alone[name].recipe} would do."
+    if len(alone) == 1:
+        name = next(iter(alone))
+        return f"The {name} limit is what binds: without it, {alone[name].recipe} would do."
+    if alone:
+        return f"Any of these limits binds alone: {', '.join(sorted(alone))}."
+    return "No single limit binds: lifting any one of them would not be enough."
+
+
+def entry(trial: Trial, limits: Limits, *, rung: Rung | None = None, confirmed: Confirmation | None = None) -> dict[str, Any]:
+    """A trial as the command line's JSON shows it; with ``confirmed``, its figures are those of the confirmation."""
+    source = confirmed if confirmed is not None else trial
+    reason = trial.reason or (" ".join(miss.words for miss in misses(trial, limits)) or None)
+    head = {"rung": rung} if rung else {}
+    return head | {
+        "recipe": str(trial.recipe),
+        "state": trial.state.value,
+        "reason": reason,
+        "speedup": _interval(source.speedup),
+        "latency_ms": _latency(source.latency_ms),
+        "score": {"value": source.score},
+        "drop": _drop(source.drop),
+        "size_mb": trial.size_mb,
+        "peak_mb": trial.peak_mb if source.peak_mb is None else source.peak_mb,
+        "cold_s": trial.cold_s if source.cold_s is None else source.cold_s,
+    }
+
+
+def _interval(interval: Interval | None) -> Mapping[str, float | None]:
+    if interval is None:
+        return {"value": None, "low": None, "high": None}
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def _latency(measured: Measurement | None) -> Mapping[str, float | None]:
+    return {"median": None, "p90": None} if measured is None else {"median": measured.median, "p90": measured.p90}
+
+
+def _drop(drop: Drop | None) -> Mapping[str, float | None]:
+    return {"value": None, "upper": None} if drop is None else {"value": drop.value, "upper": drop.upper}
+
+
+def has_more(trial: Trial, *, seconds: float, memory_mb: float) -> bool:
+    """Whether a limit ended ``trial`` that is a higher one now."""
+    now = {"time": seconds, "memory": memory_mb}.get(trial.ended_by or "", 0.0)
+    return trial.limit is not None and now > MORE * trial.limit
+
+
+def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startup_s: float) -> float:
+    """Seconds that a trial of ``backend`` is likely to take, going by those of its own, by those of backends that cost as much,
+    or by what it usually costs."""
+    timed = [trial for trial in trials if trial.seconds > 1]
+    same = [t.seconds for t in timed if t.recipe.backend.name == backend.name]
+    alike = [t.seconds for t in timed if t.recipe.backend.cost == backend.cost and t.recipe.backend.name != "eager"]
+    least = min([startup_s, *[t.seconds for t in timed if t.recipe == original]])
+    usual = max(alike) * DEARER if alike else least + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[backend.cost]
+    return max(same, default=usual)
+
+
+def in_time(seconds: float, end: float | None) -> float:
+    """Of ``seconds`` of timing, what the time until ``end``, of ``time.monotonic``, allows: what must be measured is timed for
+    shorter where the budget is short, and other work is left a share of it."""
+    return seconds if end is None else min(seconds, max(LEAST_TIMING_S, TIMED * (end - time.monotonic())))
+
+
+def too_short(left_out: Sequence[Trial]) -> str:
+    """A sentence about recipes for which there was no time."""
+    names = [str(trial.recipe) for trial in left_out]
+    more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
+    return f"The budget was too short to try {', '.join([*names[:NAMED], *more])}."

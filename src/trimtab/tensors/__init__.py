@@ -1,0 +1,1 @@
+"""Helpers for tensors and modules: nested values, the batch axis, weights, copies, comparison, precision."""

@@ -1,0 +1,1 @@
+"""What decides settings that are "auto"."""

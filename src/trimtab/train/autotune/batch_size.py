@@ -1,0 +1,399 @@
+"""How many examples at once: the number with which most of them are learnt from per second, within the memory there is.
+
+Larger is not always faster: once all cores or the whole GPU are busy, larger batches only leave the caches. So sizes are tried
+on real updates, in turns, and the run that they belong to does not notice: parameters, the optimizer's state, buffers and
+random generators are put back from copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trimtab._internal.units import positive
+from trimtab.core.measurement import Interval
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.hardware.system import free_mb
+from trimtab.measure.stats import median_interval
+from trimtab.measure.timer import synchronizer
+from trimtab.train.data.micro_batches import join, split
+from trimtab.train.data.peek import untouched
+from trimtab.train.engine import setup
+from trimtab.train.engine.step import Step
+from trimtab.train.loss.adapter import Batch, examples
+from trimtab.train.memory.activation_budget import Verified, choose
+from trimtab.train.memory.peak_activations import peak_activations
+from trimtab.train.runtime.memory_errors import go_on
+from trimtab.train.runtime.snapshots import moved, rehearsal, stand_still
+from trimtab.train.runtime.step_clock import HostClock
+from trimtab.train.runtime.torch_settings import running
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+TIE = 0.02
+"""Sizes whose speeds differ by less are taken to be equally fast."""
+_CLOSE, _FINALISTS = 0.15, 3
+"""Sizes that fall behind by more in a first look, where one may have been lucky, are not looked at again, but for a few."""
+_PATIENCE = 2
+"""Sizes in a row that are no faster than one before them, after which no further one is tried."""
+_SECOND_LOOK = 3
+"""Updates of each size in the look that makes sure of that."""
+_SHARE = 0.8
+"""Of the free memory of the host that a search may use."""
+_ROUNDS = 15
+_EARLY, _LEAST = 0.1, 8
+"""A search takes a tenth of the run at most, and is not begun where that is less than so many samples or updates."""
+_SAMPLE_S = 0.03
+"""Updates are repeated for as long: where others want the same cores, what is shorter is at the mercy of their turns."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A number of examples at once, and how it did."""
+
+    size: int
+    rate: Interval | None = None
+    """Examples per second, with the loader's part; ``None`` where it did not run."""
+    peak_mb: float | None = None
+    """Of activations, where that was measured; see :func:`~trimtab.train.memory.peak_activations.peak_activations`."""
+    reason: str = ""
+    """Why it did not run."""
+    finalist: bool = False
+    """Whether it was about as fast as the fastest in a first look, and so was looked at again."""
+
+    def __str__(self) -> str:
+        """A line for a person."""
+        if self.rate is None:
+            return f"{self.size}: {self.reason}"
+        memory = "" if self.peak_mb is None else f", {self.peak_mb:,.1f} MB of activations"
+        return f"{self.size}: {self.rate.value:,.1f} examples/s ({self.rate.low:,.1f} to {self.rate.high:,.1f}){memory}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best number of examples at once, and all that were tried, in order of size."""
+
+    size: int
+    tried: tuple[Tried, ...]
+    loader_examples_per_s: float | None = None
+    """How fast the loader alone is."""
+
+    def __str__(self) -> str:
+        """A line per size."""
+        return "\n".join([f"{self.size} examples at once.", *map(str, self.tried)])
+
+
+def find_batch(
+    trainer: Trainer,
+    batches: Iterable[Batch],
+    *,
+    largest: int | None = None,
+    limit_mb: float | None = None,
+    seconds: float = 10.0,
+) -> Found:
+    """The batch size with the best throughput for ``trainer``, the loader's time included; sizes are 1, 2, 4 and so on.
+
+    The trainer is as before afterwards, and its first update is the one that it would have made.
+
+    Args:
+        batches: a loader, from which as many batches are drawn as the largest size needs.
+        largest: that no more is tried than; by default 16 times a batch of the loader.
+        limit_mb: most memory for activations, in MB (10**6 bytes); by default what the machine has.
+        seconds: after which no new round of measuring begins.
+
+    Raises:
+        UsageError: a limit is not above zero, or not even one example keeps it.
+        WorkloadError: the loader gives nothing, or batches that cannot be taken apart or joined.
+    """
+    for name, value in (("largest", largest), ("limit_mb", limit_mb), ("seconds", seconds)):
+        positive(1 if value is None else value, f"find_batch {name}")
+    drawn, load_s = _drawn(batches, largest)
+    own, world = sum(examples(batch) for batch in drawn), trainer.world
+    count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # per example; all processes try the same sizes
+    pool = join(drawn)
+    beside = bool(getattr(batches, "num_workers", 0)) or trainer.device.type == "cuda"  # which computes while this reads
+    called = world.wrap(trainer.model, trainer.settings, fresh=False)
+    move = setup.laid_out(trainer.model, trainer.settings, trainer.device)
+    step = Step(called, trainer.objective, trainer.optimizer, trainer.settings, world, HostClock())
+    sizes = [2**power for power in range(count.bit_length()) if 2**power <= min(count, largest or count)]
+    was = {module: module.training for module in trainer.model.modules()}
+    trainer.modes.look()
+    trainer.modes.train()
+    try:
+        with trainer.shown.modes.trained(), running(trainer.settings):
+            search = _Search(trainer, step, limit_mb, seconds, None)
+            entries = search.run((size, [move(split(pool, size)[0])]) for size in sizes)
+    finally:
+        for module, training in was.items():
+            module.training = training
+    tried = tuple(entry.tried(load_s, beside=beside) for entry in entries)
+    return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
+
+
+def micro_batch(trainer: Trainer, step: Step, group: Sequence[Batch], *, updates: int | None) -> int:
+    """Into how large micro-batches the batches of an update are best taken apart; the update itself stays the same.
+
+    Where whole batches are as fast as the best, it is those; with BatchNorm, or another state that each micro-batch would move,
+    or where so few ``updates`` are to come that no search would be paid back, it is the largest that fits. Several processes
+    agree on it. The decision is the trainer's from now on, and noted.
+
+    Raises:
+        WorkloadError: batches cannot be taken apart, or not even one example fits.
+    """
+    whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
+    sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
+    search = _Search(trainer, step, None, 5.0, updates)
+    candidates = ((size, parts(group, size)) for size in sizes)
+    tried = tuple(entry.tried(0.0) for entry in search.run(candidates, same=True))
+    size = _fastest(tried, smallest=False)
+    trainer.settings = dataclasses.replace(trainer.settings, batch=size)
+    trainer.decided["batch"] = size
+    kept = " Smaller ones are not tried, because the run is short." if search.short else ""
+    kept = f" They are not made smaller for speed, because of {search.moved}." if search.moved else kept
+    trainer.note(
+        f"batch={size}: examples per micro-batch, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept
+    )
+    return size
+
+
+def parts(group: Sequence[Batch], size: int) -> list[Batch]:
+    """The batches of ``group`` in parts of at most ``size`` examples."""
+    return [part for batch in group for part in split(batch, size)]
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A size in the search."""
+
+    size: int
+    group: Sequence[Batch]
+    examples: float
+    """In ``group``: the mean of all processes."""
+    plan: Verified | None = None
+    peak: float | None = None
+    reason: str = ""
+    updates: int = 1
+    """That are timed in a row."""
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    finalist: bool = False
+
+    @property
+    def rate(self) -> float:
+        """By the best time so far."""
+        return self.examples / min(self.seconds)
+
+    def tried(self, load_s: float, *, beside: bool = False) -> Tried:
+        """What a person sees; ``load_s`` per example passes before the update, or, if ``beside``, during it."""
+        peak = None if self.peak is None else self.peak / 1e6
+        if self.reason:
+            return Tried(size=self.size, peak_mb=peak, reason=self.reason)
+        count = self.examples
+        times = [max(one, load_s * count) if beside else one + load_s * count for one in self.seconds]
+        rate = median_interval([count / one for one in times])
+        return Tried(size=self.size, rate=rate, peak_mb=peak, finalist=self.finalist)
+
+
+class _Search:
+    """Tries sizes: once each until it gets no faster, then the fastest of them in turns."""
+
+    def __init__(self, trainer: Trainer, step: Step, limit_mb: float | None, seconds: float, updates: int | None) -> None:
+        self.updates, self.short, self.moved = updates, False, ""
+        self.trainer, self.world = trainer, step.world
+        model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
+        waits = trainer.device.type == "cpu" or trainer.settings.nonfinite in ("skip", "stop")  # for what is not finite
+        settings = dataclasses.replace(trainer.settings, nonfinite="skip" if waits else "ignore")  # nothing ends the search
+        self.step = Step(model, trainer.objective, trainer.optimizer, settings, step.world, HostClock())
+        self._wait = synchronizer(trainer.device)
+        self.limit = None if limit_mb is None else limit_mb * 1e6
+        self.seconds = seconds
+
+    def run(self, candidates: Iterable[tuple[int, Sequence[Batch]]], *, same: bool = False) -> list[_Entry]:
+        """The sizes that were tried, in order of size.
+
+        Args:
+            candidates: from which no more is taken once it gets no faster.
+            same: whether the update must be the same for all: the first that fits will do where others would move more.
+
+        Raises:
+            UsageError: none fits.
+        """
+        begun = time.perf_counter()
+        model, optimizer, loss = self.trainer.model, self.trainer.optimizer, self.trainer.objective.module
+        with rehearsal(model, optimizer, loss=loss) as kept, self.world.rehearsed():
+            stand_still(optimizer)
+            entries = self._sweep(candidates, lambda: moved(kept, model) if same else "")
+            able = [entry for entry in entries if not entry.reason]
+            if not able:
+                raise UsageError(f"No batch size can be used. {'; '.join(f'{e.size}: {e.reason}' for e in entries)}.")
+            able.sort(key=lambda entry: entry.rate, reverse=True)
+            final = [e for place, e in enumerate(able) if place < _FINALISTS or e.rate >= (1 - _CLOSE) * able[0].rate]
+            for entry in final:
+                entry.finalist = True
+            for turn in range(_ROUNDS):
+                if len(final) < 2 or self.world.any(time.perf_counter() - begun > self.seconds):
+                    break
+                for entry in final if turn % 2 else reversed(final):
+                    entry.seconds.append(self._time(entry))
+        return sorted(entries, key=lambda entry: entry.size)
+
+    def _sweep(self, candidates: Iterable[tuple[int, Sequence[Batch]]], moved: Callable[[], str]) -> list[_Entry]:
+        entries: list[_Entry] = []
+        best, behind, growing = 0.0, 0, False
+        for size, group in candidates:
+            growing = bool(entries) and size > entries[-1].size
+            entry = _Entry(size, group, self.world.agreed(float(sum(map(examples, group)))))
+            entry.reason = self._agreed(self._beyond(entries[-1], size) if growing else "") or self._attempt(entry)
+            entries.append(entry)
+            if entry.reason:
+                if growing:  # what is larger will not fit either
+                    break
+                continue
+            self.moved = self._agreed(moved(), "what another process has")
+            if self.moved or self.short:
+                break
+            behind = 0 if entry.rate > best * (1 + TIE) else behind + 1
+            best = max(best, entry.rate)
+            if behind >= _PATIENCE:
+                able = [one for one in entries if not one.reason]
+                if not self._caught_up(able):
+                    break
+                best, behind = max(one.rate for one in able), 0
+        return entries
+
+    def _caught_up(self, able: Sequence[_Entry]) -> bool:
+        """Whether a second look, in turns, finds the last sizes faster than those before: the first may have been disturbed."""
+        before, last = able[:-_PATIENCE], able[-_PATIENCE:]
+        leader = max(before, key=lambda entry: entry.rate)
+        for _ in range(_SECOND_LOOK):
+            for entry in (leader, *last):
+                entry.seconds.append(self._time(entry))
+        return max(entry.rate for entry in last) > leader.rate * (1 + TIE)
+
+    def _attempt(self, entry: _Entry) -> str:
+        """Run ``entry`` for the first time; returns why it cannot run, or nothing, the same in all processes."""
+        reason = self._tried(self._fit, entry) or self._tried(self._first_times, entry)  # updates are of all processes
+        if reason:
+            self.step.discard()
+            torch.cuda.empty_cache()  # does nothing where there is no GPU
+        return reason
+
+    def _tried(self, action: Callable[[_Entry], str], entry: _Entry) -> str:
+        """The reason that ``action`` gives, or that there is no memory for it, or that one example has no statistics."""
+        try:
+            reason = action(entry)
+        except (RuntimeError, MemoryError, ValueError) as error:
+            if not (lonely := str(error).startswith("Expected more than 1 value per channel")):
+                go_on(error, repeats=self.world.repeats)
+            reason = "BatchNorm cannot be trained on one example" if lonely else "it does not fit into memory"
+        return self._agreed(reason)
+
+    def _first_times(self, entry: _Entry) -> str:
+        first = self._time(entry)
+        run_s = math.inf if self.updates is None else self.updates * first
+        self.seconds, self.short = min(self.seconds, _EARLY * run_s), _EARLY * run_s < _LEAST * max(first, _SAMPLE_S)
+        entry.seconds += [first] if self.short else [self._time(entry) for _ in range(2)]
+        return ""
+
+    def _agreed(self, reason: str, others: str = "it does not fit into the memory of another process") -> str:
+        """``reason`` if there is one, else that of ``others`` if another process has one: what follows is the same for all."""
+        return reason or others if self.world.any(bool(reason)) else ""
+
+    def _fit(self, entry: _Entry) -> str:
+        """Measure the activations of ``entry``, and see to their budget; returns why that cannot be kept, or nothing."""
+        batch, trainer = max(entry.group, key=examples), self.trainer
+        budget = trainer.settings.activation_mb
+        if budget is not None:
+            try:
+                entry.plan = plan_for(self.step, trainer.model, batch, budget, trainer.device)
+            except UsageError as error:
+                return str(error).partition(". ")[0]
+            entry.peak = entry.plan.peak
+        else:
+            with looked_at(self.step):
+                entry.peak = peak_activations(lambda: backward(self.step, batch), trainer.model.parameters(), trainer.device)
+            self.step.discard()
+        limit = self.limit
+        return "" if limit is None or entry.peak <= limit else f"it takes {entry.peak / 1e6:,.1f} MB of {limit / 1e6:g} allowed"
+
+    def _beyond(self, before: _Entry, size: int) -> str:
+        """Why ``size`` is not even tried: a host that runs out of memory does not say so, but ends the process."""
+        expected = (before.peak or 0.0) * size / before.size
+        free = 1e6 * free_mb() if self.trainer.device.type == "cpu" else math.inf
+        return f"it would take about {expected / 1e6:,.0f} MB of {free / 1e6:,.0f} free" if expected > free * _SHARE else ""
+
+    def _time(self, entry: _Entry) -> float:
+        """Seconds of an update, the same on all processes."""
+        recomputed = None if entry.plan is None else entry.plan.apply()
+        try:
+            self._wait()
+            begun = time.perf_counter()
+            for _ in range(entry.updates):
+                self.step(entry.group)
+            self._wait()
+            taken = self.world.agreed(time.perf_counter() - begun) / entry.updates
+            entry.updates = max(entry.updates, math.ceil(_SAMPLE_S / taken))
+            return taken
+        finally:
+            if recomputed is not None:
+                recomputed.undo()
+
+
+def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, device: torch.device) -> Verified:
+    """What to recompute of ``model`` so that the activations of ``batch`` keep within ``budget_mb``.
+
+    Raises:
+        UsageError: nothing does; the message names the smallest budget that can be kept.
+    """
+
+    def loss() -> torch.Tensor:
+        with step.precision():
+            plain = getattr(step.model, "_orig_mod", step.model)
+            return step.world.looked(lambda: step.objective(plain, batch))[0]
+
+    with looked_at(step):
+        return choose(model, loss, budget_mb * 1e6, device, beside=step.objective.module, world=step.world)
+
+
+def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
+    """A block for backward passes whose gradients are thrown away: they do not cross between processes.
+
+    Those of shards do, because FSDP keeps what has not crossed where nobody else can throw it away, for the next update.
+    """
+    return step.world.exchanging(now=step.settings.sharding != "replicate")
+
+
+def backward(step: Step, batch: Batch) -> None:
+    """A forward and backward pass as in ``step``, for nothing but to be looked at."""
+    with step.precision():
+        loss, _ = step.world.looked(lambda: step.objective(step.model, batch))
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], float]:
+    """Batches with up to ``largest`` examples, 16 batches by default, and the seconds that the loader took for them."""
+    begun, drawn, count = time.perf_counter(), list[Batch](), 0
+    with untouched(batches) as peeked:
+        for batch in itertools.islice(peeked, None if largest else 16):
+            drawn.append(batch)
+            count += examples(batch)
+            if largest and count >= largest:
+                break
+    if not drawn:
+        raise WorkloadError("The loader gave no batch, so no batch size can be found. Give one with examples in it.")
+    return drawn, time.perf_counter() - begun
+
+
+def _fastest(tried: Sequence[Tried], *, smallest: bool) -> int:
+    """The fastest of those that were looked at again; of those as fast, the smallest or the largest."""
+    rates = {one.size: one.rate.value for one in tried if one.rate is not None and one.finalist}
+    able = [size for size, rate in rates.items() if rate >= (1 - TIE) * max(rates.values())]
+    return min(able) if smallest else max(able)

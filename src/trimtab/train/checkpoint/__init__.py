@@ -1,0 +1,1 @@
+"""Checkpoints of a run, and what a resumed run takes from them."""

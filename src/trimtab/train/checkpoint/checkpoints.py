@@ -1,0 +1,371 @@
+"""A training run on disk: everything that the next step depends on, written whole or not at all, and never a pickle.
+
+A folder holds one folder per checkpoint, ``update-00000120``, each with ``tensors.safetensors``, ``state.json`` (the structure
+around the tensors) and ``sha256.json``. A checkpoint is written beside its place and renamed into it, so that one that is there
+is complete; the newest whose hashes are right is the one to go on from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from trimtab._internal.files import path_of
+from trimtab._internal.serialization import dumps
+from trimtab.errors import StorageError, UsageError
+from trimtab.tensors.weights import in_bytes
+from trimtab.train.checkpoint.folder_lock import hold
+
+TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
+SCHEMA = 5
+SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""What tensors of other layouts are made of: methods that give strided ones."""
+LAYOUTS = {str(layout): layout for layout in SPARSE}
+PLAIN = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    }
+)
+"""The types that safetensors has; tensors of others are kept as their bytes."""
+_NAME = re.compile(r"update-(\d{8})|\.update-(\d{8})\.old")
+"""A checkpoint, or one that was on its way out when its writer was killed: it is one until another has taken its place."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: made when the first one is written.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
+        if keep < 1:
+            raise UsageError(f"keep is {keep}; at least one checkpoint must stay.")
+        self.folder, self.keep = path_of(folder, "checkpoint", "checkpoints"), keep
+        self._whole: set[pathlib.Path] = set()
+        """Those that were written here or found whole, so that large files are not hashed with every checkpoint."""
+        self.damaged: dict[str, str] = {}
+        """What is wrong with those that are newer than the newest whole one, as :meth:`newest` last found."""
+
+    def save(self, update: int, state: Mapping[str, Any]) -> pathlib.Path:
+        """Write ``state``, nested mappings and sequences of tensors and plain values, as the checkpoint after ``update``.
+
+        Raises:
+            StorageError: it cannot be written; what was there before still is.
+        """
+        place = self.folder / f"update-{update:08d}"
+        partial = self.folder / f".{place.name}.{os.getpid()}"
+        try:
+            self._sweep()
+            partial.mkdir(parents=True)
+            _write(partial, state)
+            if place.exists():  # the same update again, after a run was gone on with
+                os.replace(place, self.folder / f".{place.name}.old")
+            os.replace(partial, place)
+            _sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            last = self.newest()
+            kept = f"The checkpoint {last.name} is still whole." if last else "No checkpoint is there yet."
+            raise StorageError(
+                f"The checkpoint after update {update} cannot be written to {self.folder}: {error.strerror or error}. {kept} "
+                "Make room, or give another checkpoint folder, and resume."
+            ) from error
+        self._whole.add(place)
+        self._sweep(place)
+        return place
+
+    def hold(self) -> IO[str] | None:
+        """Make the folder, try to write there, so that a run does not find out after hours, and keep other runs off it.
+
+        Raises:
+            StorageError: nothing can be written.
+            UsageError: another run writes there.
+        """
+        trial = self.folder / f".update-probe.{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            trial.write_text("", encoding="utf-8")
+            trial.unlink()
+            return hold(self.folder)
+        except OSError as error:
+            raise StorageError(
+                f"Checkpoints cannot be written to {self.folder}: {error.strerror or error}. Give another checkpoint folder."
+            ) from error
+
+    def newest(self) -> pathlib.Path | None:
+        """The newest checkpoint that is whole."""
+        self.damaged = {}
+        for place in self._places():
+            if (damage := _damage(place)) is None:
+                return place
+            self.damaged[place.name] = damage
+        return None
+
+    def passed_over(self) -> str | None:
+        """A sentence where :meth:`load` passed over checkpoints, which take long to look at again."""
+        if not self.damaged:
+            return None
+        whole = next(place.name for place in self._places() if place.name not in self.damaged)
+        said = "; ".join(f"{name}: {damage}" for name, damage in self.damaged.items())
+        return f"The run goes on from {whole} in {self.folder}, because what is newer is damaged ({said})."
+
+    def update(self) -> int | None:
+        """After how many updates the newest checkpoint was written, whole or not; ``None`` if there is none."""
+        return max(map(_number, self._places()), default=None)
+
+    def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """What the newest whole checkpoint holds, its tensors on ``device``.
+
+        Raises:
+            StorageError: there is none, or it was written by another version.
+        """
+        place = self.newest()
+        if place is None:
+            damaged = "; ".join(f"{name}: {damage}" for name, damage in self.damaged.items())
+            reason = f"none is whole ({damaged})" if damaged else "there is none"
+            fix = "" if damaged else "; resume(missing_ok=True) does where there is none yet"
+            raise StorageError(f"No checkpoint can be loaded from {self.folder}: {reason}. Start with fit(){fix}.")
+        facts = json.loads((place / STATE).read_text(encoding="utf-8"))
+        if facts.get("schema") != SCHEMA:
+            raise StorageError(
+                f"{place} has schema {facts.get('schema')}, but this trimtab reads {SCHEMA}. Use the one that wrote it."
+            )
+        tensors = load_file(place / TENSORS, device=str(device))
+        for key, (dtype, shape) in facts["bytes"].items():
+            tensors[key] = tensors[key].view(getattr(torch, dtype)).reshape(shape)
+        state = decode(facts["state"], tensors)
+        assert isinstance(state, dict)
+        return state
+
+    def _places(self) -> list[pathlib.Path]:
+        """Every checkpoint folder, the newest first."""
+        named = sorted(
+            place for place in (self.folder.iterdir() if os.path.isdir(self.folder) else ()) if _NAME.fullmatch(place.name)
+        )
+        found = {_number(place): place for place in named}  # where there are both, that with the plain name, which comes later
+        return [found[number] for number in sorted(found, reverse=True)]
+
+    def _sweep(self, written: pathlib.Path | None = None) -> None:
+        """Remove what a process left that was killed while writing, and what is older than ``keep`` whole ones."""
+        for place in self._places():
+            if place.name.startswith("."):
+                os.replace(place, self.folder / f"update-{_number(place):08d}")
+        for left in self.folder.glob(".update-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        places = self._places()
+        if len(places) <= self.keep:
+            return
+        whole = 0
+        for place in places:
+            if whole >= self.keep and place != written:
+                shutil.rmtree(place, ignore_errors=True)
+            elif place in self._whole or not _damage(place):
+                self._whole.add(place)
+                whole += 1
+
+
+def _number(place: pathlib.Path) -> int:
+    """After how many updates a checkpoint was written."""
+    return int("".join(filter(str.isdigit, place.name)))
+
+
+def _write(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
+    written = Encoder()
+    tree = written.encode(state)
+    try:
+        save_file(written.tensors, folder / TENSORS)
+    except SafetensorError as error:  # it tells of a full disk in words only
+        raise OSError(str(error)) from error
+    (folder / STATE).write_text(dumps({"schema": SCHEMA, "bytes": written.bytes, "state": tree}), encoding="utf-8")
+    (folder / HASHES).write_text(dumps({name: sha256(folder / name) for name in (TENSORS, STATE)}), encoding="utf-8")
+    for name in (TENSORS, STATE, HASHES):
+        _sync(folder / name)
+    _sync(folder)
+
+
+class Encoder:
+    """Turns nested values into JSON and collects the tensors in them; one that stands in several places is kept once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.bytes: dict[str, tuple[str, list[int]]] = {}
+        """Of those that are kept as bytes, by their keys: the type and the shape."""
+        self._keys: dict[Any, str] = {}
+        self._storages: set[int] = set()
+
+    def encode(self, value: Any) -> Any:
+        """``value`` as JSON, with keys of :attr:`tensors` for tensors. Keys of mappings keep their type.
+
+        Raises:
+            UsageError: something inside can be neither.
+        """
+        if isinstance(value, torch.Tensor):
+            value = value.detach().resolve_conj() if value.is_complex() else value.detach()
+            if is_traceable_wrapper_subclass(value) and not hasattr(value, "full_tensor"):  # what is spread out comes whole
+                raise UsageError(
+                    f"A {type(value).__module__}.{type(value).__qualname__}, a tensor made of others, cannot be kept in a "
+                    "checkpoint. Use plain tensors, as an optimizer with states of 32 bits does, or leave out checkpoint=..."
+                )
+            if value.is_quantized:
+                raise UsageError(
+                    f"A tensor of {value.dtype} cannot be kept in a checkpoint: its scale is no part of its numbers. Train "
+                    "before it is quantized, or leave out checkpoint=..."
+                )
+            return {"tensor": self._keep(value)} if value.layout == torch.strided else self._sparse(value)
+        if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
+            return {"float": str(float(value))}
+        if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (bool, int, float, str)):
+            return self._array(value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, Mapping):
+            return {"items": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
+        if isinstance(value, tuple):
+            return {"tuple": [self.encode(item) for item in value]}
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self.encode(item) for item in value]
+        raise UsageError(
+            f"A {type(value).__module__}.{type(value).__qualname__} cannot be kept in a checkpoint. Use tensors, numbers, "
+            "arrays, strings, lists, tuples and dicts in what state_dict() returns."
+        )
+
+    def _array(self, value: np.ndarray[Any, Any] | np.generic) -> Any:
+        """An array of numpy's, or a single one of its numbers, by its bytes: it has types that torch has not."""
+        if value.dtype.hasobject or value.dtype.names:
+            raise UsageError(
+                f"A numpy array of {value.dtype} cannot be kept in a checkpoint. Use numbers, or lists and dicts of them, "
+                "in what state_dict() returns."
+            )
+        key = self._keep(torch.frombuffer(bytearray(value.tobytes() or b"\0"), dtype=torch.uint8))
+        return {"array": key, "dtype": value.dtype.str, "shape": list(value.shape), "alone": isinstance(value, np.generic)}
+
+    def _sparse(self, tensor: torch.Tensor) -> Any:
+        """A tensor that is made of others."""
+        if (names := SPARSE.get(tensor.layout)) is None:
+            raise UsageError(
+                f"A tensor with the layout {tensor.layout} cannot be kept in a checkpoint. Make it dense, or one of "
+                f"{', '.join(LAYOUTS)}; or give register_buffer(..., persistent=False) for what is made anew each time."
+            )
+        parts = [getattr(tensor, name)().contiguous() for name in names]
+        sorted_once = tensor.layout == torch.sparse_coo and tensor.is_coalesced()
+        keys = [self._keep(part) for part in parts]
+        return {"sparse": str(tensor.layout), "size": list(tensor.shape), "parts": keys, "coalesced": sorted_once}
+
+    def _keep(self, tensor: torch.Tensor) -> str:
+        storage = tensor.untyped_storage().data_ptr()
+        place = (storage, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+        if storage and place in self._keys:
+            return self._keys[place]
+        key = self._keys[place] = str(len(self.tensors))
+        self.tensors[key] = (
+            tensor.clone(memory_format=torch.contiguous_format) if storage in self._storages else tensor.contiguous()
+        )
+        self._storages.add(storage)
+        if tensor.dtype not in PLAIN:
+            self.bytes[key] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            self.tensors[key] = in_bytes(self.tensors[key])
+        return key
+
+
+class _Words(Encoder):
+    """Says what cannot be kept, and keeps nothing."""
+
+    def encode(self, value: Any) -> Any:
+        """``value`` as JSON; parameters that only a forward pass will make are left to it."""
+        return None if is_lazy(value) else super().encode(value)
+
+    def _keep(self, tensor: torch.Tensor) -> str:
+        return ""
+
+
+def refuse_strange(state: Mapping[str, Any]) -> None:
+    """Refuse ``state`` at once where no checkpoint could hold it.
+
+    Raises:
+        UsageError: something in it can be kept neither as a tensor nor as JSON; the message names the part of ``state``.
+    """
+    for name, part in state.items():
+        try:
+            _Words().encode(part)
+        except UsageError as error:
+            raise UsageError(f"The state of the {name} cannot be saved. {error}") from error
+
+
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of :meth:`Encoder.encode`."""
+    if isinstance(tree, list):
+        return [decode(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "tensor" in tree:
+        return tensors[tree["tensor"]]
+    if "array" in tree:
+        held, shape = tensors[tree["array"]].cpu().numpy().tobytes(), tree["shape"]
+        array = np.frombuffer(held, np.dtype(tree["dtype"]), math.prod(shape)).reshape(shape).copy()
+        return array[()] if tree["alone"] else array
+    if "sparse" in tree:
+        return _made_of([tensors[key] for key in tree["parts"]], tree)
+    if "float" in tree:
+        return float(tree["float"])
+    if "tuple" in tree:
+        return tuple(decode(item, tensors) for item in tree["tuple"])
+    return {decode(key, tensors): decode(item, tensors) for key, item in tree["items"]}
+
+
+def _made_of(parts: Sequence[torch.Tensor], facts: Mapping[str, Any]) -> torch.Tensor:
+    """The sparse tensor that :meth:`Encoder.encode` took apart."""
+    if (layout := LAYOUTS[facts["sparse"]]) == torch.sparse_coo:
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, facts["size"], is_coalesced=facts["coalesced"])
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(compressed, plain, values, facts["size"], layout=layout)
+
+
+def sha256(path: pathlib.Path) -> str:
+    """The hash of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _damage(place: pathlib.Path) -> str | None:
+    """What is wrong with the files of a checkpoint; ``None`` if nothing is."""
+    try:
+        hashes = json.loads((place / HASHES).read_text(encoding="utf-8"))
+        changed = [name for name in (TENSORS, STATE) if sha256(place / name) != hashes[name]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{changed[0]} has changed since it was written" if changed else None
+
+
+def _sync(path: pathlib.Path) -> None:
+    """Have the system write ``path`` out, so that a power cut cannot leave a renamed folder with empty files."""
+    folder = path.is_dir()
+    if os.name == "nt" and folder:  # Windows opens no folders, and writes out only what is open for writing
+        return
+    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR | getattr(os, "O_BINARY", 0))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""From a dataset to micro-batches on the device."""

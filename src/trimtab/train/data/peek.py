@@ -1,0 +1,80 @@
+"""Looking at the first batches of a loader without using them up."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from trimtab.core.workload import user_code
+from trimtab.train.data.loader_position import Seekable, load_state, state_of
+from trimtab.train.data.micro_batches import set_workers
+from trimtab.train.loss.adapter import Batch
+from trimtab.train.runtime.random_generators import generators_of, set_states, states_of
+from trimtab.train.runtime.torch_settings import random_state, set_random_state
+
+PATIENCE_S = 2.0
+"""After so many seconds no further batch is waited for."""
+
+
+def first_batches(loader: Iterable[Batch], count: int, what: str = "The loader raised") -> tuple[list[Batch], Iterable[Batch]]:
+    """Up to ``count`` batches from the beginning of ``loader``, fewer where it is slow, and a loader that still has them all.
+
+    Generators of random numbers, torch's own and those of the loader and its samplers, are put back, so that the run draws what
+    it would have drawn, and so is the position of a loader that keeps one. What can be gone through only once gets its batches
+    put back in front.
+
+    Raises:
+        WorkloadError: reading them failed; the message begins with ``what``.
+    """
+    with untouched(loader, what) as peeked:
+        batches = _some(iter(peeked), count)
+    return batches, itertools.chain(batches, loader) if isinstance(loader, Iterator) else loader
+
+
+@contextlib.contextmanager
+def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Iterator[Iterable[Batch]]:
+    """A block that gets what gives the batches of ``loader``, from their beginning; no random generator shows it afterwards.
+
+    Raises:
+        WorkloadError: reading them failed; the message begins with ``what``.
+    """
+    generators = generators_of(loader)
+    before = states_of(generators)
+    with kept_random():
+        state = state_of(loader)
+        peeked = copy.copy(loader) if isinstance(loader, torch.utils.data.DataLoader) and state is None else loader
+        if peeked is not loader:
+            set_workers(peeked, running=False)  # it has workers of its own: random numbers of those that stay go on
+        try:
+            with user_code(what):
+                if isinstance(loader, Seekable):
+                    loader.seek(0, 0)
+                yield peeked
+        finally:
+            if state is not None:
+                load_state(loader, state)
+            set_states(generators, before)
+
+
+@contextlib.contextmanager
+def kept_random() -> Iterator[None]:
+    """A block whose random numbers leave no trace."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
+def _some(batches: Iterator[Batch], count: int) -> list[Batch]:
+    begun, found = time.monotonic(), []
+    for batch in itertools.islice(batches, count):
+        found.append(batch)
+        if time.monotonic() - begun > PATIENCE_S:
+            break
+    return found

@@ -1,0 +1,289 @@
+"""How the examples of a batch are read: all at once where the dataset allows it, else one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from trimtab._internal.text import of_type
+from trimtab.core.workload import user_code
+from trimtab.errors import UsageError
+from trimtab.train.data.batch_sampler import Index
+from trimtab.train.data.collate import TARGETS, Collate
+from trimtab.train.data.memory_mapped import MappedTensors
+from trimtab.train.loss.adapter import Batch
+
+Column = torch.Tensor | Sequence[Any]
+_STILL = (list, tuple, range)
+"""Sequences that give what they hold; those of other classes, also of classes made from these, may run code for each item."""
+_COLUMNS = user_code("The columns of the dataset could not be read")
+
+
+class Source(Protocol):
+    """A dataset that is read in batches."""
+
+    draws: bool
+    """Whether reading runs code that may draw random numbers."""
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+
+    def read(self, index: Index) -> Batch:
+        """The batch of these examples.
+
+        Raises:
+            WorkloadError: an example cannot be read, or they cannot be joined.
+        """
+
+    def example(self, place: int) -> Any:
+        """One example, as it is when lengths are to be taken."""
+
+
+class Columns:
+    """Data that lies in arrays, one row per example: a batch is one selection from each, and never a view of them."""
+
+    def __init__(self, columns: Mapping[Any, Column], build: Callable[[dict[Any, Any]], Batch], collate: Collate) -> None:
+        self.columns, self.build, self.collate = columns, build, collate
+        arrays = (torch.Tensor, np.ndarray)
+        self.draws = not all(isinstance(column, arrays) or type(column) in _STILL for column in columns.values())
+        counts = {name: len(column) for name, column in columns.items()}
+        if len(set(counts.values())) > 1:
+            shown = ", ".join(f"{name}: {count}" for name, count in counts.items())
+            raise UsageError(
+                f"The columns of the dataset differ in length ({shown}). Give one row per example in each; a tuple is taken "
+                "for columns, so give examples in a list."
+            )
+
+    def __len__(self) -> int:
+        return min(map(len, self.columns.values()))
+
+    def read(self, index: Index) -> Batch:
+        """The batch of these examples."""
+        places = index if isinstance(index, slice) else torch.from_numpy(index)
+        with _COLUMNS:
+            return self.build({name: self._take(name, column, places) for name, column in self.columns.items()})
+
+    def example(self, place: int) -> Any:
+        """One row of each."""
+        with _COLUMNS:
+            return self.build({name: column[place] for name, column in self.columns.items()})
+
+    def _take(self, name: Any, column: Column, places: slice | torch.Tensor) -> Any:
+        if isinstance(column, torch.Tensor):
+            if isinstance(places, slice):
+                return column[places].clone()
+            if column.is_cuda:
+                places = places.pin_memory().to(column.device, non_blocking=True)  # nobody waits for the copy
+            elif not column.is_cpu:
+                places = places.to(column.device)
+            return column.index_select(0, places)
+        chosen = range(len(column))[places] if isinstance(places, slice) else places.tolist()
+        return self.collate.join([column[place] for place in chosen], (name,), targets=name in TARGETS)
+
+
+class Examples:
+    """A dataset that is asked for each example, or for a list of them where it has ``__getitems__``."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:
+        self.dataset, self.collate = dataset, collate
+        self.draws = not (type(dataset) in _STILL and type(collate) is Collate)
+        self._many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, index: Index) -> Batch:
+        """The batch of these examples. What ``__getitems__`` gives is joined if it is a list, and else is the batch itself."""
+        places = list(range(index.start, index.stop)) if isinstance(index, slice) else index.tolist()
+        found: Any = []
+        if self._many is not None:
+            with user_code(f"The dataset raised on examples {_some(places)}"):
+                found = self._many(places)
+        else:
+            with _reading(places, found):
+                for place in places:
+                    found.append(self.dataset[place])
+        with user_code(f"collate raised on examples {_some(places)}"):
+            return self.collate(found) if isinstance(found, list) else found
+
+    def example(self, place: int) -> Any:
+        """What the dataset gives."""
+        with user_code(f"The dataset raised on example {place}"):
+            return self.dataset[place]
+
+
+class Chosen:
+    """Some of the rows of columns, as :func:`torch.utils.data.random_split` gives them."""
+
+    def __init__(self, source: Columns | Chosen, indices: Sequence[int]) -> None:
+        self.source, self.indices = source, np.asarray(indices, np.int64)
+        self.draws: bool = source.draws
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: Index) -> Batch:
+        """The batch of these examples."""
+        return self.source.read(self.indices[index])
+
+    def example(self, place: int) -> Any:
+        """One row of each column."""
+        return self.source.example(int(self.indices[place]))
+
+
+class Job(NamedTuple):
+    """One batch to be read: which examples, and what random numbers that are drawn meanwhile depend on."""
+
+    seed: tuple[int, ...]
+    places: Index
+
+
+class Reader(Dataset[Batch]):
+    """Reads batches, here or in a worker process: the same batch for the same :class:`Job`, whoever reads it and when."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __getitem__(self, job: Job) -> Batch:
+        """The batch of ``job``; the random generators of this process are as they were afterwards."""
+        if not self.source.draws:
+            return self.source.read(job.places)
+        with seeded(job.seed):
+            return self.source.read(job.places)
+
+
+@contextlib.contextmanager
+def seeded(seed: Sequence[int]) -> Iterator[None]:
+    """A block in which Python's, numpy's and torch's CPU generators start from ``seed``; they are put back afterwards."""
+    before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    first, second, third = np.random.SeedSequence(seed).generate_state(3).tolist()
+    torch.default_generator.manual_seed(first)  # torch.manual_seed would seed the GPUs too, which nobody puts back
+    np.random.seed(second)
+    random.seed(third)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def source_of(dataset: Any, collate: Callable[[list[Any]], Batch] | None) -> Source:
+    """The fastest way to read ``dataset``.
+
+    Raises:
+        UsageError: it cannot be read by place, or its columns differ in length.
+    """
+    joining = Collate() if collate is None else collate
+    if not callable(joining):
+        raise UsageError(f"collate is {of_type(joining)}; give a function of a list of examples.")
+    plain = joining if type(joining) is Collate and joining.mask is None else None  # a mask is made of whole examples
+    columns = _arrays(dataset, plain or Collate())
+    if columns is not None and plain is not None:
+        return columns
+    whole = dataset
+    while type(whole) is Subset:
+        whole = whole.dataset
+    if columns is not None and isinstance(whole, (Mapping, tuple)):  # of which no place is an example
+        dataset = _Rows(columns)
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UsageError(
+            f"The dataset is {of_type(dataset)}, which cannot be read by place: a Loader needs len(dataset) and dataset[i]. "
+            "Give a list or a dataset that has them, or the Trainer a torch DataLoader over this one."
+        )
+    return Examples(dataset, joining)
+
+
+def _arrays(dataset: Any, collate: Collate) -> Columns | Chosen | None:
+    """``dataset``, or what it is a part of, as columns, if it is made of arrays."""
+    if type(dataset) is not Subset:
+        return _columns(dataset, collate)
+    whole = _arrays(dataset.dataset, collate)
+    return None if whole is None else Chosen(whole, dataset.indices)
+
+
+class _Rows(Sequence[Any]):
+    """Columns as a sequence of examples, for those who join them on their own."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.source.example(place)
+
+
+class _reading(user_code):
+    """Names the example at which the user's dataset raised: the one after those that were ``found``."""
+
+    def __init__(self, places: list[int], found: list[Any]) -> None:
+        super().__init__("")
+        self.places, self.found = places, found
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.what = f"The dataset raised on example {self.places[len(self.found)]}"
+        super().__exit__(kind, error, trace)
+
+
+def _columns(dataset: Any, collate: Collate) -> Columns | None:
+    """``dataset`` as columns, if it is made of arrays."""
+    if type(dataset) is TensorDataset:
+        dataset = dataset.tensors
+    if _is_array(dataset):
+        return Columns({0: _column(dataset)}, _only, collate)
+    if isinstance(dataset, tuple) and dataset and all(map(_is_array, dataset)):
+        build = functools.partial(_tuple, type(dataset))
+        return Columns(dict(enumerate(map(_column, dataset))), build, collate)
+    if isinstance(dataset, Mapping) and dataset and all(map(_is_column, dataset.values())):
+        mapped = isinstance(dataset, MappedTensors)  # which crosses to another process as the name of its folder
+        columns = dataset if mapped else {name: _column(column) for name, column in dataset.items()}
+        return Columns(columns, _same, collate)
+    return None
+
+
+def _column(column: Any) -> Column:
+    """An array of numbers as a tensor upon the same memory, anything else as it is."""
+    if not isinstance(column, np.ndarray) or column.dtype.kind not in "biufc":
+        found: Column = column
+        return found
+    if not column.dtype.isnative or any(stride < 0 for stride in column.strides):
+        column = np.ascontiguousarray(column, column.dtype.newbyteorder("="))
+    column = np.asarray(column)  # a memory-mapped one too; numpy's own class does nothing for us
+    with warnings.catch_warnings():  # torch warns of memory that must not be written to; nobody does, for batches are copies
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(column)
+
+
+def _is_array(item: Any) -> bool:
+    return isinstance(item, (torch.Tensor, np.ndarray)) and item.ndim > 0
+
+
+def _is_column(item: Any) -> bool:
+    return _is_array(item) or (isinstance(item, Sequence) and not isinstance(item, (str, bytes)))
+
+
+def _only(found: dict[Any, Any]) -> Any:
+    return found[0]
+
+
+def _tuple(kind: Any, found: dict[Any, Any]) -> Any:
+    return kind(*found.values()) if hasattr(kind, "_fields") else tuple(found.values())
+
+
+def _same(found: dict[Any, Any]) -> Any:
+    return found
+
+
+def _some(places: list[int]) -> str:
+    return ", ".join(map(str, places[:4])) + (f" and {len(places) - 4} more" if len(places) > 4 else "")

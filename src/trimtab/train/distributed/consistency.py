@@ -1,0 +1,97 @@
+"""What several processes must have alike: the arguments of a run, and what callbacks may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.errors import UsageError
+from trimtab.train.telemetry.events import Event
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+_OWN = ("device", "threads", "cuda_allocator", "keep_memory")
+"""Settings that each host may have its own way: nobody waits for another by them."""
+_PLAIN = (bool, int, float, complex, str, tuple, list, torch.Tensor, type(None))
+"""What options of an optimizer are compared: of others, such as functions, the words differ between processes."""
+
+
+def refuse_differences(trainer: Trainer, *, validated: bool, epochs: int | None, steps: int | None) -> None:
+    """Refuse a run that the processes were given different arguments for, because they would wait for each other without end.
+
+    Raises:
+        UsageError: they were.
+    """
+    if trainer.world.processes == 1:
+        return
+    given: dict[str, Any] = {
+        "validate": "given" if validated else None,
+        "checkpoint": "given" if trainer.checkpoints is not None else None,
+        "resume()": "called" if trainer.resuming is not None else "not called",
+        "override": sorted(trainer.override.items()),
+        "checkpoint_every": trainer.checkpoint_every,
+        "log_every": trainer.log_every,
+        "early_stopping": trainer.early_stopping,
+        "metrics": sorted(trainer.metrics),
+        "ema": None if trainer.ema is None else trainer.ema.decay,
+        "schedule": None if trainer.schedule is None else "given",
+        "epochs": epochs,
+        "steps": steps,
+    }
+    given |= _changeable(trainer)
+    settings = {field.name: getattr(trainer.settings, field.name) for field in dataclasses.fields(trainer.settings)}
+    given |= {f"Settings {name}": value for name, value in settings.items() if name not in (*_OWN, *trainer.decided)}
+    found = trainer.world.gathered({name: str(value) for name, value in given.items()})
+    for name, value in found[0].items():
+        for rank, other in enumerate(found):
+            if other.get(name, value) != value:
+                raise UsageError(
+                    f"The processes were given different arguments: {name} is {value} for that of rank 0, and {other[name]} "
+                    f"for that of rank {rank}. Give all of them the same: they go through a run together, and only the first "
+                    "writes files, prints and calls callbacks anyway."
+                )
+
+
+def tell(trainer: Trainer, event: Event) -> None:
+    """Tell the callbacks where all processes are, which hear of one that fails."""
+    with trainer.world.together():
+        trainer.emit(event)
+
+
+def call_back(trainer: Trainer, event: Event) -> None:
+    """Call the callbacks, in the first process only; what they change the others would not hear of.
+
+    Raises:
+        UsageError: they have changed how the optimizer updates, or what is trained, and there are others.
+    """
+    if not trainer.world.leads or not trainer.callbacks:
+        return
+    before, run = _changeable(trainer), trainer.run
+    within, run.calling = run.calling, True  # one that notes something is called within itself
+    try:
+        for callback in trainer.callbacks:
+            callback(trainer, event)
+    finally:
+        run.calling = within
+    after = _changeable(trainer)
+    changed = [name for name in before | after if before.get(name) != after.get(name)]
+    if changed:
+        raise UsageError(
+            f"A callback has changed {changed[0]}. Of several processes only the first calls callbacks, and the models of the "
+            "others would drift away from its own. Use schedule=... for what follows a plan, or make the change in every "
+            "process, between the updates of trainer.updates(...)."
+        )
+
+
+def _changeable(trainer: Trainer) -> dict[str, str]:
+    """The options of the optimizer, and which parameters are trained; nothing where nobody else would have to know."""
+    if trainer.world.processes == 1:
+        return {}
+    found = {f"requires_grad of {name}": str(value.requires_grad) for name, value in trainer.model.named_parameters()}
+    for place, group in enumerate(trainer.optimizer.param_groups):
+        plain = {name: value for name, value in group.items() if name != "params" and isinstance(value, _PLAIN)}
+        found |= {f"{name} of the optimizer's group {place}": str(value) for name, value in plain.items()}
+    return found

@@ -1,0 +1,47 @@
+"""Early stopping."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from numbers import Real
+from typing import Literal
+
+from trimtab.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Ends a run whose validation has stopped getting better."""
+
+    metric: str = "loss"
+    """The figure of the validation that is watched."""
+    patience: int = 3
+    """Validations in a row without an improvement before the run ends."""
+    min_delta: float = 0.0
+    """What counts as an improvement, in units of the metric."""
+    mode: Literal["min", "max"] | None = None
+    """Whether less or more of the figure is better. Of a loss it is less; of any other figure it must be said."""
+    restore_best: bool = True
+    """Whether the parameters of the best validation are put back at the end."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.patience, Real) or self.patience < 1:
+            raise UsageError(f"EarlyStopping patience is {self.patience!r}; it must be a number of at least 1.")
+        if not isinstance(self.min_delta, Real):
+            raise UsageError(f"EarlyStopping min_delta is {self.min_delta!r}; it must be a number.")
+        if self.mode not in ("min", "max", None):
+            raise UsageError(f"EarlyStopping mode is {self.mode!r}; it can be 'min' or 'max'.")
+        if self.mode is None and self.metric != "loss":
+            raise UsageError(
+                f"EarlyStopping watches {self.metric!r}, and nothing says whether more of it is better. Give mode='max', as "
+                "for an accuracy, or mode='min'."
+            )
+
+    def better(self, value: float, best: float | None) -> bool:
+        """Whether ``value`` improves on ``best``; what is no number never does."""
+        if math.isnan(value):
+            return False
+        if best is None:
+            return True
+        return value > best + self.min_delta if self.mode == "max" else value < best - self.min_delta

@@ -1,0 +1,1 @@
+"""What drives a run: setup, steps, epochs, validation, signals, retries."""

@@ -1,0 +1,215 @@
+"""How good the model is on data that it does not learn from."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trimtab.core.workload import user_code
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.data.batch_structure import rebuilt
+from trimtab.train.data.loader_position import Seekable
+from trimtab.train.data.micro_batches import has_workers, keeps_workers, set_workers
+from trimtab.train.data.peek import first_batches, kept_random
+from trimtab.train.loss.adapter import Batch, Weight, call, is_pair
+from trimtab.train.telemetry.metrics import Figures, Metric
+
+if TYPE_CHECKING:
+    from trimtab.train.engine.step import Step
+    from trimtab.train.runtime.world import World
+    from trimtab.train.trainer import Trainer
+
+Move = Callable[[Batch], Batch]
+_READING, _END = user_code("The validation loader raised"), object()
+_MODEL = user_code("In validation the model or its loss raised")
+_NO_GRADIENT = "does not require grad"
+"""What torch says where something differentiates what was computed without gradients."""
+
+
+def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batch] | None:
+    """Refuse before the run what its first validation would fail with; ``held_out`` is this process's part of the data.
+
+    Returns the loader to use, which still has all of its batches.
+
+    Raises:
+        UsageError: there is no validation data, early stopping watches a figure that there is not, or metrics cannot be had or
+            told from the loss.
+        WorkloadError: the loader raised.
+    """
+    metrics, stopping, world = trainer.metrics, trainer.early_stopping, trainer.world
+    if held_out is None:
+        if stopping is not None or metrics:
+            asking = "EarlyStopping goes" if stopping is not None else f"metrics={{{', '.join(map(repr, metrics))}}} go"
+            raise UsageError(f"{asking} by the validation, and there is none. Give fit(train, validate, ...).")
+        return None
+    if stopping is not None and stopping.metric not in (names := ("loss", *metrics)):
+        raise UsageError(
+            f"EarlyStopping watches {stopping.metric!r}, but the validation has {', '.join(names)}. Name one of these, or give "
+            "metrics={...}."
+        )
+    if "loss" in metrics:
+        raise UsageError("metrics has a 'loss', as the validation's own mean is called. Give yours another name.")
+    lengths = world.gathered(_length(held_out))
+    if all(length == 0 for length in lengths):
+        raise UsageError("validate has no batch: its len() is 0. Give it data, or leave it out.")
+    if world.shared and 0 in lengths:
+        raise UsageError(
+            f"validate has no batch for the process of rank {lengths.index(0)}, and all processes must call a sharded model "
+            f"together. Give it at least {len(lengths)} batches, smaller ones for instance."
+        )
+    if metrics and trainer.objective.calls_model and trainer.objective.loss is not None:
+        first, held_out = first_batches(held_out, 1, _READING.what)
+        if world.any(any(not is_pair(batch) for batch in first)):
+            raise UsageError(_no_pair(next(iter(metrics))))
+    return held_out
+
+
+@torch.no_grad()
+def validate(
+    trainer: Trainer, batches: Iterable[Batch], step: Step, move: Move, cut: Callable[[], bool]
+) -> dict[str, float] | None:
+    """The mean loss, weighted as in training, and the metrics, over all of ``batches`` on all processes.
+
+    The model, and a loss that is a module, are in evaluation mode meanwhile, and each of their modules in the mode that it was
+    in afterwards. ``None`` where ``cut`` came true in a process: that is asked before each batch.
+
+    Raises:
+        WorkloadError: the loader, the model or a metric raised, there is no batch, or a metric gives something else than a
+            value per example.
+    """
+    objective, world = trainer.objective, step.world
+    answers, objective.untold = _Answers(trainer, world), None
+    losses: list[torch.Tensor] = []
+    weights: list[Weight] = []
+    if isinstance(batches, Seekable):  # so that every validation, also one after a resumption, sees the same
+        batches.seek(0, 0)
+    try:
+        with _evaluating(trainer.model, objective.module), world.together():
+            figures = Figures(trainer.metrics)
+            # It is the plain model that is called: only one whose shares must be gathered needs all processes at once.
+            read = _read(batches, cut)
+            for batch in world.rounds(read, None) if world.shared else read:  # which may be cut off, so nobody knows how many
+                if world.shared and world.any(cut()):
+                    break
+                moved = move(batch)
+                with step.precision():
+                    loss, weight, outputs = answers(moved)
+                    if not world.counts:  # it only helped others, who have more
+                        continue
+                    figures.add(outputs, moved)
+                losses.append(loss)
+                weights.append(weight)
+    finally:
+        world.rest()
+        step.clock.enter("other")
+    if world.any(cut()):
+        return None
+    if not world.any(bool(losses)):
+        raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
+    if len(losses) > 1:
+        trainer.note_once(objective.untold)
+    trainer.note_once(figures.remark())
+    return {"loss": float(world.mean(losses, weights, summed=objective.summed)[0]), **figures.over(world)}
+
+
+class _Answers:
+    """What model and loss give for the batches of a validation, without gradients wherever they can do without.
+
+    Some cannot: a loss with a penalty on gradients, or a model whose forces are those of an energy. The first batch shows it.
+    """
+
+    def __init__(self, trainer: Trainer, world: World) -> None:
+        self.trainer, self.world = trainer, world
+        self._gradients: bool | None = None
+
+    def __call__(self, batch: Batch) -> tuple[torch.Tensor, Weight, Any]:
+        """The loss of ``batch``, its weight, and the outputs, where there are metrics that need them."""
+        with _MODEL:
+            try:
+                found = self._asked(batch, bool(self._gradients))
+            except RuntimeError as error:
+                if self._gradients is not None or _NO_GRADIENT not in str(error):
+                    raise
+                self._gradients = True
+            else:
+                self._gradients = bool(self._gradients)
+                return found
+            self.world.rest()
+            return self._asked(batch, True)
+
+    def _asked(self, batch: Batch, gradients: bool) -> tuple[torch.Tensor, Weight, Any]:
+        trainer = self.trainer
+        with torch.set_grad_enabled(gradients):
+            ask = functools.partial(trainer.objective.answered, trainer.model, batch)
+            loss, weight, outputs = self.world.looked(ask)
+            if trainer.metrics and outputs is None:
+                outputs = _outputs(trainer.model, batch, trainer.metrics)
+        return loss.detach(), weight, _detached(outputs) if gradients else outputs
+
+
+@contextlib.contextmanager
+def _evaluating(*modules: nn.Module | None) -> Iterator[None]:
+    """A block with ``modules`` in evaluation mode, and every module in them as it was afterwards."""
+    roots = [(module, module.training) for module in modules if module is not None]
+    modes = [(inner, inner.training) for module, _ in roots for inner in module.modules()]
+    for module, _ in roots:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module, mode in roots:
+            module.train(mode)  # some do more then than set a flag, such as take apart what eval() has merged
+        for module, mode in modes:
+            module.training = mode
+
+
+def _detached(outputs: Any) -> Any:
+    """``outputs`` without what their gradients would be computed from."""
+    return outputs.detach() if isinstance(outputs, torch.Tensor) else rebuilt(outputs, _detached)
+
+
+def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:
+    """All of ``batches``, or those before ``cut`` came true."""
+    if keeps_workers(batches) and not has_workers(batches):
+        with kept_random():  # what starting them draws would be drawn again in a run that is gone on with
+            set_workers(batches, running=True)
+    with _READING:
+        running = iter(batches)
+    while not cut():
+        try:
+            with _READING:
+                batch = next(running, _END)
+        except WorkloadError:
+            if cut():  # a signal to the whole group of processes ends the loader's workers too
+                return
+            raise
+        if batch is _END:
+            return
+        yield batch
+
+
+def _length(batches: Iterable[Batch]) -> int | None:
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _outputs(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Any:
+    """What the model gives for ``metrics``, where it is the loss that calls it."""
+    if not is_pair(batch):
+        raise UsageError(_no_pair(next(iter(metrics))))
+    return call(model, batch[0])
+
+
+def _no_pair(name: str) -> str:
+    return (
+        f"The metric {name!r} needs outputs, and where loss(model, batch) calls the model these are known for batches of "
+        "(inputs, targets) only. Have the loader give such, and a loss of outputs and targets: "
+        "loss=lambda outputs, targets: ..."
+    )

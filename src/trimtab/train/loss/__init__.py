@@ -1,0 +1,1 @@
+"""The loss: what a step calls, losses with parameters, parity of losses."""

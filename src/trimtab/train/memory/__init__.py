@@ -1,0 +1,1 @@
+"""Activation checkpointing within a budget of bytes."""

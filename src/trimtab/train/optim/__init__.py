@@ -1,0 +1,1 @@
+"""Optimizers' state and kernels, learning rates and schedules, averages of weights."""

@@ -1,0 +1,275 @@
+"""Learning rates over a run, made from torch's own schedulers once the number of updates is known."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from trimtab._internal.text import of_type
+from trimtab._internal.validation import refuses
+from trimtab.core.workload import user_code
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train.early_stopping import EarlyStopping
+
+Schedule = Callable[[Optimizer, int], LRScheduler]
+"""``schedule(optimizer, updates)`` -> a scheduler that the Trainer steps once per update of ``updates`` in all."""
+
+ENDLESS = 10**7
+"""Updates of a run that is timed for as long as somebody asks. No schedule has to last for it: at its end the rate stays."""
+_LONG, _LITTLE, _NOTHING = 100, 1e-3, 1e-6
+"""Updates of a run that is long enough to tell whether a schedule counts epochs, and shares of a rate that are too small."""
+
+
+def one_cycle(max_lr: float | list[float], *, warmup: float = 0.3) -> Schedule:
+    """Up to ``max_lr`` in the first ``warmup`` share of the run, then down to next to nothing.
+
+    Source: Smith & Topin 2017, https://arxiv.org/abs/1708.07120
+    """
+    _check_share(warmup)
+    return lambda optimizer, updates: OneCycleLR(optimizer, max_lr, total_steps=max(updates, 1) + 1, pct_start=warmup)
+
+
+def cosine(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
+    """From nothing to the optimizer's own rate in the first ``warmup`` share, then along a cosine to ``floor`` of it.
+
+    Source: Loshchilov & Hutter 2016, https://arxiv.org/abs/1608.03983
+    """
+    return _shaped(warmup, floor, lambda done: (1 + math.cos(math.pi * done)) / 2)
+
+
+def linear(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
+    """From nothing to the optimizer's own rate in the first ``warmup`` share, then straight to ``floor`` of it."""
+    return _shaped(warmup, floor, lambda done: 1 - done)
+
+
+def check_given(schedule: Any) -> None:
+    """Refuse what is no schedule.
+
+    Raises:
+        UsageError: it is neither one of torch's schedulers nor can it be called with an optimizer and a number of updates.
+    """
+    if schedule is None or isinstance(schedule, LRScheduler):
+        return
+    name = getattr(schedule, "__name__", None) or repr(schedule)
+    fix = (
+        "Give one such as trimtab.train.optim.schedules.cosine(), or a function: "
+        "lambda optimizer, updates: StepLR(optimizer, updates // 3)."
+    )
+    if not callable(schedule):
+        raise UsageError(f"schedule is {name}, {of_type(schedule)}, and no schedule. {fix}")
+    if isinstance(schedule, type) and issubclass(schedule, LRScheduler):
+        raise UsageError(f"schedule is {name}, a class, to which the updates of a run may mean anything. {fix}")
+    if error := refuses(schedule, None, 1):
+        raise UsageError(f"schedule is {name}, which cannot be called with (optimizer, updates): {error}. {fix}") from error
+
+
+def made(schedule: Schedule, optimizer: Optimizer, updates: int) -> LRScheduler:
+    """What ``schedule`` makes for a run of ``updates``.
+
+    Raises:
+        UsageError: it is no scheduler, or one of another optimizer.
+        WorkloadError: the function raised.
+    """
+    with user_code("The schedule raised"):
+        found = schedule(optimizer, updates)
+    if not isinstance(found, LRScheduler):
+        raise UsageError(f"The schedule returned {of_type(found)}, not one of torch.optim.lr_scheduler. Let it return one.")
+    refuse_foreign(found, optimizer)
+    return found
+
+
+def refuse_foreign(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Refuse a scheduler that steers another optimizer.
+
+    Raises:
+        UsageError: it does.
+    """
+    if scheduler.optimizer is not optimizer:
+        raise UsageError("The schedule is of another optimizer than the one given. Make it from the same object.")
+
+
+def advance(scheduler: LRScheduler) -> str | None:
+    """One update was made. Where the schedule has come to its end the rate stays as it is, and this is a sentence about it.
+
+    Raises:
+        UsageError: the optimizer has parameters by now for which it has no rate.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):  # which goes by the validation
+        return None
+    if _ended(scheduler):
+        return (
+            f"The schedule ended after {scheduler.last_epoch} updates, and the run makes more, as where the loader gives more "
+            "batches than its len() says: the learning rate stays as it is."
+        )
+    take_in(scheduler)
+    scheduler.step()
+    return None
+
+
+def inside(scheduler: LRScheduler) -> list[LRScheduler]:
+    """Those that ``scheduler`` is made of."""
+    found: list[LRScheduler] = getattr(scheduler, "_schedulers", [])
+    return found
+
+
+def take_in(scheduler: LRScheduler) -> None:
+    """Steer what came to the optimizer after ``scheduler`` was made, as in a run that thaws its model layer by layer.
+
+    Raises:
+        UsageError: nothing says what the rate of that would be.
+    """
+    for inner in inside(scheduler):
+        take_in(inner)
+    groups, rates = scheduler.optimizer.param_groups, getattr(scheduler, "base_lrs", None)
+    shapes: list[Any] = getattr(scheduler, "lr_lambdas", [])
+    if rates is None or len(rates) >= len(groups):
+        return
+    kept_in_group = isinstance(scheduler, OneCycleLR) and "max_lr" not in groups[-1]
+    if kept_in_group or isinstance(scheduler, CyclicLR) or (len(shapes) < len(groups) and len(set(map(id, shapes))) > 1):
+        raise UsageError(
+            f"The optimizer has {len(groups)} groups of parameters by now, and the {type(scheduler).__name__} was made for "
+            f"{len(rates)}, so that it has no rate for the others. Give schedule=cosine(), which takes them in, or all groups "
+            "from the start, with requires_grad=False on what is to be thawed."
+        )
+    rates += [group.setdefault("initial_lr", copy.deepcopy(group["lr"])) for group in groups[len(rates) :]]
+    shapes += shapes[-1:] * (len(groups) - len(shapes))
+
+
+def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStopping | None) -> None:
+    """Refuse a schedule that cannot last for the updates ``to_come``, or has nothing to go by: no validation is ``watched``.
+
+    Raises:
+        UsageError: it would fail, or do nothing.
+    """
+    if to_come == ENDLESS:
+        to_come = None
+    if isinstance(scheduler, OneCycleLR) and to_come is not None and scheduler.last_epoch + to_come > scheduler.total_steps:
+        raise UsageError(
+            f"The OneCycleLR has {scheduler.total_steps} steps, of which {scheduler.last_epoch} are made, and the run has "
+            f"{to_come} updates to come. Give schedule=one_cycle(...), which fits itself to the run, or fewer epochs."
+        )
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return
+    if watched is None:
+        raise UsageError("ReduceLROnPlateau goes by the validation, and there is none. Give fit(train, validate, ...).")
+    if scheduler.mode != (mode := watched.mode or "min"):
+        raise UsageError(
+            f"ReduceLROnPlateau has mode={scheduler.mode!r}, but goes by the validation's {watched.metric}, which is watched "
+            f"with mode={mode!r}. Give both one mode: EarlyStopping(metric=..., mode={scheduler.mode!r}) names the "
+            "figure; with a large patience it ends nothing."
+        )
+
+
+def remark(scheduler: LRScheduler | None, updates: int | None, epoch: int | None) -> str | None:
+    """A sentence where ``scheduler``, which is stepped once per update, seems to have been made to be stepped once per epoch.
+
+    That shows in a run that is much longer than the schedule, or in a rate that next to nothing is left of long before its end.
+
+    Args:
+        updates: of the run in all, where that is known.
+        epoch: of those the ones in an epoch, where that is known.
+    """
+    if scheduler is None or updates is None or updates == ENDLESS or (found := _too_short(scheduler, updates)) is None:
+        return None
+    one = "updates" if epoch is None else f"{epoch:,} updates"
+    return (
+        f"The {found}, and the run has {updates:,}: it is stepped once per update. If it was made for epochs, multiply lengths "
+        f"by the {one} of one, and take the root of that degree of what every step multiplies the rate by."
+    )
+
+
+def _too_short(scheduler: LRScheduler, updates: int) -> str | None:
+    """What of ``scheduler``, or of one in it, is over long before ``updates`` of a run are made."""
+    if isinstance(scheduler, SequentialLR):
+        bounds = [0, *scheduler._milestones, updates]
+        spans = [min(end, updates) - begin for begin, end in itertools.pairwise(bounds)]
+        parts = zip(inside(scheduler), spans, strict=True)
+    else:
+        parts = zip(inside(scheduler), itertools.repeat(updates), strict=False)
+    if (found := next((words for part in parts if (words := _too_short(*part))), None)) is not None or updates < _LONG:
+        return found
+    name, short = type(scheduler).__name__, updates / 10
+    if isinstance(scheduler, StepLR) and scheduler.step_size < short:
+        left = scheduler.gamma ** (updates // scheduler.step_size)
+        return f"{name} changes the rate every {scheduler.step_size} updates" if left < _LITTLE else None
+    if isinstance(scheduler, MultiStepLR) and 0 < (last := max(scheduler.milestones, default=0)) < short:
+        return f"{name} changes the rate for the last time after {last} updates"
+    if isinstance(scheduler, CosineAnnealingLR) and scheduler.T_max < short:
+        return f"{name} goes from its largest rate to its smallest in {scheduler.T_max} updates"
+    if isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor:  # a warm-up
+        return None
+    if isinstance(scheduler, (LinearLR, PolynomialLR)) and scheduler.total_iters < short:
+        return f"{name} ends after {scheduler.total_iters} updates"
+    if isinstance(scheduler, ExponentialLR) and scheduler.gamma**updates < _NOTHING:
+        return f"{name} multiplies the rate by {scheduler.gamma:g} in each update"
+    if isinstance(scheduler, LambdaLR) and any(_spent(shape, updates) for shape in scheduler.lr_lambdas):
+        return f"{name} leaves next to nothing of the rate after {_late(updates)} updates"
+    return None
+
+
+def _late(updates: int) -> int:
+    """An update by which no schedule that was made for as many is near its end yet."""
+    return updates * 3 // 4
+
+
+def _spent(shape: Callable[[int], float], updates: int) -> bool:
+    """Whether next to nothing is left late in the run of what ``shape`` multiplies the rate by in its first tenth."""
+    with contextlib.suppress(WorkloadError), user_code("The schedule raised"):  # which is told when the run has come there
+        first = max(shape(updates * share // 100) for share in range(11))
+        return bool(shape(_late(updates)) < _LITTLE * first)
+    return False
+
+
+def _ended(scheduler: LRScheduler) -> bool:
+    """Whether one more step would be an error."""
+    if isinstance(scheduler, SequentialLR):
+        coming = scheduler.last_epoch + 1
+        return coming not in scheduler._milestones and _ended(inside(scheduler)[bisect.bisect(scheduler._milestones, coming)])
+    if isinstance(scheduler, ChainedScheduler):
+        return any(map(_ended, inside(scheduler)))
+    return isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps
+
+
+def _shaped(warmup: float, floor: float, shape: Callable[[float], float]) -> Schedule:
+    _check_share(warmup)
+
+    def schedule(optimizer: Optimizer, updates: int) -> LRScheduler:
+        rise = round(warmup * updates)
+
+        def factor(update: int) -> float:
+            if update < rise:
+                return (update + 1) / (rise + 1)
+            done = min((update - rise) / max(updates - rise, 1), 1.0)
+            return floor + (1 - floor) * shape(done)
+
+        return LambdaLR(optimizer, factor)
+
+    return schedule
+
+
+def _check_share(warmup: float) -> None:
+    if not isinstance(warmup, Real) or not 0 <= warmup < 1:
+        raise UsageError(f"warmup is {warmup!r}; it is a share of the run: at least 0, below 1.")

@@ -1,0 +1,118 @@
+"""The state of torch that a run needs, put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trimtab.core.settings import KERNELS, Settings
+from trimtab.errors import UsageError
+from trimtab.hardware import system
+from trimtab.tensors.precision import products_of_float32
+from trimtab.train.runtime.memory_errors import said
+
+
+@contextlib.contextmanager
+def running(settings: Settings) -> Iterator[None]:
+    """A block in which torch runs as ``settings`` say: threads, TF32, cuDNN's search, attention.
+
+    An allocator that was told to keep freed memory goes on doing so; there is no way back.
+    """
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    kernels = _attention(settings.attention) if settings.attention in KERNELS else contextlib.nullcontext()
+    try:
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        if settings.keep_memory:
+            system.keep_freed_memory()
+        torch.backends.cudnn.benchmark = settings.cudnn_benchmark is True or benchmark
+        tf32 = settings.tf32  # while it is open, as torch has it
+        with contextlib.nullcontext() if tf32 in (None, "auto") else products_of_float32(tf32=tf32 is True), kernels:
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def _attention(kernel: str) -> contextlib.AbstractContextManager[object]:
+    """A block in which attention uses ``kernel`` wherever that takes the inputs.
+
+    The others stay allowed, in torch's order, because later batches may be what it does not take: flash attention takes no mask
+    on a GPU, for one, and some models give a mask only where a row is padded. Plain products take everything, and are put last
+    on a CPU whatever is asked for, so they are allowed alone.
+    """
+    first = KERNELS[kernel]
+    if first is SDPBackend.MATH:
+        return sdpa_kernel(first)
+    return sdpa_kernel([first, *(other for other in KERNELS.values() if other is not first)], set_priority=True)
+
+
+def refuse_autocast(device: torch.device) -> None:
+    """Refuse to train within the caller's ``torch.autocast``, which keeps the parameters in 16 bits as it met them first.
+
+    Raises:
+        UsageError: there is one for ``device``.
+    """
+    if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
+        kind = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+        raise UsageError(
+            "fit() was called within torch.autocast, which keeps the parameters in 16 bits until it ends, so that no update "
+            f"would be seen. Call it outside, with Settings(autocast={kind!r})."
+        )
+
+
+def allocate(settings: Settings) -> None:
+    """Give torch's allocator for GPUs the options in ``settings``, beside those that it has; the process keeps them.
+
+    Raises:
+        UsageError: it does not know them.
+    """
+    options: str | None = settings.cuda_allocator
+    allocator: Any = torch._C
+    if options is None or not settings.device.startswith("cuda"):
+        return
+    before = allocator._accelerator_getAllocatorSettings()
+    if before.endswith(options):
+        return
+    both = f"{before},{options}" if before else options  # it forgets some of those that are not named
+    try:
+        allocator._accelerator_setAllocatorSettings(both)
+    except (RuntimeError, ValueError) as error:
+        allocator._accelerator_setAllocatorSettings(before)
+        raise UsageError(
+            f"Settings cuda_allocator is {options!r}, which torch does not take: {said(error)}. Write it as for "
+            "PYTORCH_CUDA_ALLOC_CONF, such as 'expandable_segments:True'."
+        ) from error
+
+
+def random_state() -> dict[str, Any]:
+    """Every generator that a loader, an augmentation or a model may draw from: torch's, its GPUs', numpy's and Python's.
+
+    GPUs that nobody in this process has used yet have drawn nothing, and are not woken for it.
+    """
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put back what :func:`random_state` gave."""
+    torch.set_rng_state(state["torch"].cpu())
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
+    if torch.backends.mps.is_available() and state.get("mps") is not None:
+        torch.mps.set_rng_state(state["mps"].cpu())
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
+    random.setstate(state["python"])

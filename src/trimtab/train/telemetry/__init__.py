@@ -1,0 +1,1 @@
+"""What a run reports: meters, metrics, events, progress, the share of the machine's peak."""

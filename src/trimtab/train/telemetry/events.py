@@ -1,0 +1,173 @@
+"""What happens in a run, for those who watch it: callbacks get these, and so do the log and the progress line."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trimtab._internal.files import path_of
+from trimtab._internal.serialization import to_json
+from trimtab._internal.text import of_type
+from trimtab._internal.validation import refuses
+from trimtab.core.technique import require
+from trimtab.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from trimtab.train.telemetry.summary import Summary
+    from trimtab.train.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened after ``update`` updates, in epoch ``epoch`` (from 0)."""
+
+    update: int
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progressed(Event):
+    """Some updates were made; the loss is the mean over those since the last such event."""
+
+    updates: int | None
+    """How many there will be in all, where that is known."""
+    loss: float
+    norm: float
+    """Of the gradient of the latest update that it was taken of: one in ``log_every``, all where gradients are clipped."""
+    rate: float
+    """Learning rate of the first group; NaN for optimizers without one."""
+    examples_per_s: float
+    step_ms: float
+    """Time per update, with everything that comes between updates."""
+    skipped: int
+    """Updates that were left out because they were not finite."""
+    shares: Mapping[str, float]
+    """Where the time went: a share of 1 for each phase."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validated(Event):
+    """The validation data was gone through."""
+
+    metrics: Mapping[str, float]
+    best: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint was written."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adjusted(Event):
+    """A setting was changed during the run, or changed back."""
+
+    what: str
+    before: float
+    after: float
+    unit: str
+    kept: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remarked(Event):
+    """A sentence that a person should read."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ended(Event):
+    """The run ended well."""
+
+    summary: Summary
+
+
+Callback = Callable[["Trainer", Event], None]
+"""Called with the trainer and what happened; ``trainer.stop(reason)`` ends the run after this update."""
+
+
+def checked(callbacks: Sequence[Callback]) -> list[Callback]:
+    """``callbacks``, which can all be called with a trainer and an event.
+
+    Raises:
+        UsageError: they are no sequence, or one of them cannot be called so.
+    """
+    fix = "A callback is called as callback(trainer, event): callbacks=[lambda trainer, event: print(event)]."
+    if not isinstance(callbacks, Sequence):
+        raise UsageError(f"callbacks is {_name(callbacks)}, and no list. {fix}")
+    for callback in callbacks:
+        if not callable(callback):
+            raise UsageError(f"callbacks holds {_name(callback)}, {of_type(callback)}, which cannot be called. {fix}")
+        if error := refuses(callback, None, None):
+            raise UsageError(f"callbacks holds {_name(callback)}, which cannot be called with (trainer, event): {error}. {fix}")
+    return list(callbacks)
+
+
+def _name(callback: Any) -> str:
+    return getattr(callback, "__name__", None) or repr(callback)
+
+
+class JsonLines:
+    """A callback that appends every event to a file as a line of JSON."""
+
+    def __init__(self, path: str | pathlib.Path) -> None:
+        self.path = path_of(path, "path", "runs/events.jsonl")
+
+    def __call__(self, trainer: Trainer, event: Event) -> None:
+        """Append ``event``."""
+        line = json.dumps({"event": type(event).__name__.lower(), **_finite(to_json(event))})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab", buffering=0) as file:
+                whole, data = file.tell(), f"{line}\n".encode()
+                if file.write(data) < len(data):  # what a full disk took of a line would make the file unreadable
+                    file.truncate(whole)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise StorageError(
+                f"The log {self.path} cannot be written: {error.strerror}. Make room, or give another "
+                "file; the last checkpoint is whole."
+            ) from error
+
+
+class TensorBoard:
+    """A callback that writes losses, rates, speed and validation figures for TensorBoard (``pip install tensorboard``)."""
+
+    def __init__(self, folder: str | pathlib.Path) -> None:
+        place = path_of(folder, "folder", "runs/events")
+        require("tensorboard")
+        self._writer: Any = require("torch.utils.tensorboard").SummaryWriter(str(place))
+
+    def __call__(self, trainer: Trainer, event: Event) -> None:
+        """Write the figures of ``event``."""
+        if isinstance(event, Progressed):
+            figures = {"train/loss": event.loss, "train/norm": event.norm, "train/rate": event.rate}
+            figures |= {"speed/examples_per_s": event.examples_per_s}
+            figures |= {f"time/{phase}": share for phase, share in event.shares.items()}
+        elif isinstance(event, Validated):
+            figures = {f"validate/{name}": value for name, value in event.metrics.items()}
+        else:
+            figures = {}
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, event.update)
+        if isinstance(event, (Validated, Ended)):
+            self._writer.flush()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for what is not finite."""
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(item) for item in value]
+    return value

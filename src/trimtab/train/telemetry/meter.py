@@ -1,0 +1,137 @@
+"""Counts what a run does, and tells of it now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.train.distributed.consistency import tell
+from trimtab.train.engine.step import Update
+from trimtab.train.loss.adapter import Batch, examples
+from trimtab.train.runtime.step_clock import PHASES, Clock
+from trimtab.train.telemetry.events import Progressed
+from trimtab.train.telemetry.mfu import flops_share
+from trimtab.train.telemetry.stragglers import Pace, laggard
+from trimtab.train.telemetry.summary import Summary
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+
+class Meter:
+    """The figures of one run. Losses stay on their device until they are told of."""
+
+    def __init__(self, trainer: Trainer, clock: Clock, updates: int | None) -> None:
+        self.trainer, self.clock, self.updates = trainer, clock, updates
+        self._began = self._since = time.perf_counter()
+        self._first = trainer.position.update
+        self._unread: list[Update] = []
+        self._examples = self._all_examples = 0
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._loss: float | None = None
+        self._norm = float("nan")
+        self._group: Sequence[Batch] = ()
+        """What the last update was made from."""
+        self._slow: int | None = None
+        """The process that was slow in the last report."""
+        self._named: set[int] = set()
+        clock.take()
+
+    def count(self, update: Update, group: Sequence[Batch]) -> None:
+        """One update was made from ``group``."""
+        self._unread.append(update)
+        self._group = group or self._group
+        self._examples += sum(map(examples, group))
+        if len(self._unread) >= self.trainer.log_every:
+            self.report()
+
+    def report(self) -> None:
+        """Tell the callbacks of the updates since the last time; waits for the device."""
+        if not self._unread:
+            return
+        self.clock.enter("other")
+        spent, now, position = self.clock.take(), time.perf_counter(), self.trainer.position
+        losses = torch.stack([each.loss.float() for each in self._unread])
+        taken = [each for each in self._unread if each.norm is not None]
+        latest = next((each.norm for each in reversed(taken) if each.applied), taken[-1].norm if taken else None)
+        if latest is not None:
+            self._norm = float(latest)
+        applied = torch.tensor([each.applied for each in self._unread], device=losses.device)
+        if applied.any():
+            losses = losses[applied]
+        self._loss = float(losses.mean())
+        total = sum(spent.values())
+        for phase, seconds in spent.items():
+            self._spent[phase] += seconds
+        paces = self.trainer.world.gathered(Pace(self._examples, spent))
+        made = sum(pace.examples for pace in paces)
+        event = Progressed(
+            update=position.update,
+            epoch=position.epoch,
+            updates=self.updates,
+            loss=self._loss,
+            norm=self._norm,
+            rate=_rate(self.trainer.optimizer),
+            examples_per_s=made / max(now - self._since, 1e-9),
+            step_ms=1e3 * total / len(self._unread),
+            skipped=len(self._unread) - int(applied.sum()),
+            shares=_shares(spent, total),
+        )
+        self._all_examples += made
+        self._unread, self._examples, self._since = [], 0, now
+        tell(self.trainer, event)
+        slow = laggard(paces)
+        rank, text = slow or (None, "")
+        if rank is not None and rank == self._slow and rank not in self._named:  # twice in a row: no passing noise
+            self._named.add(rank)
+            with self.trainer.world.together():  # all processes have the same figures, and so the same to tell
+                self.trainer.note(text)
+        self._slow = rank
+
+    def summary(self, ended: str) -> Summary:
+        """All of it."""
+        trainer, seconds = self.trainer, time.perf_counter() - self._began
+        return Summary(
+            updates=trainer.position.update - self._first,
+            epochs=trainer.position.epoch,
+            seconds=seconds,
+            ended=ended,
+            loss=self._loss,
+            best=trainer.position.best,
+            metrics=trainer.results,
+            restored=_restored(trainer),
+            examples_per_s=self._all_examples / seconds if self._all_examples else None,
+            peak_mb=trainer.run.room.peak_mb,
+            flops_share=self._flops_share(),
+            shares=_shares(self._spent, sum(self._spent.values())),
+            skipped=trainer.position.skipped,
+            settings=trainer.settings,
+            notes=(*trainer.notes, *trainer.world.notes()),
+        )
+
+    def _flops_share(self) -> float | None:
+        """Of the time in updates, not of that between them."""
+        busy = sum(seconds for phase, seconds in self._spent.items() if phase != "other")
+        if not busy or not self._group:
+            return None
+        return flops_share(self.trainer, self._group, self._all_examples / busy / self.trainer.world.size)
+
+
+def _restored(trainer: Trainer) -> str | None:
+    """The figure that is watched, where the model gets other parameters than the last update left."""
+    stopping, position = trainer.early_stopping, trainer.position
+    changed = position.stale or position.batch or position.due  # a validation that was no better, or updates after it
+    return stopping.metric if stopping is not None and trainer.best_parameters is not None and changed else None
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of the first group; no number where the optimizer finds its own."""
+    rate = optimizer.param_groups[0].get("lr")
+    return float("nan") if rate is None else float(rate)
+
+
+def _shares(spent: Mapping[str, float], total: float) -> dict[str, float]:
+    return {phase: seconds / total for phase, seconds in spent.items()} if total else {}

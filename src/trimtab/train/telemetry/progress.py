@@ -1,0 +1,110 @@
+"""How a run is doing, for a person who watches: a live line in a terminal, lines of text elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from trimtab.train.runtime.step_clock import PHASES
+from trimtab.train.telemetry.events import Event, Progressed, Remarked, Validated
+
+if TYPE_CHECKING:
+    from trimtab.train.trainer import Trainer
+
+REFRESHES = 4
+"""Pictures a second, drawn by a thread of their own that looks where the run stands: a step does nothing for them."""
+LINE_S = 1.0
+"""At least so many seconds lie between two lines of text on how far the run is."""
+
+
+@contextlib.contextmanager
+def shown(trainer: Trainer, wanted: bool | None, console: Console | None = None) -> Iterator[None]:
+    """A block whose run is shown on ``console``, standard error by default.
+
+    In a terminal that is a live line; elsewhere it is lines of text, and those only where they are ``wanted``. Of several
+    processes only the one that leads shows anything.
+    """
+    console = console or Console(stderr=True, highlight=False)
+    live: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if wanted is not False and trainer.world.leads and (wanted or console.is_terminal):
+        view = View(trainer, console)
+        trainer.watchers.append(view)
+        if console.is_terminal:
+            printed = sys.stdout.isatty()  # what callbacks print into a file belongs there, not above the line
+            live = Live(console=console, get_renderable=view.line, refresh_per_second=REFRESHES, redirect_stdout=printed)
+    try:
+        with live:
+            yield
+    finally:
+        trainer.watchers.clear()
+
+
+class View:
+    """A callback that prints what happens, and knows the line that says how far the run is."""
+
+    def __init__(self, trainer: Trainer, console: Console) -> None:
+        self.trainer, self.console = trainer, console
+        self._last: Progressed | None = None
+        self._first, self._since = trainer.position.update, time.monotonic()
+        self._said = 0.0
+
+    def __call__(self, trainer: Trainer, event: Event) -> None:
+        """Print what has a line of its own."""
+        if isinstance(event, Progressed):
+            if self._last is None:  # what comes before the second window is not how fast the run is
+                self._first, self._since = event.update, time.monotonic()
+            self._last = event
+            if not self.console.is_terminal and time.monotonic() - self._said >= LINE_S:
+                self._said = time.monotonic()
+                self.console.print(self.line(), soft_wrap=True)
+        elif text := words(event):
+            self.console.print(text, soft_wrap=True, markup=False)
+
+    def line(self) -> Text:
+        """How far the run is."""
+        position, last, updates = self.trainer.position, self._last, self.trainer.run.planned
+        of = "" if updates is None else f" of {updates:,}"
+        parts = [f"epoch {position.epoch + 1}", f"update {position.update:,}{of}"]
+        if last is not None:
+            parts += [f"loss {last.loss:.4g}", f"{last.examples_per_s:,.0f} examples/s"]
+            if (left := self._left()) is not None:
+                parts.append(f"{clock(left)} left")
+            parts.append(split(last.shares))
+        return Text(" · ".join(part for part in parts if part), no_wrap=True, overflow="ellipsis")
+
+    def _left(self) -> float | None:
+        """Seconds to the end at the pace so far."""
+        position, now, updates = self.trainer.position, time.monotonic(), self.trainer.run.planned
+        made = position.update - self._first
+        if updates is None or made < 1:
+            return None
+        return max(updates - position.update, 0) * (now - self._since) / made
+
+
+def words(event: Event) -> str | None:
+    """``event`` as a line of text, if it deserves one."""
+    if isinstance(event, Validated):
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
+        return f"epoch {event.epoch}: validation {figures}{' (best so far)' if event.best else ''}"
+    if isinstance(event, Remarked):
+        return f"note: {event.text}"
+    return None  # a remark tells of what was adjusted, the caller has the summary
+
+
+def split(shares: Mapping[str, float]) -> str:
+    """The phases that take a tenth of the time or more: ``forward 34%, backward 41%``."""
+    return ", ".join(f"{phase} {shares[phase]:.0%}" for phase in PHASES if shares.get(phase, 0.0) >= 0.095)
+
+
+def clock(seconds: float) -> str:
+    """``1:02`` or ``1:02:03``."""
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,64 @@
+"""A run in a few figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from trimtab._internal.text import counted
+from trimtab.core.settings import Settings
+from trimtab.train.runtime.step_clock import PHASES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What :meth:`~trimtab.train.trainer.Trainer.fit` did."""
+
+    updates: int
+    """Made in this call; not those before a resumption."""
+    epochs: int
+    """Finished so far, those before a resumption too."""
+    seconds: float
+    ended: str
+    """Why it ended, in a sentence."""
+    loss: float | None
+    """Mean of the last updates that were logged."""
+    best: float | None
+    """Of the validation figure that is watched."""
+    metrics: Mapping[str, float]
+    """Of the last validation."""
+    restored: str | None = None
+    """The figure by whose best validation the model has its parameters now; ``None`` where it has the last ones."""
+    examples_per_s: float | None
+    peak_mb: float | None
+    """Highest memory above the level before the run: of the GPU's allocator where there is one, else of the process."""
+    flops_share: float | None
+    """Of the peak that was measured on this machine, at the precision and thread count of the run; ``None`` where either is
+    unknown."""
+    shares: Mapping[str, float]
+    """Where the time of the steps went: a share of 1 for each phase."""
+    skipped: int
+    settings: Settings
+    """As they were in the end, with everything that was ``auto`` decided."""
+    notes: tuple[str, ...] = ()
+    """What was decided and why, a sentence each."""
+
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        speed = f", {self.examples_per_s:,.0f} examples/s" if self.examples_per_s else ""
+        lines = [f"{counted(self.updates, 'update')} in {self.seconds:.1f} s{speed}. {self.ended}"]
+        figures = {"loss": self.loss, **{f"validation {name}": value for name, value in self.metrics.items()}}
+        lines.append(", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None))
+        if self.restored is not None and self.best is not None:
+            lines.append(f"The model has the parameters of the best validation, whose {self.restored} was {self.best:.4g}.")
+        shown = [f"{phase} {self.shares[phase]:.0%}" for phase in PHASES if self.shares.get(phase, 0) >= 0.005]
+        lines.append("Time: " + ", ".join(shown) if shown else "")
+        if self.peak_mb is not None:
+            lines.append(f"Peak memory {self.peak_mb:,.0f} MB" + _share(self.flops_share))
+        if self.skipped:
+            lines.append(f"{counted(self.skipped, 'update')} left out, because the loss or a gradient was not finite.")
+        return "\n".join(line for line in [*lines, *self.notes] if line)
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"; {share:.0%} of the floating-point peak measured here"
