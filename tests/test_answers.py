@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import tempfile
@@ -35,7 +36,7 @@ from trimtab.study.options import Options
 from trimtab.study.result import ARTIFACT, Best
 from trimtab.study.samplers.ladder import as_written
 from trimtab.study.study import Study
-from trimtab.study.training import TrainingStudy
+from trimtab.study.task import TrainingTask
 
 EAGER, OPENVINO, ORT = (Recipe(backend=BACKENDS[name]()) for name in ("eager", "openvino", "onnxruntime"))
 INDUCTOR = Recipe(backend=BACKENDS["inductor"]())
@@ -61,13 +62,13 @@ class Confirmed:
         self.to_beat = ranking.best_eager(trials, limits, self.options.objective)
         self.asked: list[Recipe] = []
         self.ask = lambda: None
-        self.original, self.notes, self.ships = as_written(), [], True
+        self.baseline, self.notes = as_written(), []
         self.own = tempfile.TemporaryDirectory()
         self.folder = pathlib.Path(self.own.name)
         self.refused: list[Confirmation] = []
         self.progress = types.SimpleNamespace(stage=lambda words: None)
         self.interrupted = lambda: False
-        self.job = dict
+        self.runner = types.SimpleNamespace(servers=lambda folder, forked: contextlib.nullcontext())
         monkeypatch.setattr(finishing, "confirm", self.confirm)
         monkeypatch.setattr(finishing, "run_off", lambda study, ahead, until: ahead)
 
@@ -93,7 +94,7 @@ class Confirmed:
 
 def test_an_original_that_misses_a_limit_is_none_that_others_must_be_smaller_than() -> None:
     original, faster = trial(EAGER, 6.0, peak_mb=50.0), trial(OPENVINO, 3.0, peak_mb=80.0)
-    study = types.SimpleNamespace(trials=[original, faster], original=as_written(), to_beat=original)
+    study = types.SimpleNamespace(trials=[original, faster], baseline=as_written(), to_beat=original)
     for objective in ("memory", "size"):
         study.options = Options(objective=objective, limits=Limits(latency_ms=4.0))
         assert finishing.ahead(study) == [faster]
@@ -165,7 +166,7 @@ def test_a_tuning_that_won_by_luck_gives_way_to_the_model_as_written(monkeypatch
     assert (status, best.trial) == ("kept_original", search[ships == "tuned"])
     assert ("so eager(grad_mode=no_grad), which computes the same, ships in its place" in words) == (ships == "as written")
     assert study.asked == [EAGER, as_written()], "each is confirmed once"
-    shipped = study.original if ships == "as written" else EAGER
+    shipped = study.baseline if ships == "as written" else EAGER
     assert [path.read_text() for path in study.folder.rglob("*") if path.is_file()] == [str(shipped)]
 
 
@@ -473,6 +474,6 @@ def test_buffers_that_a_call_changes_are_no_other_weights(tmp_path) -> None:
 
 @pytest.mark.parametrize("measured", [True, False])
 def test_a_training_that_fails_as_written_ends_the_search(measured: bool) -> None:
-    first = types.SimpleNamespace(comparison=object() if measured else None)
-    assert TrainingStudy.lost.fget(types.SimpleNamespace(to_beat=first)) is not measured
-    assert not TrainingStudy.lost.fget(types.SimpleNamespace(to_beat=None))
+    first: Any = types.SimpleNamespace(comparison=object() if measured else None)
+    assert TrainingTask().lost([first], first) is not measured
+    assert not TrainingTask().lost([], None)

@@ -19,9 +19,9 @@ from trimtab.core.workload import Limits
 from trimtab.evaluation.reference import Scores
 from trimtab.execution import worker
 from trimtab.execution.process import Outcome
+from trimtab.execution.trial_runner import TrialRunner
 from trimtab.measure.stats import paired_drop
 from trimtab.study import ranking
-from trimtab.study.study import Study
 
 FAULTY = """
 import torch, trimtab
@@ -355,7 +355,7 @@ IN_A_WORKER = {"broken.py", "faulty.py:raises", "faulty.py:data_nan", "faulty.py
 """These are checked where users have them checked, in a worker process; for the others the same job runs here, for speed."""
 
 
-def here(study: Study, job: dict[str, object], folder: pathlib.Path, **_: object) -> Outcome:
+def here(runner: TrialRunner, job: dict[str, object], folder: pathlib.Path, **_: object) -> Outcome:
     """The job of a worker, done in this process."""
     assert job["kind"] == "prepare", "it was not answered before the first trial"
     folder.mkdir(parents=True, exist_ok=True)
@@ -372,7 +372,7 @@ def test_bad_input_is_answered_with_a_sentence(
 ) -> None:
     arguments = shlex.split(command)
     if not IN_A_WORKER & set(arguments):
-        monkeypatch.setattr(Study, "run_job", here)
+        monkeypatch.setattr(TrialRunner, "run_job", here)
     monkeypatch.setattr(sys, "path", list(sys.path))  # which reading a workload extends
     exact = re.escape(f"error[{name}]: {sentence}\n".replace("{folder}", str(folder)))
     for varying, form in (("{score}", r"0\.\d{4}"), ("{fingerprint}", r"[0-9a-f]{16}"), ("{log}", r"\S+/prepare/log\.txt")):

@@ -140,8 +140,8 @@ def test_what_it_costs_to_start_is_measured_again_in_the_way_of_the_search(tmp_p
         (eager,) = study.trials
         # the same program once more: it needs as much
         other = dataclasses.replace(eager, recipe=Recipe(backend=BACKENDS["eager"]()), cold_s=1e6, peak_mb=1e6)
-        shutil.copytree(study.files(eager), study.files(other))
-        with BaselineServers(study.job(), study.folder / "rivals") as rivals:
+        shutil.copytree(study.runner.files(eager), study.runner.files(other))
+        with BaselineServers(study.runner.job(), study.folder / "rivals") as rivals:
             found = confirmation.confirm(study, other, eager, rivals, must_win=True).confirmation
     assert found.cold_s is not None
     assert found.cold_s < 1e6
@@ -165,9 +165,14 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Study, 
 
 def test_the_starts_before_a_confirmation_are_processes_of_their_own(searched) -> None:
     study, trial = searched
-    wanted = {"as_written": study.original}
+    wanted = {"as_written": study.baseline}
     plan = to_json(study.plan(seconds=0.3))
-    common = study.job() | {"recipe": trial.recipe.to_json(), "files": str(study.files(trial)), "plan": plan, "seconds": 60}
+    common = study.runner.job() | {
+        "recipe": trial.recipe.to_json(),
+        "files": str(study.runner.files(trial)),
+        "plan": plan,
+        "seconds": 60,
+    }
     common |= {"weights": study.prepared.weights, "ships": True}
     begun = time.monotonic()
     found = starts.earlier(study, trial, wanted, common, 2, None)
@@ -190,7 +195,7 @@ def test_what_the_test_data_refuse_is_not_timed(searched) -> None:
     study, eager = searched
     lossy = dataclasses.replace(eager, recipe=Recipe(passes=[PASSES["autocast"]()], backend=BACKENDS["eager"]()))
     assert starts.expected(study, lossy, 6.0) > 1
-    with BaselineServers(study.job(), study.folder / "rivals") as rivals:
+    with BaselineServers(study.runner.job(), study.folder / "rivals") as rivals:
         found = confirmation.confirm(study, lossy, eager, rivals, must_win=True).confirmation
     assert not found.ok
     assert str(found.reason).startswith("On the test data it is undecidable ")
@@ -206,19 +211,19 @@ def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str,
     reference = write(tmp_path, "def made(): return workload()")
     study = Study(reference, tmp_path / "run", Options(timing_s=0.1))
     write(tmp_path, f"def made(): {fault}")
-    job = study.job() | {
+    job = study.runner.job() | {
         "kind": "start",
-        "recipe": study.original.to_json(),
+        "recipe": study.baseline.to_json(),
         "files": "",
         "seconds": 60,
         "plan": to_json(Plan()),
     }
-    with BaselineServers(study.job(), study.folder / "rivals") as rivals:
-        found = starts.beside(study, rivals, {"as_written": study.original}, job, study.folder / "start", anew=True)
+    with BaselineServers(study.runner.job(), study.folder / "rivals") as rivals:
+        found = starts.beside(study, rivals, {"as_written": study.baseline}, job, study.folder / "start", anew=True)
         assert found.result is None
         assert found.error == error
         assert ("KeyError: 7" if error == "WorkloadError" else "The process that holds as_written ended") in str(found.reason)
-        wanted = {"as_written": study.original}
+        wanted = {"as_written": study.baseline}
         assert starts.earlier(study, None, wanted, job, 0, None) == NOTHING
 
 
@@ -232,20 +237,18 @@ def to_confirm(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], *
     study = types.SimpleNamespace(
         options=Options(),
         storage=types.SimpleNamespace(noted=noted.get, note=noted.__setitem__),
-        original=recipe,
-        startup_s=1.0,
-        load_s=0.1,
+        baseline=recipe,
         to_beat=None,
         trials=[],
         prepared=types.SimpleNamespace(weights={}, threads=1),
-        ships=False,
+        task=types.SimpleNamespace(ships=False),
         folder=folder,
         environment=None,
-        files=lambda trial: folder,
-        job=dict,
         plan=lambda **figures: Plan(),
         interrupted=lambda: False,
-        **work,
+        runner=types.SimpleNamespace(
+            startup_s=1.0, load_s=0.1, files=lambda trial: folder, job=dict, costs=lambda trial, place: (None, None), **work
+        ),
     )
     rivals = types.SimpleNamespace(alive=lambda name: True, addresses={})
     return study, Trial(recipe=recipe, state=State.COMPLETE), rivals

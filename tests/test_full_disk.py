@@ -119,7 +119,7 @@ def test_what_did_not_fit_is_tried_again_once_there_is_space(disk: pathlib.Path)
     reference = write(disk.parent, BIG)
     with Workers() as workers:
         study = Study(reference, disk / "run", Options(timing_s=0.2), workers=workers)
-        asked = [study.original, Recipe(backend=TorchScript())]
+        asked = [study.baseline, Recipe(backend=TorchScript())]
         study.sampler.ask = lambda trials, facts: next(  # type: ignore[method-assign]
             (Ask("lossless", recipe) for recipe in asked if recipe not in [trial.recipe for trial in trials]), None
         )

@@ -24,6 +24,7 @@ from trimtab.cli.optimize import show
 from trimtab.core.measurement import Interval
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Limits
 from trimtab.errors import WorkloadError
 from trimtab.study.progress import INTERRUPTED, Printed
 from trimtab.study.samplers.ladder import Ask
@@ -116,17 +117,17 @@ def test_a_note_that_was_told_is_not_told_again(capsys: pytest.CaptureFixture[st
 
 def test_text_of_a_model_file_commands_no_terminal() -> None:
     trial = Trial(recipe=Recipe(backend=Eager()), state=State.FAILED, reason=STRANGE, speedup=Interval(9.0, 0.1, 50.0))
-    study = types.SimpleNamespace(trials=[trial], leader=None)
+    record = types.SimpleNamespace(trials=[trial], limits=Limits(), objective="latency")
     for kind in (Lines, Board):
         screen = Console(file=io.StringIO(), width=200)
         view = kind(screen, None, None)
-        view.ended(trial, study)  # type: ignore[arg-type]
+        view.ended(trial, record)  # type: ignore[arg-type]
         view.remark(STRANGE)
         said = screen.file.getvalue()  # type: ignore[attr-defined]
         assert not re.search(r"[\x07\x1b]", said)
         assert said.count(PLAIN) == 2
     stream = io.StringIO()
-    Printed(stream).ended(trial, study)  # type: ignore[arg-type]
+    Printed(stream).ended(trial, record)  # type: ignore[arg-type]
     assert stream.getvalue() == f"           failed unclear (0.10 to 50.00): {PLAIN}]0;owned no kernel [0 s]\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html as escapes
 import json
@@ -218,7 +219,7 @@ def test_settings_that_stay_are_kept_without_a_claim_that_they_were_measured_aga
         progress=Progress(),
         notes=[],
         folder=tmp_path,
-        job=dict,
+        runner=types.SimpleNamespace(servers=lambda folder, forked: contextlib.nullcontext()),
     )
     status, _, best = finish(study)
     assert status == "kept_original"

@@ -79,7 +79,7 @@ def result(trials: list[Trial], best: Trial, speed: float = 5.0, **figures: Any)
     study: Any = types.SimpleNamespace(
         options=Options(limits=Limits(max_drop=0.02)),
         trials=trials,
-        original=as_written(),
+        baseline=as_written(),
         to_beat=trials[1],
         prepared=record(1).prepared,
     )

@@ -142,8 +142,8 @@ def test_what_an_earlier_run_found_out_stands_however_little_time_there_is(study
 def test_what_cannot_be_timed_leaves_the_order_as_it_was(study: Study, side: str) -> None:
     slow, _ = misjudged(study)
     broken = dataclasses.replace(trial(LOSSY, 4.9, 3.5, 8.0))
-    study.files(broken).mkdir(exist_ok=True)
-    (study.files(broken) / BUILT).write_text("{}")
+    study.runner.files(broken).mkdir(exist_ok=True)
+    (study.runner.files(broken) / BUILT).write_text("{}")
     slow = dataclasses.replace(slow, speedup=Interval(5.0, 4.0, 9.0))
     order = [slow, broken] if side == "other" else [broken, slow]
     began = time.monotonic()

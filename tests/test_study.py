@@ -583,7 +583,7 @@ def test_the_model_as_written_is_nobody_ahead_of_its_own_tuned_form() -> None:
     tuned = dataclasses.replace(complete(EAGER, 1.2), peak_mb=100.0)
     less = dataclasses.replace(complete(Recipe(backend=BACKENDS["torchscript"]()), 0.9), peak_mb=60.0)
     study = types.SimpleNamespace(
-        options=Options(objective="memory"), trials=[written, tuned, less], original=as_written(), to_beat=tuned
+        options=Options(objective="memory"), trials=[written, tuned, less], baseline=as_written(), to_beat=tuned
     )
     assert ahead(study) == [less]
 

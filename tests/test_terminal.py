@@ -34,6 +34,7 @@ from trimtab.core.measurement import Drop, Interval
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES
 from trimtab.core.trial import State, Trial
+from trimtab.core.workload import Limits
 from trimtab.study.samplers.ladder import Ask
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -172,16 +173,16 @@ def recipe() -> Recipe:
 def story(board: Board) -> None:
     """A study with a trial in every state."""
     trials: list[Trial] = []
-    study = types.SimpleNamespace(trials=trials, leader=None)
+    record = types.SimpleNamespace(trials=trials, limits=Limits(), objective="latency")
     board.stage("checking the workload with a dry run")
-    board.opened(study)  # type: ignore[arg-type]
+    board.opened(record)  # type: ignore[arg-type]
     for number, state in enumerate(State):
         board.stage("searching")
         board.began(Ask("precision", recipe()), number)
         reason = None if state is State.COMPLETE else f"Something went wrong {'again ' * 60}"
         trials.append(trial(number, state, recipe(), reason))
         study.leader = trials[0]
-        board.ended(trials[-1], study)  # type: ignore[arg-type]
+        board.ended(trials[-1], record)  # type: ignore[arg-type]
     board.began(Ask("knobs", recipe()), len(trials))
 
 

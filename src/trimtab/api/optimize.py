@@ -29,6 +29,7 @@ from trimtab.core.workload import Limits, Workload
 from trimtab.errors import StorageError, TrimtabError, UsageError
 from trimtab.evaluation.evaluate import Objective
 from trimtab.execution.fork_pool import Workers
+from trimtab.execution.trial_runner import PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS
 from trimtab.importers.load import is_python, load_workload
 from trimtab.report import write as write_report
 from trimtab.study import confirmation_starts
@@ -40,7 +41,7 @@ from trimtab.study.record import OWNER, RECORD
 from trimtab.study.result import ARTIFACT, Result
 from trimtab.study.runoff import RUNOFF, contenders, cost_s
 from trimtab.study.storage import shown
-from trimtab.study.study import PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS, Study
+from trimtab.study.study import Study
 from trimtab.study.training import SETTINGS_FOLDER
 
 Answer = TypeVar("Answer", bound=Result)
@@ -366,7 +367,7 @@ def run_folder(workload: Workload | str, out: str | pathlib.Path | None, suffix:
 def confirm_s(study: Study, budget_s: float) -> float:
     """Seconds to keep for the confirmation, and to explain the answer; never more than :data:`RESERVED`."""
     likely_s = confirmation_starts.expected_s(study, study.leader, CONFIRM * study.options.timing_s)
-    return min(likely_s + EXPLAINING * study.startup_s, RESERVED * budget_s)
+    return min(likely_s + EXPLAINING * study.runner.startup_s, RESERVED * budget_s)
 
 
 def _reserve_s(study: Study, budget_s: float) -> float:

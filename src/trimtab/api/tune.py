@@ -23,7 +23,9 @@ from trimtab.study.progress import Printed, Progress
 from trimtab.study.record import Record
 from trimtab.study.result import Result, speed_ups
 from trimtab.study.storage import shown
-from trimtab.study.training import TrainingStudy, finish
+from trimtab.study.study import Study
+from trimtab.study.task import TrainingTask
+from trimtab.study.training import finish, settings_of
 
 SETTINGS_FILE = "settings.json"
 UPDATES, FEWEST_UPDATES = 24, 8
@@ -141,12 +143,11 @@ def tune(
         asked = {"limits": limits, "budget": budget, "trials": trials, "updates": updates}
         command = _spoken(workload, options, **asked, out=str(folder))
         with forgetting(folder) if fresh else contextlib.nullcontext():
-            study = TrainingStudy(
+            study = Study(
                 workload,
                 folder,
                 options,
-                updates=updates,
-                prepare_by=limit_s and began + limit_s,
+                task=TrainingTask(updates, prepare_by=limit_s and began + limit_s),
                 progress=progress,
                 interrupted=interrupt,
                 command=command,
@@ -157,10 +158,10 @@ def tune(
         return _answer(study, began)
 
 
-def _answer(study: TrainingStudy, began: float) -> Tuned:
+def _answer(study: Study, began: float) -> Tuned:
     """Confirm and report what the search found."""
     status, sentence, best = finish(study)
-    settings = study.settings(study.original if best is None else best.trial.recipe)
+    settings = settings_of(study, study.baseline if best is None else best.trial.recipe)
     write_json(study.folder / SETTINGS_FILE, settings)
     took = time.monotonic() - began
     return reported(Tuned(study=study, status=status, sentence=sentence, best=best, seconds=took, settings=settings))

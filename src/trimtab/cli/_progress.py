@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderResult
 from rich.live import Live
@@ -18,12 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab._internal.text import plain as cleaned
+from trimtab.core.trial import Trial
+from trimtab.study import ranking
 from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome
-
-if TYPE_CHECKING:
-    from trimtab.core.trial import Trial
-    from trimtab.study.samplers.ladder import Ask
-    from trimtab.study.study import Study
+from trimtab.study.record import Record
+from trimtab.study.samplers.ladder import Ask
 
 REFRESHES = 4
 """Pictures a second. Drawing one takes about a millisecond, which must stay far below what is being measured."""
@@ -151,10 +150,10 @@ class Board(View):
         """Say so, and go on showing what runs."""
         self.cut_short, self._words = True, INTERRUPTED
 
-    def opened(self, study: Study) -> None:
+    def opened(self, record: Record) -> None:
         """The best of an earlier run is the best so far."""
-        self._earlier = len(study.trials)
-        self._tally(study)
+        self._earlier = len(record.trials)
+        self._tally(record)
 
     def remark(self, sentence: str) -> None:
         """Above the view, where it stays."""
@@ -167,10 +166,10 @@ class Board(View):
             self._words = STAGES.get(ask.stage, ask.stage)
         self._running = (finished, str(ask.recipe), time.monotonic())
 
-    def ended(self, trial: Trial, study: Study) -> None:
+    def ended(self, trial: Trial, record: Record) -> None:
         """Move it above the view, where it stays."""
         self._running = None
-        self._tally(study)
+        self._tally(record)
         self.console.print(self._row(trial))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -206,9 +205,9 @@ class Board(View):
         grid.add_row(self._marks[trial.state], str(trial.number), text, took)
         return grid
 
-    def _tally(self, study: Study) -> None:
-        self._counts = collections.Counter(str(trial.state) for trial in study.trials)
-        if (best := study.leader) is not None:
+    def _tally(self, record: Record) -> None:
+        self._counts = collections.Counter(str(trial.state) for trial in record.trials)
+        if best := next(iter(ranking.ranked(record.trials, record.limits, record.objective)), None):
             self._best = Text.assemble((outcome(best), "green"), f"  {best.recipe}")
 
     def _tallied(self) -> str:

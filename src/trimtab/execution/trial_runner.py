@@ -1,59 +1,257 @@
-"""Cold start and peak memory as a deployment sees them: a fresh process loads what a trial saved, or builds the original."""
+"""The processes of one study: its dry run, its trials, the probes of what they saved, and what times them again."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import pathlib
-from typing import TYPE_CHECKING
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from trimtab import errors
+from trimtab._internal.serialization import from_json, to_json
 from trimtab.core.measurement import Interval
+from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
-from trimtab.evaluation.evaluate import BUILT
+from trimtab.errors import MeasurementError, WorkloadError
+from trimtab.evaluation.evaluate import BUILT, UNSAVED, Objective, Plan
 from trimtab.execution.baseline_servers import BaselineServers
+from trimtab.execution.fork_pool import Workers
 from trimtab.execution.jobs.inference import EXAMPLE
-from trimtab.execution.process import Outcome
+from trimtab.execution.preloaded_imports import IMPORTED
+from trimtab.execution.process import LOG, Outcome, WorkerProcess
 
-if TYPE_CHECKING:
-    from trimtab.study.study import Study
+TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "scratch", "prepare"
+"""Names in the run folder."""
 
 
-def probed(study: Study, trial: Trial, folder: pathlib.Path, rivals: BaselineServers) -> Trial | None:
-    """``trial``, whose files are in ``folder``, with its cold start and peak memory; ``None`` if the study had to end.
+class TrialRunner:
+    """Runs the jobs of one study in worker processes, each under the study's limits of time and memory.
 
-    The model as written starts cold as its user starts it. Its peak memory is that of its saved form, like that of all others,
-    unless it has none.
+    Args:
+        source: what a worker finds the workload by (:func:`trimtab.execution.workload_transfer.handed`).
+        folder: the run folder.
+        common: what every job of the study has besides.
+        baseline: the recipe of the workload as written.
+        trial_s: time limit of a job, in seconds.
+        memory_mb: memory limit of a worker and what it starts, in megabytes.
+        interrupted: asked often; a worker is ended where it says yes.
+        workers: forks what need not be an interpreter of its own; without them everything is one.
+        server_tells_costs: whether the server of the baseline tells its cold start and peak memory, and no job of its own does.
     """
-    if trial.recipe == study.original:
-        one = Interval(1.0, 1.0, 1.0)  # by definition; what it measured of itself is noise, and stays in the comparison
-        costs = study.costs_as_written(rivals)
-        if costs is None:
+
+    def __init__(
+        self,
+        source: Mapping[str, Any],
+        folder: pathlib.Path,
+        common: Mapping[str, Any],
+        *,
+        baseline: Recipe,
+        objective: Objective,
+        trial_s: float,
+        memory_mb: float,
+        interrupted: Callable[[], bool],
+        workers: Workers | None = None,
+        server_tells_costs: bool = False,
+    ) -> None:
+        self.folder, self.baseline, self.workers, self.interrupted = folder, baseline, workers, interrupted
+        self.trial_s, self.memory_mb = trial_s, memory_mb
+        self.startup_s = 0.0
+        """Seconds of the dry run, with the start of its interpreter."""
+        self.load_s = 0.0
+        """Seconds in which a forked process has the workload ready; those of the dry run, until one did."""
+        self._server_tells_costs = server_tells_costs
+        self._weights: Any = None
+        here = folder.absolute()  # for a workload may change the working folder
+        self._common = {
+            "workload": source,
+            "reference": str(here / REFERENCE),
+            "scratch": str(here / SCRATCH),
+            "objective": objective,
+            **common,
+        }
+        for left in (folder / SCRATCH).glob(".*"):  # by workers that were killed, or ended at once
+            shutil.rmtree(left, ignore_errors=True)
+
+    def job(self) -> dict[str, Any]:
+        """What every job of the study has in common."""
+        return dict(self._common)
+
+    def files(self, trial: Trial) -> pathlib.Path:
+        """The folder that holds what ``trial`` built."""
+        return self.folder.absolute() / TRIALS / trial.recipe.hash
+
+    def over(self, deadline: float | None) -> bool:
+        """Whether the study has to end: it was interrupted, or ``deadline``, of ``time.monotonic``, is over."""
+        return self.interrupted() or (deadline is not None and time.monotonic() > deadline)
+
+    def servers(self, folder: str, *, forked: bool = True) -> BaselineServers:
+        """Servers of recipes, with their files in ``folder`` of the run folder."""
+        return BaselineServers(self.job(), self.folder / folder, self.workers if forked else None)
+
+    def run_job(
+        self,
+        job: Mapping[str, Any],
+        folder: pathlib.Path,
+        *,
+        deadline: float | None = None,
+        final: bool = False,
+        anew: bool = False,
+        warm: bool = True,
+    ) -> Outcome:
+        """Run a job in a worker; gives how it ended.
+
+        A ``final`` job is not cut off by the first Ctrl-C, which asks for a clean end and not for none. One that runs ``anew``
+        has an interpreter of its own, whose memory is laid out by chance once more. One that is not ``warm`` has imported
+        nothing of the workload's.
+        """
+        with self.worker(job, folder, anew=anew, warm=warm) as worker:
+            return self.wait_for(worker, deadline=deadline, final=final)
+
+    @contextlib.contextmanager
+    def worker(self, job: Mapping[str, Any], folder: pathlib.Path, *, anew: bool, warm: bool) -> Iterator[WorkerProcess]:
+        """A worker that has begun a job, as in :meth:`run_job`; it ends with the block."""
+        (self.folder / SCRATCH).mkdir(exist_ok=True)
+        worker = WorkerProcess(job, folder, None if anew else self.workers, warm=warm)
+        try:
+            yield worker
+        finally:
+            worker.kill()
+
+    def wait_for(self, worker: WorkerProcess, *, deadline: float | None = None, final: bool = False) -> Outcome:
+        """Wait for a worker to end, as in :meth:`run_job`."""
+        return worker.wait(
+            seconds=self.trial_s,
+            memory_mb=self.memory_mb,
+            interrupted=lambda: not final and self.over(deadline),
+        )
+
+    def prepare(self, *, deadline: float | None = None) -> Any:
+        """The result of the dry run, after which workers begin with what the workload imports.
+
+        Raises:
+            KeyboardInterrupt: the study had to end meanwhile.
+            WorkloadError: the workload failed.
+        """
+        began = time.monotonic()
+        job = self.job() | {"kind": "prepare", "recipe": self.baseline.to_json()}
+        outcome = self.run_job(job, self.folder / PREPARE, deadline=deadline)
+        self.startup_s, self.load_s = time.monotonic() - began, outcome.seconds
+        if outcome.cut_off:
+            raise KeyboardInterrupt
+        if outcome.error is not None:
+            raise getattr(errors, outcome.error)(outcome.reason)
+        if outcome.result is None:
+            log = self.folder / PREPARE / LOG
+            raise WorkloadError(f"The workload failed in its dry run, before the first trial. {outcome.reason} Log: {log}")
+        if self.workers is not None:
+            self.workers.warm(self.folder / PREPARE / IMPORTED)
+        self._weights = outcome.result.get("weights")
+        return outcome.result
+
+    def trial(
+        self, recipe: Recipe, plan: Plan, rivals: BaselineServers, deadline: float | None, *, again: bool = False
+    ) -> Trial | None:
+        """``recipe`` evaluated in a worker beside the server of the baseline; ``None`` if the study had to end meanwhile.
+
+        Raises:
+            MeasurementError: the baseline cannot be served.
+            WorkloadError: the workload itself fails, which no other recipe could mend.
+        """
+        try:
+            if not rivals.alive("as_written"):
+                told = rivals.assure(
+                    "as_written", self.baseline, fresh=False, seconds=self.trial_s, interrupted=self.interrupted
+                )
+                self.load_s = told.get("load_s", self.load_s)
+        except MeasurementError:
+            if self.interrupted():
+                return None
+            raise
+        folder = self.folder / TRIALS / recipe.hash
+        shutil.rmtree(folder, ignore_errors=True)
+        job = self.job() | {
+            "kind": "trial",
+            "recipe": recipe.to_json(),
+            "plan": to_json(plan),
+            "address": rivals.addresses["as_written"],
+        }
+        outcome = self.run_job(job, folder, deadline=deadline)
+        if outcome.cut_off:
             return None
-        trial = dataclasses.replace(trial, speedup=one, cold_s=costs.get("cold_s"), peak_mb=costs.get("peak_mb"))
-    if trial.state is not State.COMPLETE or trial.size_mb is None:
-        return trial
-    outcome = _probe(study, trial, folder, folder / "probe")
-    if outcome.cut_off:
-        return None
-    if outcome.result is None:
-        reason = f"What it saved cannot be used in a fresh process: {outcome.reason}"
-        how = {name: getattr(outcome, name) for name in ("traceback", "ended_by", "limit")}
-        return dataclasses.replace(trial, state=State.FAILED, reason=reason, **how)
-    cold = trial.cold_s if trial.recipe == study.original else outcome.result["cold_s"]
-    return dataclasses.replace(trial, cold_s=cold, peak_mb=outcome.result["peak_mb"])
+        if recipe == self.baseline and outcome.error == WorkloadError.__name__:
+            raise WorkloadError(str(outcome.reason))
+        if not rivals.alive("as_written") and not again:
+            return self.trial(recipe, plan, rivals, deadline, again=True)  # it was the rival that broke, not this recipe
+        found = self._ended(recipe, outcome, folder, rivals)
+        log = str((folder / LOG).relative_to(self.folder))
+        return None if found is None else dataclasses.replace(found, log=log, seconds=outcome.seconds)
 
+    def _ended(self, recipe: Recipe, outcome: Outcome, folder: pathlib.Path, rivals: BaselineServers) -> Trial | None:
+        """The trial whose worker came to ``outcome``; ``None`` if the study had to end while it was probed."""
+        unsaved = folder / UNSAVED
+        if outcome.result is not None:
+            return self._probed(from_json(Trial, outcome.result), folder, rivals)
+        if not unsaved.exists():
+            how = {name: getattr(outcome, name) for name in ("reason", "traceback", "ended_by", "limit")}
+            return Trial(recipe=recipe, state=State.FAILED, **how)
+        trial = from_json(Trial, json.loads(unsaved.read_text(encoding="utf-8")))
+        reason = f"It cannot ship, because writing it failed. {outcome.reason}"
+        trial = dataclasses.replace(trial, reason=reason, ended_by=outcome.ended_by, limit=outcome.limit)
+        return self._probed(trial, folder, rivals) or trial
 
-def costs(study: Study, trial: Trial, place: pathlib.Path) -> tuple[float | None, float | None]:
-    """``cold_s`` and ``peak_mb`` of ``trial``, measured anew as :func:`probed` does; or as it did, where the files are gone.
+    def _probed(self, trial: Trial, folder: pathlib.Path, rivals: BaselineServers) -> Trial | None:
+        """``trial``, whose files are in ``folder``, with its cold start and peak memory as a deployment sees them: a fresh
+        process loads what it saved. ``None`` if the study had to end.
 
-    The worker's own files are in ``place``."""
-    files = study.files(trial)
-    outcome = _probe(study, trial, files, place, final=True) if (files / BUILT).exists() else None
-    if outcome is None or outcome.result is None:
-        return trial.cold_s, trial.peak_mb
-    return trial.cold_s if trial.recipe == study.original else outcome.result["cold_s"], outcome.result["peak_mb"]
+        The model as written starts cold as its user starts it. Its peak memory is that of its saved form, like that of all
+        others, unless it has none.
+        """
+        if trial.recipe == self.baseline:
+            one = Interval(1.0, 1.0, 1.0)  # by definition; what it measured of itself is noise, and stays in the comparison
+            costs = self._baseline_costs(rivals)
+            if costs is None:
+                return None
+            trial = dataclasses.replace(trial, speedup=one, cold_s=costs.get("cold_s"), peak_mb=costs.get("peak_mb"))
+        if trial.state is not State.COMPLETE or trial.size_mb is None:
+            return trial
+        outcome = self._probe(trial, folder, folder / "probe")
+        if outcome.cut_off:
+            return None
+        if outcome.result is None:
+            reason = f"What it saved cannot be used in a fresh process: {outcome.reason}"
+            how = {name: getattr(outcome, name) for name in ("traceback", "ended_by", "limit")}
+            return dataclasses.replace(trial, state=State.FAILED, reason=reason, **how)
+        cold = trial.cold_s if trial.recipe == self.baseline else outcome.result["cold_s"]
+        return dataclasses.replace(trial, cold_s=cold, peak_mb=outcome.result["peak_mb"])
 
+    def costs(self, trial: Trial, place: pathlib.Path) -> tuple[float | None, float | None]:
+        """``cold_s`` and ``peak_mb`` of ``trial``, measured anew by a fresh process; or as its trial did, where the files are
+        gone. The worker's own files are in ``place``."""
+        files = self.files(trial)
+        outcome = self._probe(trial, files, place, final=True) if (files / BUILT).exists() else None
+        if outcome is None or outcome.result is None:
+            return trial.cold_s, trial.peak_mb
+        return trial.cold_s if trial.recipe == self.baseline else outcome.result["cold_s"], outcome.result["peak_mb"]
 
-def _probe(study: Study, trial: Trial, files: pathlib.Path, place: pathlib.Path, *, final: bool = False) -> Outcome:
-    inputs = str(pathlib.Path(study.job()["reference"]) / EXAMPLE)
-    job = {"kind": "probe", "recipe": trial.recipe.to_json(), "files": str(files), "inputs": inputs}
-    return study.run_job(job, place, final=final, warm=False)
+    def _probe(self, trial: Trial, files: pathlib.Path, place: pathlib.Path, *, final: bool = False) -> Outcome:
+        inputs = str(self.folder.absolute() / REFERENCE / EXAMPLE)
+        job = {"kind": "probe", "recipe": trial.recipe.to_json(), "files": str(files), "inputs": inputs}
+        return self.run_job(job, place, final=final, warm=False)
+
+    def _baseline_costs(self, rivals: BaselineServers) -> Mapping[str, float | None] | None:
+        """``cold_s`` and ``peak_mb`` of the baseline as its user starts it; ``None`` if the study had to end meanwhile.
+
+        Raises:
+            WorkloadError: it has other weights each time.
+        """
+        if self._server_tells_costs:
+            return rivals.ready("as_written", seconds=60)
+        job = self.job() | {"kind": "original", "weights": self._weights}
+        outcome = self.run_job(job, self.folder / PREPARE / "original", anew=True, warm=False)
+        if outcome.error == WorkloadError.__name__:
+            raise WorkloadError(str(outcome.reason))
+        return None if outcome.cut_off else outcome.result or {}

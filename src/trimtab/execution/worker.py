@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -14,10 +15,12 @@ from trimtab._internal.files import out_of_space
 from trimtab._internal.serialization import write_json
 from trimtab._internal.text import LONGEST, shortened, with_fix
 from trimtab.errors import TrimtabError, WorkloadError
-from trimtab.execution.jobs.inference import JOBS
-from trimtab.execution.jobs.training import TRAINING
+from trimtab.execution.jobs import inference, training
 from trimtab.execution.process import DISK_FULL, JOB, LOG, RESULT, end_descendants
 from trimtab.execution.workload_transfer import AUTHKEY, authkey
+
+PRELOADED = (inference, training)
+"""Tables of jobs that are imported before a server forks; a job names its own."""
 
 
 def main(folder: pathlib.Path) -> int:
@@ -55,7 +58,8 @@ def _log_traceback() -> None:
 
 def _result(job: dict[str, Any], folder: pathlib.Path, shown: pathlib.Path) -> Any:
     try:
-        return (TRAINING if job.get("mode") == "train" else JOBS)[job["kind"]](job, folder)
+        table = importlib.import_module(job.get("jobs", inference.__name__)).JOBS
+        return table[job["kind"]](job, folder)
     except TrimtabError as error:
         if out_of_space(error):
             raise

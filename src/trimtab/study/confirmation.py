@@ -12,7 +12,6 @@ from trimtab.errors import ArtifactError, StorageError, WorkloadError
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.process import LOG, Outcome
-from trimtab.execution.trial_runner import costs
 from trimtab.study import confirmation_starts, ranking
 from trimtab.study.result import ARTIFACT, TRIED, Best
 from trimtab.study.study import Study
@@ -44,14 +43,14 @@ def confirm(
     key += "" if must_win else " without a gain"  # what is refused for want of one may be what ships all the same
     if (before := _confirmed_before(study, trial, key)) is not None:
         return before
-    wanted = {"as_written": study.original} | ({} if eager.recipe == study.original else {"tuned": eager.recipe})
+    wanted = {"as_written": study.baseline} | ({} if eager.recipe == study.baseline else {"tuned": eager.recipe})
     timing_s = CONFIRM * study.options.timing_s
     if trial is eager:
         timing_s = ranking.in_time(0.5 * study.options.timing_s, end)
     count = confirmation_starts.expected(study, trial, timing_s)
-    common = study.job() | {
+    common = study.runner.job() | {
         "recipe": trial.recipe.to_json(),
-        "files": str(study.files(trial)),
+        "files": str(study.runner.files(trial)),
         "plan": to_json(study.plan(seconds=timing_s / count, width=0.02)),
         "seconds": study.options.trial_s,
         "weights": study.prepared.weights,
@@ -91,7 +90,7 @@ def _confirmed_before(study: Study, trial: Trial, key: str) -> Best | None:
     if known is None:
         return None
     found = from_json(Confirmation, known)
-    if not (found.ok and study.ships):
+    if not (found.ok and study.task.ships):
         return Best(trial=trial, confirmation=found, artifact=None)  # no second throw of the dice
     artifact = shipped(study, trial)
     return None if artifact is None else Best(trial=trial, confirmation=found, artifact=artifact)
@@ -131,8 +130,8 @@ def _note_tried(study: Study, trial: Trial) -> None:
 def _costs(study: Study, trial: Trial, rival: Trial | None) -> dict[str, float | None]:
     """What fresh processes need for ``trial`` and, if it has to need less of it, the memory of its ``rival``."""
     folder = study.folder / CONFIRM_FOLDER
-    cold_s, peak_mb = costs(study, trial, folder / trial.recipe.hash / PROBE)
-    original_mb = None if rival is None else costs(study, rival, folder / ORIGINAL)[1]
+    cold_s, peak_mb = study.runner.costs(trial, folder / trial.recipe.hash / PROBE)
+    original_mb = None if rival is None else study.runner.costs(rival, folder / ORIGINAL)[1]
     return {"cold_s": cold_s, "peak_mb": peak_mb, "original_mb": original_mb}
 
 

@@ -43,7 +43,7 @@ class Earlier:
 def expected(study: Study, trial: Trial, seconds: float) -> int:
     """How many starts, the confirmation's own included, ``seconds`` of timing are divided among; slow calls have one."""
     found = trial.comparison
-    if found is None or not study.ships:
+    if found is None or not study.task.ships:
         return 1
     return number_of_starts(found.candidate.median / 1e3, found.rival.median / 1e3, seconds)
 
@@ -55,10 +55,10 @@ def expected_s(study: Study, trial: Trial | None, seconds: float) -> float:
     """
     count = STARTS if trial is None else expected(study, trial, seconds)
     load_s = START_S if trial is None or trial.cold_s is None else trial.cold_s
-    rivals = 1 + (study.to_beat is not None and study.to_beat.recipe != study.original)
+    rivals = 1 + (study.to_beat is not None and study.to_beat.recipe != study.baseline)
     found = None if trial is None else trial.comparison
     timing_s = seconds * (PATIENCE if found is not None and found.discarded > 2 * found.pairs else 1.0)
-    return count * (study.load_s + load_s) + rivals * timing_s + FINAL * study.startup_s
+    return count * (study.runner.load_s + load_s) + rivals * timing_s + FINAL * study.runner.startup_s
 
 
 def earlier(
@@ -71,13 +71,13 @@ def earlier(
     whose imports take longer than all timing. What fails here ends the starts; the confirmation tells why.
     """
     found = Earlier({name: [] for name in wanted})
-    longest, most, timed = study.load_s + START_S, count, found.comparisons["as_written"]
+    longest, most, timed = study.runner.load_s + START_S, count, found.comparisons["as_written"]
     while len(timed) < most and not study.interrupted():
         begun = time.monotonic()
-        if end is not None and begun + longest + FINAL * study.startup_s > end:
+        if end is not None and begun + longest + FINAL * study.runner.startup_s > end:
             break
         asked = {**job, "kind": "start", "judges": found.judged is None}
-        with BaselineServers(study.job(), study.folder / FOLDER, study.workers) as rivals:
+        with study.runner.servers(FOLDER) as rivals:
             told = beside(study, rivals, wanted, asked, study.folder / FOLDER / trial.recipe.hash, anew=False).result
         if told is None:
             break
@@ -111,7 +111,7 @@ def beside(
     absent = [name for name in wanted if not rivals.alive(name)]
     for name in absent:
         rivals.start(name, wanted[name], fresh=True)
-    with study.worker({**job, "rivals": rivals.addresses}, folder, anew=anew, warm=not anew) as worker:
+    with study.runner.worker({**job, "rivals": rivals.addresses}, folder, anew=anew, warm=not anew) as worker:
         try:
             for name in absent:
                 rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)
@@ -119,4 +119,4 @@ def beside(
             raise  # which is no reason to ship anything else
         except TrimtabError as error:
             return Outcome(reason=str(error), seconds=time.monotonic() - begun, error=type(error).__name__)
-        return study.wait_for(worker, final=True)
+        return study.runner.wait_for(worker, final=True)

@@ -16,13 +16,14 @@ from trimtab.errors import StorageError, UsageError, WorkloadError
 from trimtab.evaluation.evaluate import Objective
 from trimtab.evaluation.explain import Explanation
 from trimtab.execution.baseline_servers import BaselineServers
+from trimtab.execution.trial_runner import RIVALS
 from trimtab.hardware.environment import Peaks
 from trimtab.study import conclusions, ranking
 from trimtab.study.confirmation import confirm
 from trimtab.study.result import ARTIFACT, Best
 from trimtab.study.runoff import run_off
 from trimtab.study.samplers.ladder import as_written
-from trimtab.study.study import KEEP, RIVALS, Study
+from trimtab.study.study import KEEP, Study
 
 NEAR = 1.2
 """An original that misses a limit by less than this factor may keep it: the search measured it once, beside others."""
@@ -43,11 +44,11 @@ def ahead(study: Study, again: Mapping[str, Trial] | None = None) -> list[Trial]
         return []
     eager = latest.get(eager.recipe.hash, eager)
     found = ranking.ahead(trials, options.limits, options.objective, eager)
-    others = [trial for trial in found if trial.recipe != study.original]
+    others = [trial for trial in found if trial.recipe != study.baseline]
     if not ranking.feasible(eager, options.limits):  # an original that misses a limit is no alternative
         return others
     known = [trial for trial in trials if ranking.value(trial, options.objective) is not None]
-    written = [t for t in known if t.recipe == study.original and ranking.feasible(t, options.limits)]
+    written = [t for t in known if t.recipe == study.baseline and ranking.feasible(t, options.limits)]
     return [trial for trial in others if all(pays(trial, each, options.objective) for each in (eager, *written))]
 
 
@@ -61,7 +62,7 @@ def finish(study: Study, *, until: float | None = None, end: float | None = None
         raise UsageError("No trial was finished, not even of the model as written. Run it again with a longer --budget.")
     if eager is None:
         raise WorkloadError(no_baseline(study))
-    with BaselineServers(study.job(), study.folder / RIVALS) as rivals:
+    with study.runner.servers(RIVALS, forked=False) as rivals:
         return _Ending(study, eager, rivals, end).answer(until)
 
 
@@ -169,7 +170,7 @@ class _Ending:
         slower = kept.artifact is not None and ratio is not None and ratio.high < 1
         if not slower or ratio is None or self.objective not in ("latency", "throughput") or self.study.interrupted():
             return kept
-        original, ranked = self.study.original, ranking.ranked(self.known(), self.limits, self.objective)
+        original, ranked = self.study.baseline, ranking.ranked(self.known(), self.limits, self.objective)
         others = [t for t in ranked if t.recipe.exact and t.size_mb is not None and t.recipe.hash != kept.trial.recipe.hash]
         written = [trial for trial in others if trial.recipe == original]
         hopeful = [t for t in others if t not in written and t.speedup is not None and t.speedup.value > ratio.value]
@@ -225,7 +226,7 @@ def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Pea
         "as_written": {"recipe": as_written().to_json(), "files": None, "seconds": times.rival.median / 1e3}
     }
     if best is not None and found is not None:
-        files, seconds = str(study.files(best.trial)), found.candidate.median / 1e3
+        files, seconds = str(study.runner.files(best.trial)), found.candidate.median / 1e3
         asked["best"] = {"recipe": best.trial.recipe.to_json(), "files": files, "seconds": seconds}
     key = f"explained {hashlib.sha256(dumps(asked, indent=None).encode()).hexdigest()[:16]}"  # databases bound its length
     known = study.storage.noted(key)
@@ -238,7 +239,7 @@ def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Pea
     if known is None:
         study.progress.stage("looking where the time goes")
         try:
-            outcome = study.run_job(study.job() | {"kind": "explain", "recipes": asked}, study.folder / EXPLAIN)
+            outcome = study.runner.run_job(study.runner.job() | {"kind": "explain", "recipes": asked}, study.folder / EXPLAIN)
             known, reason = outcome.result, outcome.reason
         except StorageError as error:
             reason = str(error)
@@ -252,7 +253,7 @@ def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Pea
 
 def no_baseline(study: Study) -> str:
     """Why there is nothing to measure anything against."""
-    first = next((trial for trial in study.trials if trial.recipe == study.original), None)
+    first = next((trial for trial in study.trials if trial.recipe == study.baseline), None)
     if first is None:
         return "The model as written was not among the finished trials. Start again with --fresh (in Python, fresh=True)."
     again = f"Once that is mended, start again with {study.record().options[0]}. Log: {study.folder / str(first.log)}"

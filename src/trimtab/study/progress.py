@@ -9,11 +9,9 @@ import time
 import typing
 
 from trimtab._internal.text import counted, plain
-
-if typing.TYPE_CHECKING:
-    from trimtab.core.trial import Trial
-    from trimtab.study.samplers.ladder import Ask
-    from trimtab.study.study import Study
+from trimtab.core.trial import Trial
+from trimtab.study.record import Record
+from trimtab.study.samplers.ladder import Ask
 
 INTERRUPTED = "interrupted: finishing with the best so far; press Ctrl-C again to stop at once"
 
@@ -27,7 +25,7 @@ class Progress:
     def stage(self, words: str) -> None:
         """The study has come to another stage of its work, in plain words."""
 
-    def opened(self, study: Study) -> None:
+    def opened(self, record: Record) -> None:
         """The workload is sound and the study can begin; it may hold trials of an earlier run."""
 
     def remark(self, sentence: str) -> None:
@@ -36,7 +34,7 @@ class Progress:
     def began(self, ask: Ask, finished: int) -> None:
         """A trial began after ``finished`` others."""
 
-    def ended(self, trial: Trial, study: Study) -> None:
+    def ended(self, trial: Trial, record: Record) -> None:
         """A trial ended and is kept."""
 
     def interrupted(self) -> None:
@@ -66,10 +64,10 @@ class Printed(Progress):
             self._stage = words
             self._say(f"{self._clock()} {words}")
 
-    def opened(self, study: Study) -> None:
+    def opened(self, record: Record) -> None:
         """What is there already."""
-        if study.trials:
-            self._say(f"{self._clock()} going on from {counted(len(study.trials), 'trial')} of an earlier run")
+        if record.trials:
+            self._say(f"{self._clock()} going on from {counted(len(record.trials), 'trial')} of an earlier run")
 
     def remark(self, sentence: str) -> None:
         """A line of its own."""
@@ -79,7 +77,7 @@ class Printed(Progress):
         """Which recipe is tried now."""
         self._say(f"{self._clock()} trial {finished}: {ask.stage}: {ask.recipe}")
 
-    def ended(self, trial: Trial, study: Study) -> None:
+    def ended(self, trial: Trial, record: Record) -> None:
         """How it came out."""
         if trial.state == "SKIPPED":
             self._say(f"{self._clock()} trial {trial.number}: {trial.recipe}: skipped: {trial.reason}")

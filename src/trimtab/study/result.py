@@ -95,7 +95,7 @@ class Result:
         limits, trials = self.study.options.limits, self.study.trials
         exact = [t for t in ranking.ranked(trials, limits, self.study.options.objective) if t.recipe.exact]
         found: dict[ranking.Rung, Trial | None] = {
-            "as_written": next((t for t in trials if t.recipe == self.study.original), None),
+            "as_written": next((t for t in trials if t.recipe == self.study.baseline), None),
             "tuned": self.study.to_beat,
             "lossless": exact[0] if exact else None,
         }
@@ -127,7 +127,7 @@ class Result:
     def _again(self, trial: Trial) -> Confirmation | None:
         """What ``trial`` showed when it was measured again, if it is what ships: one recipe has one figure on the ladder. What
         was written has none but its own, for everything is relative to it."""
-        if self.best is None or trial.recipe != self.best.trial.recipe or trial.recipe == self.study.original:
+        if self.best is None or trial.recipe != self.best.trial.recipe or trial.recipe == self.study.baseline:
             return None
         return self.best.confirmation if self.best.confirmation.speedup is not None else None
 

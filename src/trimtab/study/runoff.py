@@ -42,7 +42,7 @@ def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
 
 def cost_s(study: Study) -> float:
     """Seconds that one comparison takes: two processes begin, and take turns."""
-    return study.startup_s + study.options.timing_s
+    return study.runner.startup_s + study.options.timing_s
 
 
 def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None) -> list[Trial]:
@@ -54,7 +54,7 @@ def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None)
     if len(found) < 2:
         return list(ahead)
     first, *others = found
-    with BaselineServers(study.job(), study.folder / RUNOFF, study.workers) as rivals:
+    with study.runner.servers(RUNOFF) as rivals:
         for other in others:
             ratio = _known(study, other, first)  # a second run is not to decide otherwise, however little time it has
             late = until is not None and time.monotonic() + ENOUGH * cost_s(study) > until
@@ -91,20 +91,20 @@ def _measured(study: Study, other: Trial, first: Trial, rivals: BaselineServers,
     study.progress.stage("timing against each other what the search could not tell apart")
     name, seconds = first.recipe.hash, study.options.trial_s
     if not rivals.alive(name):
-        rivals.begin(name, {"recipe": first.recipe.to_json(), "fresh": False, "files": str(study.files(first))})
-    job = study.job() | {
+        rivals.begin(name, {"recipe": first.recipe.to_json(), "fresh": False, "files": str(study.runner.files(first))})
+    job = study.runner.job() | {
         "kind": "against",
         "recipe": other.recipe.to_json(),
-        "files": str(study.files(other)),
+        "files": str(study.runner.files(other)),
         "address": rivals.addresses[name],
         "plan": to_json(study.plan(width=0.02)),
         "seconds": seconds,
     }
     try:
-        with study.worker(job, study.folder / RUNOFF / other.recipe.hash, anew=False, warm=True) as worker:
+        with study.runner.worker(job, study.folder / RUNOFF / other.recipe.hash, anew=False, warm=True) as worker:
             left = seconds if until is None else min(seconds, until - time.monotonic())
             rivals.ready(name, seconds=left, interrupted=study.interrupted)
-            outcome = study.wait_for(worker, deadline=until)
+            outcome = study.runner.wait_for(worker, deadline=until)
             reason = outcome.reason
     except TrimtabError as error:
         lines = str(error).splitlines()  # a process that died left a traceback, which its log keeps

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime as dt
 import hashlib
-import json
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from trimtab import errors
 from trimtab._internal.serialization import ESCAPED, dumps, from_json, to_json
-from trimtab.core.backend import BACKENDS
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Workload
-from trimtab.errors import MeasurementError, WorkloadError
+from trimtab.errors import UsageError
 from trimtab.evaluation.confirm import Confirmation
-from trimtab.evaluation.evaluate import BUILT, MODEL, UNSAVED, Plan
+from trimtab.evaluation.evaluate import BUILT, MODEL, Plan
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.fork_pool import Workers
-from trimtab.execution.preloaded_imports import IMPORTED
-from trimtab.execution.process import LOG, Outcome, WorkerProcess
-from trimtab.execution.trial_runner import probed
+from trimtab.execution.trial_runner import RIVALS, TrialRunner
 from trimtab.execution.workload_transfer import handed
 from trimtab.hardware.environment import Environment
 from trimtab.hardware.system import free_mb
@@ -34,10 +28,10 @@ from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record, claim
-from trimtab.study.samplers.ladder import Ask, Ladder, Sampler, SearchState, Tpe, as_written
+from trimtab.study.samplers.ladder import Ask, SearchState, Tpe
 from trimtab.study.storage import Storage, in_file
+from trimtab.study.task import InferenceTask, Task
 
-TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "scratch", "prepare"
 KEEP = 3
 """Trials whose files are kept on disk: the best few, so that the next one can ship if the first does not hold."""
 
@@ -60,13 +54,14 @@ class Study:
         folder: pathlib.Path,
         options: Options,
         *,
+        task: Task | None = None,
         progress: Progress | None = None,
         interrupted: Callable[[], bool] = lambda: False,
         command: str = "",
         workers: Workers | None = None,
     ) -> None:
         self.folder = folder
-        self.workers = workers
+        self.task = task or InferenceTask()
         self.command = command
         """What makes this study again; for its record."""
         self.options = options
@@ -77,17 +72,22 @@ class Study:
         """What did not hold when it was measured again."""
         self._began, self._started = time.monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         folder.mkdir(parents=True, exist_ok=True)
-        self.memory_mb = options.worker_mb or 0.8 * free_mb()
-        self._source = handed(workload, folder)
-        for left in (folder / SCRATCH).glob(".*"):  # by workers that were killed, or ended at once
-            shutil.rmtree(left, ignore_errors=True)
+        self.runner = TrialRunner(
+            handed(workload, folder),
+            folder,
+            self.task.job(folder),
+            baseline=self.baseline,
+            objective=options.objective,
+            trial_s=options.trial_s,
+            memory_mb=options.worker_mb or 0.8 * free_mb(),
+            interrupted=interrupted,
+            workers=workers,
+            server_tells_costs=self.task.server_tells_costs,
+        )
+        """Its processes."""
         self.environment = Environment.capture()
         self.progress.stage("checking the workload with a dry run")
-        self.load_s = 0.0
-        """Seconds in which a forked process has the workload ready; those of the dry run, until one did."""
         self.prepared = self._prepare()
-        self.startup_s = time.monotonic() - self._began
-        """Seconds of the dry run, with the start of its interpreter."""
         known = self.prepared
         self.notes += ranking.doubts(options.limits, known.score, known.share, known.least)
         for remark in dict.fromkeys((*self.prepared.notes, *self.notes)):
@@ -105,41 +105,26 @@ class Study:
         self._end: float | None = None
         self._left_out: list[Trial] = []
         """Recipes that the time left was too short for; they are not finished, and the next run asks for them again."""
-        self.sampler = self.make_sampler()
-        self.progress.opened(self)
+        self.sampler = self.task.sampler(self.storage, options)
+        self.progress.opened(self.record())
 
     @property
-    def original(self) -> Recipe:
+    def baseline(self) -> Recipe:
         """What everything is measured against: the workload as written."""
-        return as_written()
+        return self.task.baseline
 
     @property
     def stored_as(self) -> str:
         """The study's name in its storage. In one that others share it tells what the study is about, lest two meet."""
         if self.options.storage is None:
-            return self.prepared.name
+            return f"{self.prepared.name}{self.task.suffix}"
         digest = hashlib.blake2b(dumps(self._identity(), indent=None).encode(errors=ESCAPED), digest_size=4).hexdigest()
-        return f"{self.prepared.name}-{digest}"
-
-    @property
-    def ships(self) -> bool:
-        """Whether a winner leaves an artifact."""
-        return True
+        return f"{self.prepared.name}-{digest}{self.task.suffix}"
 
     @property
     def to_beat(self) -> Trial | None:
-        """What a winner has to beat: the original, tuned as far as the limits allow."""
-        return ranking.best_eager(self._trials, self.options.limits, self.options.objective)
-
-    @property
-    def lost(self) -> bool:
-        """Whether the original was tried in vain, as written and in eager's own form: without it nothing can win."""
-        plain = {self.original.hash, Recipe(backend=BACKENDS["eager"]()).hash}
-        return self.to_beat is None and plain <= {trial.recipe.hash for trial in self._trials}
-
-    def make_sampler(self) -> Sampler:
-        """What asks for recipes."""
-        return Ladder() if self.options.sampler == "ladder" else Tpe(self.storage, self.options.seed)
+        """What a winner has to beat."""
+        return self.task.to_beat(self._trials, self.options)
 
     @property
     def leader(self) -> Trial | None:
@@ -174,10 +159,10 @@ class Study:
         As soon as something beats the original, the last ``reserve()`` seconds are kept for its confirmation.
         """
         new, self._end, self._left_out = 0, deadline, []
-        with BaselineServers(self.job(), self.folder / RIVALS, self.workers) as rivals:
+        with self.runner.servers(RIVALS) as rivals:
             while most is None or new < most:
                 end = None if deadline is None else deadline - reserve() * self._found_something()
-                if self.lost or self.interrupted() or (self._trials and self._over(end)):
+                if self._lost or self.interrupted() or (self._trials and self.runner.over(end)):
                     break
                 self.progress.stage("searching")
                 ask = self.ask()
@@ -189,12 +174,12 @@ class Study:
                         break
                     continue  # what comes after it may be cheaper
                 # without the model as written there would be no answer at all, however short the time
-                trial = self._try(ask, rivals, None if ask.recipe == self.original else end)
+                trial = self._try(ask, rivals, None if ask.recipe == self.baseline else end)
                 if trial is None:
                     self.sampler.declined(0)
                     self.notes.append(f"{ask.recipe} was cut off when the study ended; the same command tries it again.")
                     break
-                self.progress.ended(self.tell(trial), self)
+                self.progress.ended(self.tell(trial), self.record())
                 new += trial.state is not State.SKIPPED
         if self._left_out:
             self.notes.append(ranking.too_short(self._left_out))
@@ -214,115 +199,16 @@ class Study:
             trials=tuple(self._trials),
             notes=tuple(self.notes),
             refused=tuple(self.refused),
+            mode=self.task.mode,
         )
 
-    def job(self) -> dict[str, Any]:
-        """What every job of this study has in common. Paths are absolute, for a workload may change the working folder."""
-        return {
-            "workload": self._source,
-            "reference": str(self.folder.absolute() / REFERENCE),
-            "scratch": str(self.folder.absolute() / SCRATCH),
-            "objective": self.options.objective,
-        }
-
-    def files(self, trial: Trial) -> pathlib.Path:
-        """The folder that holds what ``trial`` built."""
-        return self.folder.absolute() / TRIALS / trial.recipe.hash
-
-    def run_job(
-        self,
-        job: Mapping[str, Any],
-        folder: pathlib.Path,
-        *,
-        deadline: float | None = None,
-        final: bool = False,
-        anew: bool = False,
-        warm: bool = True,
-    ) -> Outcome:
-        """Run a job in a worker; gives how it ended.
-
-        A ``final`` job is not cut off by the first Ctrl-C, which asks for a clean end and not for none. One that runs ``anew``
-        has an interpreter of its own, whose memory is laid out by chance once more. One that is not ``warm`` has imported
-        nothing of the workload's.
-        """
-        with self.worker(job, folder, anew=anew, warm=warm) as worker:
-            return self.wait_for(worker, deadline=deadline, final=final)
-
-    @contextlib.contextmanager
-    def worker(self, job: Mapping[str, Any], folder: pathlib.Path, *, anew: bool, warm: bool) -> Iterator[WorkerProcess]:
-        """A worker that has begun a job, as in :meth:`run_job`; it ends with the block."""
-        (self.folder / SCRATCH).mkdir(exist_ok=True)
-        worker = WorkerProcess(job, folder, None if anew else self.workers, warm=warm)
-        try:
-            yield worker
-        finally:
-            worker.kill()
-
-    def wait_for(self, worker: WorkerProcess, *, deadline: float | None = None, final: bool = False) -> Outcome:
-        """Wait for a worker to end, as in :meth:`run_job`."""
-        return worker.wait(
-            seconds=self.options.trial_s,
-            memory_mb=self.memory_mb,
-            interrupted=lambda: not final and self._over(deadline),
-        )
-
-    def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None, *, again: bool = False) -> Trial | None:
+    def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None) -> Trial | None:
+        """A trial of what the sampler asked for; ``None`` if the study had to end meanwhile."""
         if reason := self.prepared.why_not(ask.recipe):
             return Trial(recipe=ask.recipe, state=State.SKIPPED, reason=reason, stage=ask.stage)
         self.progress.began(ask, len(self._trials))
-        try:
-            if not rivals.alive("as_written"):
-                told = rivals.assure(
-                    "as_written", self.original, fresh=False, seconds=self.options.trial_s, interrupted=self.interrupted
-                )
-                self.load_s = told.get("load_s", self.load_s)
-        except MeasurementError:
-            if self.interrupted():
-                return None
-            raise
-        folder = self.folder / TRIALS / ask.recipe.hash
-        shutil.rmtree(folder, ignore_errors=True)
-        job = self.job() | {
-            "kind": "trial",
-            "recipe": ask.recipe.to_json(),
-            "plan": to_json(self.plan(**self._to_reach(ask))),
-            "address": rivals.addresses["as_written"],
-        }
-        outcome = self.run_job(job, folder, deadline=deadline)
-        if outcome.cut_off:
-            return None
-        if ask.recipe == self.original and outcome.error == WorkloadError.__name__:
-            raise WorkloadError(str(outcome.reason))  # which no other recipe could mend
-        if not rivals.alive("as_written") and not again:
-            return self._try(ask, rivals, deadline, again=True)  # it was the rival that broke, not this recipe
-        log = str((folder / LOG).relative_to(self.folder))
-        unsaved = folder / UNSAVED
-        if outcome.result is None and unsaved.exists():
-            trial = from_json(Trial, json.loads(unsaved.read_text(encoding="utf-8")))
-            reason = f"It cannot ship, because writing it failed. {outcome.reason}"
-            trial = dataclasses.replace(trial, reason=reason, ended_by=outcome.ended_by, limit=outcome.limit)
-            trial = probed(self, trial, folder, rivals) or trial
-        elif outcome.result is None:
-            how = {name: getattr(outcome, name) for name in ("reason", "traceback", "ended_by", "limit")}
-            trial = Trial(recipe=ask.recipe, state=State.FAILED, **how)
-        else:
-            known = probed(self, from_json(Trial, outcome.result), folder, rivals)
-            if known is None:
-                return None
-            trial = known
-        return dataclasses.replace(trial, stage=ask.stage, log=log, seconds=outcome.seconds)
-
-    def costs_as_written(self, rivals: BaselineServers) -> dict[str, float | None] | None:
-        """``cold_s`` and ``peak_mb`` of the original as its user starts it; ``None`` if the study had to end meanwhile.
-
-        Raises:
-            WorkloadError: it has other weights each time.
-        """
-        job = self.job() | {"kind": "original", "weights": self.prepared.weights}
-        outcome = self.run_job(job, self.folder / PREPARE / "original", anew=True, warm=False)
-        if outcome.error == WorkloadError.__name__:
-            raise WorkloadError(str(outcome.reason))
-        return None if outcome.cut_off else outcome.result or {}
+        trial = self.runner.trial(ask.recipe, self.plan(**self._to_reach(ask)), rivals, deadline)
+        return None if trial is None else dataclasses.replace(trial, stage=ask.stage)
 
     def plan(self, *, seconds: float | None = None, width: float = 0.03, **reach: float) -> Plan:
         """How trials are judged and measured; ``reach`` is what a first timing is held against."""
@@ -334,13 +220,13 @@ class Study:
         """Whether a finished trial is to be forgotten: what it lacked then, a package or time or memory, is there now."""
         if trial.state is State.SKIPPED:
             return not self.prepared.why_not(trial.recipe)
-        return ranking.has_more(trial, seconds=self.options.trial_s, memory_mb=self.memory_mb)
+        return ranking.has_more(trial, seconds=self.options.trial_s, memory_mb=self.runner.memory_mb)
 
     def _to_reach(self, ask: Ask) -> dict[str, float]:
         """What a first timing is held against: nothing where the figure is that of a rung, which is timed in full, as far as
         the budget allows."""
         if ask.stage in ("as_written", "tuned"):
-            return {"seconds": ranking.in_time(self.options.timing_s, self._end)} if ask.recipe == self.original else {}
+            return {"seconds": ranking.in_time(self.options.timing_s, self._end)} if ask.recipe == self.baseline else {}
         return ranking.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
 
     def _facts(self) -> SearchState:
@@ -356,11 +242,12 @@ class Study:
         is cut off."""
         if deadline is None or not self._found_something() or self.prepared.why_not(ask.recipe):
             return True
-        likely = ranking.likely_s(ask.recipe.backend, self._trials, self.original, self.startup_s)
+        likely = ranking.likely_s(ask.recipe.backend, self._trials, self.baseline, self.runner.startup_s)
         return time.monotonic() + likely <= deadline
 
-    def _over(self, deadline: float | None) -> bool:
-        return self.interrupted() or (deadline is not None and time.monotonic() > deadline)
+    @property
+    def _lost(self) -> bool:
+        return self.task.lost(self._trials, self.to_beat)
 
     def _found_something(self) -> bool:
         """Whether there is anything to confirm but the original."""
@@ -375,23 +262,16 @@ class Study:
             keep.add(eager.recipe.hash)
         for trial in self._trials:
             if trial.recipe.hash not in keep:
-                (self.files(trial) / BUILT).unlink(missing_ok=True)
-                shutil.rmtree(self.files(trial) / MODEL, ignore_errors=True)
+                (self.runner.files(trial) / BUILT).unlink(missing_ok=True)
+                shutil.rmtree(self.runner.files(trial) / MODEL, ignore_errors=True)
 
     def _prepare(self) -> Prepared:
-        job = self.job() | {"kind": "prepare", "recipe": self.original.to_json()}
-        outcome = self.run_job(job, self.folder / PREPARE)
-        self.load_s = outcome.seconds
-        if outcome.cut_off:
-            raise KeyboardInterrupt
-        if outcome.error is not None:
-            raise getattr(errors, outcome.error)(outcome.reason)
-        if outcome.result is None:
-            log = self.folder / PREPARE / LOG
-            raise WorkloadError(f"The workload failed in its dry run, before the first trial. {outcome.reason} Log: {log}")
-        if self.workers is not None:
-            self.workers.warm(self.folder / PREPARE / IMPORTED)
-        return from_json(Prepared, outcome.result)
+        try:
+            return from_json(Prepared, self.runner.prepare(deadline=self.task.prepare_by))
+        except KeyboardInterrupt:
+            if self.interrupted() or self.task.overdue is None:
+                raise
+            raise UsageError(self.task.overdue) from None
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -401,4 +281,5 @@ class Study:
             "objective": self.options.objective,
             "machine or version of a runtime": self.environment.fingerprint,
             "limits": to_json(self.options.limits),  # early stops were decided by them
+            **self.task.identity(),
         }

@@ -1,123 +1,43 @@
-"""A study of a training: the same trials, storage and processes as for inference, other work in them."""
+"""The end of a study of a training: which settings are confirmed, and which stay."""
 
 from __future__ import annotations
-
-import dataclasses
-import pathlib
-from collections.abc import Mapping
-from typing import Any
 
 from trimtab._internal.serialization import from_json
 from trimtab._internal.text import counted
 from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
-from trimtab.core.trial import State, Trial
+from trimtab.core.trial import State
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.evaluation.confirm import Confirmation
-from trimtab.execution.baseline_servers import BaselineServers
-from trimtab.execution.jobs.training import WRITTEN
-from trimtab.execution.process import Outcome
+from trimtab.execution.trial_runner import RIVALS
 from trimtab.study import conclusions, ranking
 from trimtab.study.confirmation import confirm
 from trimtab.study.final_selection import no_baseline
-from trimtab.study.record import Prepared, Record
 from trimtab.study.result import Best
-from trimtab.study.samplers.greedy import GreedySampler, trained_as_written
-from trimtab.study.samplers.ladder import Sampler
-from trimtab.study.study import KEEP, PREPARE, RIVALS, Study
+from trimtab.study.study import KEEP, Study
 
 SETTINGS_FOLDER = "settings"
 
 
-class TrainingStudy(Study):
-    """A study whose trials train: the objective is the throughput of updates, the guard is what their losses become."""
+def settings_of(study: Study, recipe: Recipe) -> Settings:
+    """What ``recipe`` makes of the settings as written; a worker that has the model finds out.
 
-    def __init__(self, *arguments: Any, updates: int = 24, prepare_by: float | None = None, **options: Any) -> None:
-        self.updates, self.prepare_by = updates, prepare_by
-        """Over how many the losses are compared, and when, of ``time.monotonic``, the dry run has to be over."""
-        super().__init__(*arguments, **options)
-
-    @property
-    def original(self) -> Recipe:
-        """The training as written."""
-        return trained_as_written()
-
-    @property
-    def stored_as(self) -> str:
-        """A workload may be optimized and trained."""
-        return f"{super().stored_as}-tune"
-
-    @property
-    def ships(self) -> bool:
-        """Settings are the answer; there are no files."""
-        return False
-
-    @property
-    def to_beat(self) -> Trial | None:
-        """The training as written: there is no other original."""
-        return next((trial for trial in self.trials if trial.recipe == self.original), None)
-
-    @property
-    def lost(self) -> bool:
-        """Whether the training as written was tried in vain."""
-        return self.to_beat is not None and self.to_beat.comparison is None
-
-    def costs_as_written(self, rivals: BaselineServers) -> dict[str, float | None]:
-        """What the process that trains as written found out about itself."""
-        return rivals.ready("as_written", seconds=60)
-
-    def make_sampler(self) -> Sampler:
-        """The one for trainings."""
-        return GreedySampler()
-
-    def record(self) -> Record:
-        """What is known so far."""
-        return dataclasses.replace(super().record(), mode="train")
-
-    def job(self) -> dict[str, Any]:
-        """What every job of this study has in common."""
-        own = {"mode": "train", "updates": self.updates, "written": str(self.folder.absolute() / PREPARE / WRITTEN)}
-        return super().job() | own
-
-    def _identity(self) -> dict[str, Any]:
-        return super()._identity() | {"number of updates": self.updates}
-
-    def run_job(self, job: Mapping[str, Any], folder: pathlib.Path, **how: Any) -> Outcome:
-        """As for any study; the dry run has a deadline."""
-        if job["kind"] == "prepare":
-            how["deadline"] = self.prepare_by
-        return super().run_job(job, folder, **how)
-
-    def _prepare(self) -> Prepared:
-        try:
-            return super()._prepare()
-        except KeyboardInterrupt:
-            if self.interrupted():
-                raise
-            raise UsageError(
-                f"The budget was over before the dry run was, which makes {self.updates} updates as written three times, and "
-                "as often without dropout where there is any. Give a longer budget, or compare fewer losses, with updates=8."
-            ) from None
-
-    def settings(self, recipe: Recipe) -> Settings:
-        """What ``recipe`` makes of the settings as written; a worker that has the model finds out.
-
-        Raises:
-            WorkloadError: it failed.
-        """
-        key = f"settings {recipe.hash}"
-        known = self.storage.noted(key)
-        if known is None:
-            job = self.job() | {"kind": "settings", "recipe": recipe.to_json()}
-            outcome = self.run_job(job, self.folder / SETTINGS_FOLDER, final=True)
-            if outcome.result is None:
-                raise WorkloadError(f"The settings of {recipe} cannot be found out: {outcome.reason}")
-            known = outcome.result
-            self.storage.note(key, known)
-        return from_json(Settings, known)
+    Raises:
+        WorkloadError: it failed.
+    """
+    key = f"settings {recipe.hash}"
+    known = study.storage.noted(key)
+    if known is None:
+        job = study.runner.job() | {"kind": "settings", "recipe": recipe.to_json()}
+        outcome = study.runner.run_job(job, study.folder / SETTINGS_FOLDER, final=True)
+        if outcome.result is None:
+            raise WorkloadError(f"The settings of {recipe} cannot be found out: {outcome.reason}")
+        known = outcome.result
+        study.storage.note(key, known)
+    return from_json(Settings, known)
 
 
-def finish(study: TrainingStudy) -> tuple[ranking.Status, str, Best | None]:
+def finish(study: Study) -> tuple[ranking.Status, str, Best | None]:
     """Confirm the winner, or the next best; else the settings as written stay."""
     limits, original = study.options.limits, study.to_beat
     if original is None and study.interrupted():
@@ -130,7 +50,7 @@ def finish(study: TrainingStudy) -> tuple[ranking.Status, str, Best | None]:
     if ahead:
         study.progress.stage("confirming the winner in fresh processes, from other parameters")
     lost: list[str] = []
-    with BaselineServers(study.job(), study.folder / RIVALS) as rivals:
+    with study.runner.servers(RIVALS, forked=False) as rivals:
         for trial in [*ahead[:KEEP], *[t for t in ahead[KEEP:] if t.recipe.exact][:1]]:
             found = confirm(study, trial, original, rivals, must_win=ranking.feasible(original, limits))
             if found.confirmation.ok:

@@ -130,7 +130,7 @@ def _fingerprint(subject: TrainingSubject, written: BaselineLosses | None = None
     return digest.hexdigest()
 
 
-TRAINING: dict[str, Callable[[Job, pathlib.Path], Any]] = {
+JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
     "prepare": prepare_job,
     "serve": serve_job,
     "trial": trial_job,
