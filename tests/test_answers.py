@@ -9,6 +9,8 @@ import tempfile
 import textwrap
 import types
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn

@@ -181,7 +181,6 @@ def story(board: Board) -> None:
         board.began(Ask("precision", recipe()), number)
         reason = None if state is State.COMPLETE else f"Something went wrong {'again ' * 60}"
         trials.append(trial(number, state, recipe(), reason))
-        study.leader = trials[0]
         board.ended(trials[-1], record)  # type: ignore[arg-type]
     board.began(Ask("knobs", recipe()), len(trials))
 

@@ -59,7 +59,7 @@ _HOMES = {
     "Workload": "core.workload",
     "compare": "api.compare",
     "load": "artifact.artifact",
-    "load_workload": "intake.load",
+    "load_workload": "importers.load",
     "open_artifact": "artifact.artifact",
     "optimize": "api.optimize",
     "tune": "api.tune",

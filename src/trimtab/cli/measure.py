@@ -53,7 +53,7 @@ def measure_command(
     most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width", "2%")
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
         given = [one for one in (subject, vs) if one is not None]
-        is_python = late("intake.load").is_python  # which says itself what it needs
+        is_python = late("importers.load").is_python  # which says itself what it needs
         takes = [one for one in given if not _is_folder(one) and not is_python(one)] or given
         sides = [brought(one, inputs, shape, task) if one in takes and not _is_folder(one) else one for one in given]
         found = trimtab.compare(sides[0], sides[1] if vs is not None else None, seconds=most, width=narrow, trust=trust)
