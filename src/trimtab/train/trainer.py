@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -15,7 +17,7 @@ from trimtab.core.settings import Settings
 from trimtab.errors import StorageError, UsageError
 from trimtab.train.autotune import auto_settings
 from trimtab.train.checkpoint.checkpoints import Checkpoints
-from trimtab.train.checkpoint.resume_conflicts import Options, check_kinds, checked_override
+from trimtab.train.checkpoint.resume_conflicts import check_kinds, checked_override
 from trimtab.train.data.micro_batches import check_loader
 from trimtab.train.data.peek import kept_random
 from trimtab.train.distributed import consistency
@@ -31,15 +33,14 @@ from trimtab.train.optim import schedules
 from trimtab.train.optim.ema import Ema, EvalWeights
 from trimtab.train.optim.optimizer_state import OptimizerModes
 from trimtab.train.optim.schedules import Schedule
-from trimtab.train.position import Position
-from trimtab.train.run import Run
+from trimtab.train.run_context import FitState, Position, RunContext
 from trimtab.train.runtime import state_dict_versions
 from trimtab.train.runtime.memory_errors import telling_stops
 from trimtab.train.runtime.torch_settings import allocate, refuse_autocast, running
 from trimtab.train.runtime.train_modes import Modes
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry import events, progress
-from trimtab.train.telemetry.events import Callback, Ended, Event, Remarked, Validated
+from trimtab.train.telemetry.events import Callback, Ended, Event, Validated
 from trimtab.train.telemetry.meter import Meter
 from trimtab.train.telemetry.metrics import Metric, checked_metrics
 from trimtab.train.telemetry.summary import Summary
@@ -99,52 +100,112 @@ class Trainer:
         schedules.check_given(schedule)
         check_kinds(settings, early_stopping, metrics, ema, world)
         setup.check_model(model)
-        self.model = model
-        self.settings = settings
-        self.world = world or join(settings)
+        world = world or join(settings)
         setup.check_device(settings.device)
-        self.device = self.world.device(settings.device)
-        setup.check_place(model, self.device)
+        device = world.device(settings.device)
+        setup.check_place(model, device)
         allocate(settings)
-        self.world.place(self.model, settings)
-        self.objective = LossAdapter(setup.loss_on(loss, self.device))
-        self.optimizer = setup.optimizer_for(model, optimizer, self.objective.module, processes=self.world.processes)
-        self.early_stopping, self.schedule = early_stopping, schedule
-        self.checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
-        self.checkpoint_every, self.log_every = checkpoint_every, log_every
-        self.callbacks, self.metrics = events.checked(callbacks), checked_metrics(metrics)
+        world.place(model, settings)
+        objective = LossAdapter(setup.loss_on(loss, device))
+        made = setup.optimizer_for(model, optimizer, objective.module, processes=world.processes)
+        average = None if ema is None else Ema(model, ema)
+        self.context = RunContext(
+            model=model,
+            settings=settings,
+            world=world,
+            device=device,
+            objective=objective,
+            optimizer=made,
+            early_stopping=early_stopping,
+            schedule=schedule,
+            checkpoints=None if checkpoint is None else Checkpoints(checkpoint),
+            checkpoint_every=checkpoint_every,
+            log_every=log_every,
+            callbacks=events.checked(callbacks),
+            metrics=checked_metrics(metrics),
+            ema=average,
+            modes=Modes(model),
+            shown=EvalWeights(model, average, OptimizerModes(model, made)),
+            tell=_telling(self),
+        )
+        """What drives a run is given this, and not the Trainer."""
+        self.context.fit = FitState(MemoryPlan(self.context))
         self.progress = progress
-        self.watchers: list[Callback] = []
-        """Our own callbacks while a run lasts; every process calls its own."""
-        self.ema = None if ema is None else Ema(model, ema)
-        self.position = Position()
-        self.notes: list[str] = []
-        self.decided: dict[str, Any] = {}
-        """What became of the settings that were ``"auto"``."""
-        self.results: dict[str, float] = {}
-        """The figures of the last validation."""
-        self.best_parameters: dict[str, Any] | None = None
-        """Of the best validation, where early stopping puts them back."""
-        self.epoch_random: dict[str, Any] = {}
-        self.resuming: dict[str, Any] | None = None
-        self.override: dict[str, Any] = {}
-        """What :meth:`resume` was told to have another way than the checkpoint."""
-        self.options: Options | None = None
-        """Of the optimizer when the run began; ``None`` until it has."""
-        self.scheduler: LRScheduler | None = None
-        """What was made of ``schedule`` for the last run; the next one goes on from it."""
-        self.scheduled: tuple[Any, int] | None = None
-        """The function that it was made by, and for how many updates."""
-        self.step_state: dict[str, Any] | None = None
-        """Of the last run's step, such as float16's scale, which the next one need not find again."""
-        self.loader_place: dict[str, Any] | None = None
-        """Where a loader with ``state_dict()`` stood when the last run ended."""
-        self.modes = Modes(model)
         self._last: tuple[Any, Any] | None = None
         """The training data that the last run was given, and what it went through: of an iterator, what is left."""
-        self.run = Run(MemoryPlan(self))
-        """What belongs to the run under way alone; of the last one where none is."""
-        self.shown = EvalWeights(model, self.ema, OptimizerModes(model, self.optimizer))
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, trained in place."""
+        return self.context.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        return self.context.optimizer
+
+    @property
+    def settings(self) -> Settings:
+        """The settings; those that were ``"auto"`` are decided once :meth:`fit` began."""
+        return self.context.settings
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """What was made of ``schedule``; ``None`` before the first run and without one."""
+        return self.context.scheduler
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return self.context.device
+
+    @property
+    def world(self) -> World:
+        """The processes of the run."""
+        return self.context.world
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands."""
+        return self.context.position
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the summary."""
+        return self.context.notes
+
+    @property
+    def decided(self) -> dict[str, Any]:
+        """What became of the settings that were ``"auto"``."""
+        return self.context.decided
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The figures of the last validation."""
+        return self.context.results
+
+    @property
+    def best_parameters(self) -> dict[str, Any] | None:
+        """Of the best validation, where early stopping puts them back."""
+        return self.context.best_parameters
+
+    @property
+    def ema(self) -> Ema | None:
+        """The running average of the parameters."""
+        return self.context.ema
+
+    @property
+    def ending(self) -> bool:
+        """Whether the run ends after the update that is under way."""
+        return self.context.ending
+
+    def stop(self, reason: str) -> None:
+        """End the run after the update that is under way."""
+        self.context.stop(reason)
+
+    def note(self, text: str) -> None:
+        """Record a sentence for the summary, and tell the callbacks of it now."""
+        self.context.note(text)
 
     def fit(
         self,
@@ -185,28 +246,32 @@ class Trainer:
         steps: int | None = None,
     ) -> Generator[Update, None, Summary]:
         """What :meth:`fit` does, for who drives it: each ``next()`` makes one update and everything that belongs to it."""
-        duration.check_lengths(self, epochs, steps)
-        refuse_autocast(self.device)
+        duration.check_lengths(self.context, epochs, steps)
+        refuse_autocast(self.context.device)
         check_loader(train, "train")
         if validate is not None:
             check_loader(validate, "validate")
-        consistency.refuse_differences(self, validated=validate is not None, epochs=epochs, steps=steps)
-        self.run = run = Run(MemoryPlan(self))
-        with checkpoint_policy.folder_held(self), interruptible(self), telling_stops():
-            last, given, train = self._last, train, self.world.share(train, "train")
-            run.goes_on = isinstance(given, Iterator) and last is not None and last[0] is given and self.resuming is None
+        consistency.refuse_differences(self.context, validated=validate is not None, epochs=epochs, steps=steps)
+        self.context.fit = run = FitState(MemoryPlan(self.context))
+        with checkpoint_policy.folder_held(self.context), interruptible(self.context), telling_stops():
+            last, given, train = self._last, train, self.context.world.share(train, "train")
+            run.goes_on = (
+                isinstance(given, Iterator) and last is not None and last[0] is given and self.context.resuming is None
+            )
             train = last[1] if last is not None and run.goes_on else train
-            validate = None if validate is None else self.world.share(validate, "validate")
-            validate = validation.checked(self, validate)
-            with progress.shown(self, self.progress):
-                self.note_once(self.modes.look())
-                self.modes.train()
-                self.shown.take_back(update=self.position.update, same=not duration.begin_other(self, last, given))
-                duration.check_epoch(self, train)
-                run.planned = duration.updates_in_all(self, train, epochs, steps)
-                train = auto_settings.decide(self, train, run.planned)
+            validate = None if validate is None else self.context.world.share(validate, "validate")
+            validate = validation.checked(self.context, validate)
+            with progress.shown(self.context, self.progress):
+                self.context.note_once(self.context.modes.look())
+                self.context.modes.train()
+                self.context.shown.take_back(
+                    update=self.context.position.update, same=not duration.begin_other(self.context, last, given)
+                )
+                duration.check_epoch(self.context, train)
+                run.planned = duration.updates_in_all(self.context, train, epochs, steps)
+                train = auto_settings.decide(self.context, train, run.planned)
                 self._last = (given, train)
-                with running(self.settings), run.room:
+                with running(self.context.settings), run.memory_plan:
                     return (yield from self._run(train, validate, epochs, steps))
 
     def resume(self, *, missing_ok: bool = False, override: Mapping[str, Any] | None = None) -> Self:
@@ -221,187 +286,178 @@ class Trainer:
             UsageError: there is no checkpoint folder, it is of another model or optimizer, or there is no such option.
             StorageError: no checkpoint in it is whole.
         """
-        if self.checkpoints is None:
+        if self.context.checkpoints is None:
             raise UsageError("resume() needs to know where the checkpoints are: Trainer(..., checkpoint='folder').")
-        self.override = checked_override(self.optimizer, override or {})
-        found = self.world.gathered(self.checkpoints.update())
+        self.context.override = checked_override(self.context.optimizer, override or {})
+        found = self.context.world.gathered(self.context.checkpoints.update())
         if missing_ok and set(found) == {None}:
             return self
         if len(set(found)) > 1:
             raise StorageError(
-                f"The processes see different checkpoints in {self.checkpoints.folder}: after the updates {found}. Put the "
-                "folder where all hosts have it."
+                f"The processes see different checkpoints in {self.context.checkpoints.folder}: after the updates {found}. Put "
+                "the folder where all hosts have it."
             )
-        state = self.checkpoints.load()
-        self.shown.modes.train()  # what it would make of parameters now is written over
-        setup.restore(self, state)
-        self.note_once(self.checkpoints.passed_over())
-        self.resuming = state
-        self.shown.forget()
+        state = self.context.checkpoints.load()
+        self.context.shown.modes.train()  # what it would make of parameters now is written over
+        setup.restore(self.context, state)
+        self.context.note_once(self.context.checkpoints.passed_over())
+        self.context.resuming = state
+        self.context.shown.forget()
         return self
 
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """The loss and metrics of the model as it is now, over other data, such as a test set; all processes must ask."""
-        return held_out.figures(self, batches)
-
-    def stop(self, reason: str) -> None:
-        """End the run after the update that is under way."""
-        self.run.stop = reason
-
-    @property
-    def ending(self) -> bool:
-        """Whether the run ends after the update that is under way."""
-        return self.run.stop is not None
-
-    def note(self, text: str) -> None:
-        """Keep a sentence for the summary, and tell the callbacks of it now."""
-        self.notes.append(text)
-        self.emit(Remarked(update=self.position.update, epoch=self.position.epoch, text=text))
-
-    def note_once(self, text: str | None) -> None:
-        """The same, if there is a sentence and it was not told before."""
-        if text is not None and text not in self.notes:
-            self.note(text)
-
-    def emit(self, event: Event) -> None:
-        """Tell the callbacks; of several processes only those of the first one.
-
-        What they draw from random generators, or do to these, leaves no trace in the run: when they are called again after a
-        resumption depends on where that was.
-        """
-        for watcher in self.watchers:
-            watcher(self, event)
-        with kept_random() if self.callbacks else contextlib.nullcontext():
-            consistency.call_back(self, event)
+        return held_out.figures(self.context, batches)
 
     def _run(
         self, train: Iterable[Batch], held_out: Iterable[Batch] | None, epochs: int | None, steps: int | None
     ) -> Generator[Update, None, Summary]:
         """The loop itself: epochs of updates, a validation after each."""
-        position = self.position
-        ready = setup.ready(self, train)
-        step, meter = ready.step, Meter(self, ready.clock, ready.updates)
+        position = self.context.position
+        ready = setup.ready(self.context, train)
+        step, meter = ready.step, Meter(self.context, ready.clock, ready.updates)
         to_come = None if ready.updates is None else ready.updates - position.update
-        schedules.check(ready.scheduler, to_come, None if held_out is None else self.early_stopping or EarlyStopping())
-        self.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
-        self.note_once(checkpoint_policy.remark(self, ready, steps))
+        schedules.check(ready.scheduler, to_come, None if held_out is None else self.context.early_stopping or EarlyStopping())
+        self.context.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
+        self.context.note_once(checkpoint_policy.remark(self.context, ready, steps))
         first, began = position.epoch, position.update
         self._stop_if_stale()  # which the run that is gone on with had ended by
-        while not self.world.any(self.ending) and not duration.over(self, epochs, steps):
+        while not self.context.world.any(self.context.ending) and not duration.over(self.context, epochs, steps):
             if not position.due:
-                for text in self.modes.follow():
-                    self.note_once(text)
-                self.modes.train()
-                epoch.begin(self, ready.feed)
+                for text in self.context.modes.follow():
+                    self.context.note_once(text)
+                self.context.modes.train()
+                epoch.begin(self.context, ready.feed)
                 if not (yield from self._epoch(ready, meter, steps)):
                     continue
                 position.epoch, position.batch, position.due = position.epoch + 1, 0, True
             self._close_epoch(ready, meter, held_out)
         step.check()
         meter.report()
-        if held_out is not None and position.epoch == first and position.update > began and not self.ending:
-            self.note("No epoch came to its end, so nothing was validated; give more steps, or epochs.")
+        if held_out is not None and position.epoch == first and position.update > began and not self.context.ending:
+            self.context.note("No epoch came to its end, so nothing was validated; give more steps, or epochs.")
         return self._finish(ready, meter, epochs, steps)
 
     def _epoch(self, ready: setup.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
         """What is left of the epoch; returns whether it is whole."""
-        feed, position, kept = ready.feed, self.position, checkpoint_policy.Saving(self, ready)
-        for group in checkpoint_policy.rounds(self, ready, kept):
+        feed, position, kept = ready.feed, self.context.position, checkpoint_policy.Saving(self.context, ready)
+        for group in checkpoint_policy.rounds(self.context, ready, kept):
             update, remarks = self._update(ready, group)
-            if not self.world.used:
+            if not self.context.world.used:
                 break
             position.batch, position.update = feed.taken, position.update + 1
             position.skipped += not update.applied
             with kept:
                 for remark in remarks:
-                    self.note_once(remark)
-                meter.count(update, group if self.world.counts else [])
-            if not (update.applied or update.overflowed) and self.settings.nonfinite == "stop":
-                self.stop("The loss was not finite.")
-            if self.checkpoint_every is not None and position.update % self.checkpoint_every == 0:
-                checkpoint_policy.save(self, ready)
+                    self.context.note_once(remark)
+                meter.count(update, group if self.context.world.counts else [])
+            if not (update.applied or update.overflowed) and self.context.settings.nonfinite == "stop":
+                self.context.stop("The loss was not finite.")
+            if self.context.checkpoint_every is not None and position.update % self.context.checkpoint_every == 0:
+                checkpoint_policy.save(self.context, ready)
             yield update
-            if self.world.stopping(self.ending):
+            if self.context.world.stopping(self.context.ending):
                 return False
             if position.update == steps:
                 left = feed.length()
-                return not self.world.any(left is None or left > 0)
-        whole = not self.world.any(feed.cut)
-        self.note_once(feed.missing() if whole and self.world.used else None)
+                return not self.context.world.any(left is None or left > 0)
+        whole = not self.context.world.any(feed.cut)
+        self.context.note_once(feed.missing() if whole and self.context.world.used else None)
         return whole
 
     def _close_epoch(self, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
         """What comes at the end of an epoch: it is told of, validated and saved; what fails there does not cost the epoch."""
         try:
-            with epoch.close(self, ready.feed):
+            with epoch.close(self.context, ready.feed):
                 meter.report()
                 self._validate(held_out, ready)
         except Exception as error:
-            if self.world.heard(error):
-                checkpoint_policy.save(self, ready)
+            if self.context.world.heard(error):
+                checkpoint_policy.save(self.context, ready)
             raise
-        if self.checkpoint_every is None and not self.position.due:
-            checkpoint_policy.save(self, ready)
+        if self.context.checkpoint_every is None and not self.context.position.due:
+            checkpoint_policy.save(self.context, ready)
 
     def _update(self, ready: setup.Ready, group: list[Batch]) -> tuple[Update, list[str | None]]:
         """One update and what goes along with it, and what there is to tell of it once it counts."""
         with _STEP:
-            update = self.run.room.update(ready, group)
-        remarks = [self.objective.doubt(group, alone=self.world.size == 1)]
+            update = self.context.fit.memory_plan.update(ready, group)
+        remarks = [self.context.objective.doubt(group, alone=self.context.world.size == 1)]
         if ready.scheduler is not None and update.applied:
             remarks.append(schedules.advance(ready.scheduler))
-        if self.ema is not None and update.applied:
-            self.ema.update(self.model)
-        if update.applied and not self.run.kept:
-            self.run.kept = True
-            setup.refuse_unkept(self, ready.feed)
+        if self.context.ema is not None and update.applied:
+            self.context.ema.update(self.context.model)
+        if update.applied and not self.context.fit.kept:
+            self.context.fit.kept = True
+            setup.refuse_unkept(self.context, ready.feed)
         return update, remarks
 
     def _validate(self, held_out: Iterable[Batch] | None, ready: setup.Ready) -> None:
         """Go through the validation data, keep the best parameters, and stop where it has stopped getting better."""
-        stopping, position = self.early_stopping or EarlyStopping(), self.position
+        stopping, position = self.context.early_stopping or EarlyStopping(), self.context.position
         if held_out is None:
             position.due = False
             return
-        setup.settle(self)
-        with self.shown.during():
-            found = validation.validate(self, held_out, ready.step, ready.move, lambda: self.run.interrupted)
+        setup.settle(self.context)
+        with self.context.shown.during():
+            found = validation.validate(self.context, held_out, ready.step, ready.move, lambda: self.context.fit.interrupted)
             if found is None:
-                self.note("The validation was cut off; the run that goes on begins with it.")
+                self.context.note("The validation was cut off; the run that goes on begins with it.")
                 return
-            self.results, position.due = found, False
-            better = stopping.better(self.results[stopping.metric], position.best)
+            self.context.results, position.due = found, False
+            better = stopping.better(self.context.results[stopping.metric], position.best)
             if better:
-                position.best, position.stale = self.results[stopping.metric], 0
-                if self.early_stopping is not None and stopping.restore_best:
-                    self.best_parameters = state_dict_versions.copied(self.model)
+                position.best, position.stale = self.context.results[stopping.metric], 0
+                if self.context.early_stopping is not None and stopping.restore_best:
+                    self.context.best_parameters = state_dict_versions.copied(self.context.model)
             else:
                 position.stale += 1
             if isinstance(ready.scheduler, ReduceLROnPlateau):
-                ready.scheduler.step(self.results[stopping.metric])
+                ready.scheduler.step(self.context.results[stopping.metric])
             # The callbacks see the parameters that these are the figures of.
-            consistency.tell(self, Validated(update=position.update, epoch=position.epoch, metrics=self.results, best=better))
+            consistency.tell(
+                self.context, Validated(update=position.update, epoch=position.epoch, metrics=self.context.results, best=better)
+            )
         self._stop_if_stale()
 
     def _stop_if_stale(self) -> None:
-        stopping, stale = self.early_stopping, self.position.stale
+        stopping, stale = self.context.early_stopping, self.context.position.stale
         if stopping is not None and stale >= stopping.patience:
-            self.stop(f"The validation's {stopping.metric} did not improve {stale} times in a row.")
+            self.context.stop(f"The validation's {stopping.metric} did not improve {stale} times in a row.")
 
     def _finish(self, ready: setup.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
         """The last checkpoint, then the parameters that the user is to have, then the summary."""
-        newest = None if self.checkpoints is None else self.checkpoints.newest()
-        made = self.position.update or self.decided  # else there is nothing to go on with
-        old = newest is None or newest.name != f"update-{self.position.update:08d}" or self.position.due
-        if made and self.world.any(old):
-            checkpoint_policy.save(self, ready)
-        setup.settle(self)
-        self.step_state, self.loader_place = ready.step.state_dict(), epoch.place_of(self, ready.feed)
-        self.shown.show(self.best_parameters)
-        self.model.eval()
+        newest = None if self.context.checkpoints is None else self.context.checkpoints.newest()
+        made = self.context.position.update or self.context.decided  # else there is nothing to go on with
+        old = newest is None or newest.name != f"update-{self.context.position.update:08d}" or self.context.position.due
+        if made and self.context.world.any(old):
+            checkpoint_policy.save(self.context, ready)
+        setup.settle(self.context)
+        self.context.step_state, self.context.loader_place = ready.step.state_dict(), epoch.place_of(self.context, ready.feed)
+        self.context.shown.show(self.context.best_parameters)
+        self.context.model.eval()
         count, what = (steps, "update") if steps is not None else (epochs, "epoch")
         done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."
-        over = duration.over(self, epochs, steps)
-        summary = meter.summary(self.run.stop or (done if over else "Another process was asked to stop."))
-        consistency.tell(self, Ended(update=self.position.update, epoch=self.position.epoch, summary=summary))
+        over = duration.over(self.context, epochs, steps)
+        summary = meter.summary(self.context.fit.stop or (done if over else "Another process was asked to stop."))
+        consistency.tell(
+            self.context, Ended(update=self.context.position.update, epoch=self.context.position.epoch, summary=summary)
+        )
         return summary
+
+
+def _telling(trainer: Trainer) -> Callable[[Event], None]:
+    """What calls the callbacks of ``trainer``, without keeping it alive; of several processes only those of the first one.
+
+    What they draw from random generators, or do to these, leaves no trace in the run: when they are called again after a
+    resumption depends on where that was.
+    """
+    known = weakref.ref(trainer)
+
+    def tell(event: Event) -> None:
+        found = known()
+        assert found is not None, "a run has its Trainer"
+        with kept_random() if found.context.callbacks else contextlib.nullcontext():
+            consistency.call_back(found.context, found, event)
+
+    return tell

@@ -118,7 +118,7 @@ class TrainingSubject:
         if shake is not None:
             shaken(trainer.model, shake)
         if still:
-            trainer.modes = Still(trainer.model, self.gathering)
+            trainer.context.modes = Still(trainer.model, self.gathering)
         seeded(seed)
         before = _generators()
         with user_code("The training failed"):
@@ -137,7 +137,7 @@ class TrainingSubject:
         """Why outputs in the precision of ``settings`` cannot come close to the targets of the first batch, in a sentence."""
         trainer = self.trainer(settings, self.workload.seed)
         with user_code("The training failed"):
-            return rounded(trainer.model, trainer.objective, settings, self.batches[0], limit)
+            return rounded(trainer.model, trainer.context.objective, settings, self.batches[0], limit)
 
     def written(self, *, seed: int) -> BaselineLosses:
         """The losses as written, and how far rounding alone would move them.
@@ -198,7 +198,7 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
                 f"{lazy[0]} has no shape before a forward pass, and what is compared must begin with the same parameters. Call "
                 "the model on a batch in the function that builds it."
             )
-        known = candidate(trainer, settings, batches[0])
+        known = candidate(trainer.context, settings, batches[0])
     return TrainingSubject(
         workload=workload,
         training=training,
@@ -286,7 +286,7 @@ def _trainer(workload: Workload, training: Training, settings: Settings, seed: i
 
 def refuse_parts(trainer: Trainer) -> None:
     """Refuse figures of batches that were taken apart for want of memory."""
-    if trainer.run.room.fitting.limit is not None:
+    if trainer.context.fit.memory_plan.fitting.limit is not None:
         raise WorkloadError(_IN_PARTS)
 
 

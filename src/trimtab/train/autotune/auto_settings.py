@@ -12,7 +12,7 @@ import gc
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,12 +30,10 @@ from trimtab.train.engine.compiled_step import WORTH_S, CompiledStep, first_line
 from trimtab.train.loss.adapter import Batch, tensors
 from trimtab.train.loss.loss_parity import MARGIN, SHAKE, rounding
 from trimtab.train.optim.kernels import why_not
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime import gradient_parity
 from trimtab.train.runtime.cudnn_thread import thread_for
 from trimtab.train.runtime.memory_errors import out_of_memory
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
 OFF: Mapping[str, Any] = {
     "autocast": None,
@@ -83,33 +81,33 @@ def undecided(settings: Settings) -> list[str]:
     return [name for name in OFF if getattr(settings, name) == "auto"]
 
 
-def decide(trainer: Trainer, train: Iterable[Batch], updates: int | None) -> Iterable[Batch]:
+def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> Iterable[Batch]:
     """Replace every ``"auto"`` in the trainer's settings, and note why; the run of ``updates`` begins as if nothing had been.
 
     Returns the loader to use, which still has all of its batches. Interrupted, it leaves off what it has not decided, which a
     run that goes on from there decides.
     """
-    fields = undecided(trainer.settings)
+    fields = undecided(context.settings)
     if not fields:
         return train
-    before = trainer.settings
-    trainer.settings = dataclasses.replace(before, **{name: OFF[name] for name in fields})
-    if reason := why_not_alone(trainer):
-        trainer.note(f"{', '.join(fields)} stay off: {reason}.")
+    before = context.settings
+    context.settings = dataclasses.replace(before, **{name: OFF[name] for name in fields})
+    if reason := why_not_alone(context):
+        context.note(f"{', '.join(fields)} stay off: {reason}.")
         return train
     batches, train = first_batches(train, GROUPS * before.accumulate)
     left: set[str] = set()
-    if not trainer.world.any(not batches):
+    if not context.world.any(not batches):
         with kept_random():
-            decisions = _Decisions(trainer, batches, updates)
-            where = thread_for(trainer.device, "cudnn_benchmark" in fields)  # the convolutions of the run are yet to be chosen
+            decisions = _Decisions(context, batches, updates)
+            where = thread_for(context.device, "cudnn_benchmark" in fields)  # the convolutions of the run are yet to be chosen
             where(lambda: decisions.make(fields))
-            left = {name for name in fields if trainer.world.any(name in decisions.interrupted)}
+            left = {name for name in fields if context.world.any(name in decisions.interrupted)}
             del decisions, where  # and with it the last copies of the model and the optimizer, whose memory the run may need
             gc.collect()  # what was compiled refers to itself
             torch.cuda.empty_cache()  # does nothing where there is no GPU
-    values = {name: getattr(trainer.settings, name) for name in fields}
-    trainer.decided |= {name: value for name, value in values.items() if name not in left or value != OFF[name]}
+    values = {name: getattr(context.settings, name) for name in fields}
+    context.decided |= {name: value for name, value in values.items() if name not in left or value != OFF[name]}
     return train
 
 
@@ -121,9 +119,9 @@ class _Decisions:
         updates: how many the run will make, where that is known.
     """
 
-    def __init__(self, trainer: Trainer, batches: Sequence[Batch], updates: int | None) -> None:
-        self.trainer, self.batches = trainer, batches
-        self.updates = None if updates is None else updates - trainer.position.update
+    def __init__(self, context: RunContext, batches: Sequence[Batch], updates: int | None) -> None:
+        self.context, self.batches = context, batches
+        self.updates = None if updates is None else updates - context.position.update
         self.best: ShadowRun | None = None
         self.candidate: Candidate | None = None
         self.interrupted: set[str] = set()
@@ -133,16 +131,16 @@ class _Decisions:
 
     def make(self, fields: Sequence[str]) -> None:
         """Decide ``fields``; what fails, fails with a note."""
-        trainer, failure = self.trainer, None
+        context, failure = self.context, None
         try:
-            self.candidate = candidate(trainer, trainer.settings, self.batches[0])
-            self.best = ShadowRun(trainer, trainer.settings, self.batches)
+            self.candidate = candidate(context, context.settings, self.batches[0])
+            self.best = ShadowRun(context, context.settings, self.batches)
             self._settle(self.best)
             options = self._options(fields)
         except (TrimtabError, *_FAILURES) as error:
             failure = first_line(error)
-        if trainer.world.any(failure is not None):
-            self.trainer.note(f"{', '.join(fields)} cannot be measured and stay off. {failure or 'Another process failed.'}")
+        if context.world.any(failure is not None):
+            self.context.note(f"{', '.join(fields)} cannot be measured and stay off. {failure or 'Another process failed.'}")
             return
         tried = sum(reason is None for name, found in options.items() for _, reason in found if name != "compile")
         seconds = min(self._seconds() / max(tried, 1), max(SECONDS, MOST_ROUNDS * self.round_s))
@@ -154,7 +152,7 @@ class _Decisions:
                 told.setdefault(text, []).append(what)
             for text, whats in told.items():
                 shown = name if len(told) == 1 < len(whats) else ", ".join(whats)
-                trainer.note(f"{shown} {'is' if shown == name or len(whats) == 1 else 'are'} {text}")
+                context.note(f"{shown} {'is' if shown == name or len(whats) == 1 else 'are'} {text}")
 
     def _options(self, fields: Sequence[str]) -> dict[str, list[tuple[Pass, str | None]]]:
         """The techniques for each field, and why one of them cannot pay."""
@@ -163,7 +161,7 @@ class _Decisions:
     def _options_anew(self, fields: Sequence[str]) -> dict[str, list[tuple[Pass, str | None]]]:
         """Those of ``fields`` where the precision is another one by now: some kernels take 16 bits only."""
         assert self.candidate is not None
-        precision = self.trainer.settings.autocast
+        precision = self.context.settings.autocast
         if precision == self.candidate.settings.autocast:
             return {}
         self.candidate = self.candidate.with_settings(autocast=precision)
@@ -173,11 +171,11 @@ class _Decisions:
         """Why ``technique`` cannot pay, as far as that is known beforehand."""
         assert self.candidate is not None
         field, value = self._set_by(technique)
-        if value == "float16" and self.trainer.device.type == "cpu":
+        if value == "float16" and self.context.device.type == "cpu":
             return "float16 pays on GPUs only; bfloat16 is the one that some CPUs multiply."
-        if value == "float16" and self.trainer.world.size > 1 and self.trainer.settings.communication == "powersgd":
+        if value == "float16" and self.context.world.size > 1 and self.context.settings.communication == "powersgd":
             return "what communication leaves out for later updates would be in units of a scale that changes."
-        if field == "optimizer" and (reason := why_not(self.trainer.optimizer, value)):
+        if field == "optimizer" and (reason := why_not(self.context.optimizer, value)):
             return reason
         if field == "compile" and self.updates is None:
             return "how many updates there will be is not known, so nothing says whether compiling would be paid back."
@@ -204,18 +202,18 @@ class _Decisions:
             except (TrimtabError, *_FAILURES) as error:
                 memory = out_of_memory(error)
                 verdict = _Verdict(f"off: {'there is no memory to try it.' if memory else f'it fails. {first_line(error)}'}")
-        if not self.trainer.world.any(verdict.better is None):  # each process asks exactly once
+        if not self.context.world.any(verdict.better is None):  # each process asks exactly once
             assert verdict.better is not None
-            self.best, self.trainer.settings = verdict.better, verdict.better.settings
+            self.best, self.context.settings = verdict.better, verdict.better.settings
         elif verdict.better is not None:
             verdict = _Verdict("off: it does not pay in every process.")
-        if self.trainer.settings.activation_mb is not None or self.trainer.settings.segments is not None:
+        if self.context.settings.activation_mb is not None or self.context.settings.segments is not None:
             gc.collect()  # what is recomputed refers to itself
         return f"{field}={value!r}", verdict.text
 
     def _settle(self, double: ShadowRun) -> None:
         """Find out how long an update of ``double`` takes; where that is long, the batches of a single one must do."""
-        accumulate, batches, move = self.trainer.settings.accumulate, self.batches, mover(self.trainer.device)
+        accumulate, batches, move = self.context.settings.accumulate, self.batches, mover(self.context.device)
         # On a GPU they lie there beforehand: a run has them copied while it computes.
         self.batches = double.feed.batches = [move(batch) for batch in batches[:accumulate]]
         _, self.step_s = seconds_of(double)
@@ -236,12 +234,12 @@ class _Decisions:
 
     def _verdict(self, technique: Pass, field: str, value: Any, seconds: float) -> _Verdict:
         """Whether ``technique``, which sets ``field`` to ``value``, pays; takes ``seconds`` or less."""
-        if self.trainer.ending:
+        if self.context.ending:
             raise _InterruptedError
         if field != "compile" and (needed := FEWEST_ROUNDS * self.round_s) > seconds:
             run = "this run" if self.updates is None else f"a run of about {self.updates * self.step_s:.0f} s"
             return _Verdict(f"off: measuring it would take {needed:.1f} s, which is too much for {run}.")
-        other = ShadowRun(self.trainer, dataclasses.replace(self.trainer.settings, **{field: value}), self.batches)
+        other = ShadowRun(self.context, dataclasses.replace(self.context.settings, **{field: value}), self.batches)
         first_s, later_s = seconds_of(other)
         if isinstance(other.step, CompiledStep) and other.step.failure is not None:
             return _Verdict(f"off: the model cannot be compiled. {other.step.failure}")
@@ -281,7 +279,7 @@ class _Decisions:
         assert self.best is not None
 
         def go_on(progress: Progress) -> None:
-            if self.trainer.ending:
+            if self.context.ending:
                 raise _InterruptedError
 
         return compare(other.runner, self.best.runner, width=0.06, seconds=seconds, min_quads=4, on_progress=go_on).ratio
@@ -291,7 +289,7 @@ class _Decisions:
         if ratio.doubtful:
             return "the machine was too busy to tell."
         if ratio.high < 1:
-            native = field != "autocast" or self.trainer.device.type != "cpu" or _native_bfloat16()
+            native = field != "autocast" or self.context.device.type != "cpu" or _native_bfloat16()
             return f"it ran at {_times(ratio)} here" + ("." if native else "; this CPU has no native bfloat16.")
         if ratio.low <= 1:
             return f"it ran at {_times(ratio)}, which is not surely faster."

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -31,13 +31,11 @@ from trimtab.train.engine.step import Step
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.memory.activation_budget import Verified, choose
 from trimtab.train.memory.peak_activations import peak_activations
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import go_on
 from trimtab.train.runtime.snapshots import moved, rehearsal, stand_still
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
 TIE = 0.02
 """Sizes whose speeds differ by less are taken to be equally fast."""
@@ -92,8 +90,14 @@ class Found:
         return "\n".join([f"{self.size} examples at once.", *map(str, self.tried)])
 
 
+class HasContext(Protocol):
+    """A Trainer, as far as a search for its batch size looks at it."""
+
+    context: RunContext
+
+
 def find_batch(
-    trainer: Trainer,
+    trainer: HasContext,
     batches: Iterable[Batch],
     *,
     largest: int | None = None,
@@ -116,21 +120,22 @@ def find_batch(
     """
     for name, value in (("largest", largest), ("limit_mb", limit_mb), ("seconds", seconds)):
         positive(1 if value is None else value, f"find_batch {name}")
+    context = trainer.context
     drawn, load_s = _drawn(batches, largest)
-    own, world = sum(examples(batch) for batch in drawn), trainer.world
+    own, world = sum(examples(batch) for batch in drawn), context.world
     count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # per example; all processes try the same sizes
     pool = join(drawn)
-    beside = bool(getattr(batches, "num_workers", 0)) or trainer.device.type == "cuda"  # which computes while this reads
-    called = world.wrap(trainer.model, trainer.settings, fresh=False)
-    move = setup.laid_out(trainer.model, trainer.settings, trainer.device)
-    step = Step(called, trainer.objective, trainer.optimizer, trainer.settings, world, HostClock())
+    beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # which computes while this reads
+    called = world.wrap(context.model, context.settings, fresh=False)
+    move = setup.laid_out(context.model, context.settings, context.device)
+    step = Step(called, context.objective, context.optimizer, context.settings, world, HostClock())
     sizes = [2**power for power in range(count.bit_length()) if 2**power <= min(count, largest or count)]
-    was = {module: module.training for module in trainer.model.modules()}
-    trainer.modes.look()
-    trainer.modes.train()
+    was = {module: module.training for module in context.model.modules()}
+    context.modes.look()
+    context.modes.train()
     try:
-        with trainer.shown.modes.trained(), running(trainer.settings):
-            search = _Search(trainer, step, limit_mb, seconds, None)
+        with context.shown.modes.trained(), running(context.settings):
+            search = _Search(context, step, limit_mb, seconds, None)
             entries = search.run((size, [move(split(pool, size)[0])]) for size in sizes)
     finally:
         for module, training in was.items():
@@ -139,7 +144,7 @@ def find_batch(
     return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
 
 
-def micro_batch(trainer: Trainer, step: Step, group: Sequence[Batch], *, updates: int | None) -> int:
+def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, updates: int | None) -> int:
     """Into how large micro-batches the batches of an update are best taken apart; the update itself stays the same.
 
     Where whole batches are as fast as the best, it is those; with BatchNorm, or another state that each micro-batch would move,
@@ -151,15 +156,15 @@ def micro_batch(trainer: Trainer, step: Step, group: Sequence[Batch], *, updates
     """
     whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
     sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
-    search = _Search(trainer, step, None, 5.0, updates)
+    search = _Search(context, step, None, 5.0, updates)
     candidates = ((size, parts(group, size)) for size in sizes)
     tried = tuple(entry.tried(0.0) for entry in search.run(candidates, same=True))
     size = _fastest(tried, smallest=False)
-    trainer.settings = dataclasses.replace(trainer.settings, batch=size)
-    trainer.decided["batch"] = size
+    context.settings = dataclasses.replace(context.settings, batch=size)
+    context.decided["batch"] = size
     kept = " Smaller ones are not tried, because the run is short." if search.short else ""
     kept = f" They are not made smaller for speed, because of {search.moved}." if search.moved else kept
-    trainer.note(
+    context.note(
         f"batch={size}: examples per micro-batch, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept
     )
     return size
@@ -205,14 +210,14 @@ class _Entry:
 class _Search:
     """Tries sizes: once each until it gets no faster, then the fastest of them in turns."""
 
-    def __init__(self, trainer: Trainer, step: Step, limit_mb: float | None, seconds: float, updates: int | None) -> None:
+    def __init__(self, context: RunContext, step: Step, limit_mb: float | None, seconds: float, updates: int | None) -> None:
         self.updates, self.short, self.moved = updates, False, ""
-        self.trainer, self.world = trainer, step.world
+        self.context, self.world = context, step.world
         model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
-        waits = trainer.device.type == "cpu" or trainer.settings.nonfinite in ("skip", "stop")  # for what is not finite
-        settings = dataclasses.replace(trainer.settings, nonfinite="skip" if waits else "ignore")  # nothing ends the search
-        self.step = Step(model, trainer.objective, trainer.optimizer, settings, step.world, HostClock())
-        self._wait = synchronizer(trainer.device)
+        waits = context.device.type == "cpu" or context.settings.nonfinite in ("skip", "stop")  # for what is not finite
+        settings = dataclasses.replace(context.settings, nonfinite="skip" if waits else "ignore")  # nothing ends the search
+        self.step = Step(model, context.objective, context.optimizer, settings, step.world, HostClock())
+        self._wait = synchronizer(context.device)
         self.limit = None if limit_mb is None else limit_mb * 1e6
         self.seconds = seconds
 
@@ -227,7 +232,7 @@ class _Search:
             UsageError: none fits.
         """
         begun = time.perf_counter()
-        model, optimizer, loss = self.trainer.model, self.trainer.optimizer, self.trainer.objective.module
+        model, optimizer, loss = self.context.model, self.context.optimizer, self.context.objective.module
         with rehearsal(model, optimizer, loss=loss) as kept, self.world.rehearsed():
             stand_still(optimizer)
             entries = self._sweep(candidates, lambda: moved(kept, model) if same else "")
@@ -309,17 +314,17 @@ class _Search:
 
     def _fit(self, entry: _Entry) -> str:
         """Measure the activations of ``entry``, and see to their budget; returns why that cannot be kept, or nothing."""
-        batch, trainer = max(entry.group, key=examples), self.trainer
-        budget = trainer.settings.activation_mb
+        batch, context = max(entry.group, key=examples), self.context
+        budget = context.settings.activation_mb
         if budget is not None:
             try:
-                entry.plan = plan_for(self.step, trainer.model, batch, budget, trainer.device)
+                entry.plan = plan_for(self.step, context.model, batch, budget, context.device)
             except UsageError as error:
                 return str(error).partition(". ")[0]
             entry.peak = entry.plan.peak
         else:
             with looked_at(self.step):
-                entry.peak = peak_activations(lambda: backward(self.step, batch), trainer.model.parameters(), trainer.device)
+                entry.peak = peak_activations(lambda: backward(self.step, batch), context.model.parameters(), context.device)
             self.step.discard()
         limit = self.limit
         return "" if limit is None or entry.peak <= limit else f"it takes {entry.peak / 1e6:,.1f} MB of {limit / 1e6:g} allowed"
@@ -327,7 +332,7 @@ class _Search:
     def _beyond(self, before: _Entry, size: int) -> str:
         """Why ``size`` is not even tried: a host that runs out of memory does not say so, but ends the process."""
         expected = (before.peak or 0.0) * size / before.size
-        free = 1e6 * free_mb() if self.trainer.device.type == "cpu" else math.inf
+        free = 1e6 * free_mb() if self.context.device.type == "cpu" else math.inf
         return f"it would take about {expected / 1e6:,.0f} MB of {free / 1e6:,.0f} free" if expected > free * _SHARE else ""
 
     def _time(self, entry: _Entry) -> float:

@@ -31,12 +31,12 @@ from trimtab.errors import WorkloadError
 from trimtab.hardware.system import usable_cores
 from trimtab.train.data.loader import Loader
 from trimtab.train.data.micro_batches import MicroBatcher
+from trimtab.train.run_context import RunContext
 from trimtab.train.telemetry.events import Adjusted, Event, Progressed
 
 if TYPE_CHECKING:
     from trimtab.train.engine.setup import Ready
-    from trimtab.train.position import Position
-    from trimtab.train.trainer import Trainer
+    from trimtab.train.run_context import Position
 
 WINDOWS = 3
 """If nothing changed, each of three windows is faster than each of three others once in twenty times."""
@@ -102,22 +102,22 @@ class Adjuster:
         """Whether the next window is not counted: it warms up."""
         self._told: set[str] = set()
 
-    def __call__(self, trainer: Trainer, event: Event) -> None:
+    def __call__(self, context: RunContext, event: Event) -> None:
         """Take a window into account."""
         if not isinstance(event, Progressed):
             return
         if self._skip:
             self._skip = False
             return
-        self._recent.append(_window(trainer, event))
+        self._recent.append(_window(context, event))
         if len(self._recent) < WINDOWS:
             return
         if self._trial is None:
-            self._look(trainer)
+            self._look(context)
         else:
-            self._judge(trainer, self._trial)
+            self._judge(context, self._trial)
 
-    def _look(self, trainer: Trainer) -> None:
+    def _look(self, context: RunContext) -> None:
         """Find out whether updates have slowed down, and try the next remedy against it."""
         first, now = self.usual is None, _typical(self._recent)
         usual = self.usual = self.usual or now
@@ -135,7 +135,7 @@ class Adjuster:
                 return
             if reason not in self._told:
                 self._told.add(reason)
-                trainer.note(f"{remedy.what} was not tried: {reason}")
+                context.note(f"{remedy.what} was not tried: {reason}")
         self._settle(now)
 
     def _symptom(self, usual: Window, now: Window, first: bool) -> str | None:
@@ -150,13 +150,13 @@ class Adjuster:
         more = getattr(now, phase) - before
         return more > MATTERS * now.step and all(getattr(window, phase) > GROWN * before for window in self._recent)
 
-    def _judge(self, trainer: Trainer, remedy: Remedy) -> None:
+    def _judge(self, context: RunContext, remedy: Remedy) -> None:
         """Keep or undo the remedy under trial, now that it was seen in enough windows."""
-        after, before, position = _typical(self._recent), _typical(self._without), trainer.position
+        after, before, position = _typical(self._recent), _typical(self._without), context.position
         kept = max(window.step for window in self._recent) < min(window.step for window in self._without)
         if not kept:
             remedy.undo()
-        trainer.emit(
+        context.emit(
             Adjusted(
                 update=position.update,
                 epoch=position.epoch,
@@ -168,12 +168,12 @@ class Adjuster:
             )
         )
         times = f"{before.step:.3g} -> {after.step:.3g} ms per update"
-        trainer.note(f"{remedy.what}: {times}, {'kept' if kept else 'undone'} at update {position.update}.")
+        context.note(f"{remedy.what}: {times}, {'kept' if kept else 'undone'} at update {position.update}.")
         self._trial, self._recent = None, self._without
         if kept or not self._queue:
             self._settle(after if kept else before)
         else:
-            self._look(trainer)
+            self._look(context)
 
     def _settle(self, now: Window) -> None:
         """From here on, ``now`` is what is usual."""
@@ -238,24 +238,24 @@ class Micro:
         self.feed.micro, self.feed.fallback = self.before, None
 
 
-def adjuster(trainer: Trainer, ready: Ready) -> Adjuster:
+def adjuster(context: RunContext, ready: Ready) -> Adjuster:
     """What adjusts a run by the workers of its :class:`~trimtab.train.data.loader.Loader` and its micro-batches."""
 
     def data(now: Window) -> Iterator[Remedy]:
         count = workers_of(ready.feed.batches) or 0
         for more in sorted({max(2 * count, 2), usable_cores()}):
             if count < more <= MOST_WORKERS:
-                yield Workers(ready.feed, trainer.position, more)
+                yield Workers(ready.feed, context.position, more)
 
     def compute(now: Window) -> Iterator[Remedy]:
         feed = ready.feed
-        against = functools.partial(trainer.run.room.against_parts, ready.step)
-        whole = round(now.examples / trainer.settings.accumulate)
+        against = functools.partial(context.fit.memory_plan.against_parts, ready.step)
+        whole = round(now.examples / context.settings.accumulate)
         micro = min(feed.micro or whole, whole)
         if micro > 1:
-            yield Micro(feed, trainer.model, -(-micro // 2), against)
+            yield Micro(feed, context.model, -(-micro // 2), against)
         if micro < whole:
-            yield Micro(feed, trainer.model, min(2 * micro, whole), against)
+            yield Micro(feed, context.model, min(2 * micro, whole), against)
 
     return Adjuster({"data": data, "compute": compute})
 
@@ -309,13 +309,13 @@ def _why_not_read(loader: Loader) -> str | None:
     return None
 
 
-def _window(trainer: Trainer, event: Progressed) -> Window:
+def _window(context: RunContext, event: Progressed) -> Window:
     """The window that ends with ``event``, as all processes together see it."""
     spent = {phase: share * event.step_ms for phase, share in event.shares.items()}
     step = sum(ms for phase, ms in spent.items() if phase != "other")
     data, compute = spent["data"], spent["forward"] + spent["backward"]
-    agreed = trainer.world.agreed
-    examples = event.examples_per_s * event.step_ms / 1e3 / trainer.world.size  # the event has those of all processes
+    agreed = context.world.agreed
+    examples = event.examples_per_s * event.step_ms / 1e3 / context.world.size  # the event has those of all processes
     return Window(agreed(step), agreed(data), agreed(compute), agreed(examples))
 
 

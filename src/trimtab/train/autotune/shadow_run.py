@@ -25,6 +25,7 @@ from trimtab.train.loss.adapter import Batch, LossAdapter, tensors
 from trimtab.train.loss.loss_parity import shaken, too_coarse
 from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
 from trimtab.train.optim.kernels import use_kernels
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.cudnn_thread import thread_for
 from trimtab.train.runtime.gradient_parity import seen
 from trimtab.train.runtime.snapshots import Snapshot, averages, modules_of_both, moving, stand_still
@@ -35,7 +36,6 @@ from trimtab.train.runtime.world import World
 
 if TYPE_CHECKING:
     from trimtab.train.engine.step import Update
-    from trimtab.train.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Watched:
 
 
 class ShadowRun:
-    """What ``trainer`` would be under ``settings``, without its other processes, at a learning rate of nought.
+    """What ``context`` would be under ``settings``, without its other processes, at a learning rate of nought.
 
     The same batches are gone through again and again; at nought they are as hard as they were, and nothing diverges.
 
@@ -59,23 +59,23 @@ class ShadowRun:
         RuntimeError: and whatever else speaks against the settings, such as memory that runs out.
     """
 
-    def __init__(self, trainer: Trainer, settings: Settings, batches: Sequence[Batch]) -> None:
+    def __init__(self, context: RunContext, settings: Settings, batches: Sequence[Batch]) -> None:
         self.settings = settings
-        self._where = thread_for(trainer.device, settings.cudnn_benchmark is True)
+        self._where = thread_for(context.device, settings.cudnn_benchmark is True)
         self.model: nn.Module
-        self.model, objective, optimizer = copies(trainer.model, trainer.objective, trainer.optimizer)
-        self.modes = trainer.modes
+        self.model, objective, optimizer = copies(context.model, context.objective, context.optimizer)
+        self.modes = context.modes
         self.modes.train(self.model)
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise CompileError("The optimizer finds its own learning rate, so that no copy of the run can stand still.")
         stand_still(optimizer)
         with running(settings):
-            move = setup.laid_out(self.model, settings, trainer.device)
+            move = setup.laid_out(self.model, settings, context.device)
             self.step = setup.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())
             if settings.optimizer is not None and settings.optimizer != "auto":
                 use_kernels(optimizer, settings.optimizer)
         self.feed = setup.feed_for(batches, settings, HostClock(), move)
-        self._where(lambda: self._keep_budget(trainer.device))
+        self._where(lambda: self._keep_budget(context.device))
 
     def _keep_budget(self, device: torch.device) -> None:
         """Recompute what the run will, as far as the batches here tell."""
@@ -167,16 +167,16 @@ class _Loss(nn.Module):
             return self._objective(self.model, self._batch)[0].detach()
 
 
-def candidate(trainer: Trainer, settings: Settings, batch: Batch) -> Candidate:
+def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidate:
     """A copy of what is trained as passes know it, to ask them for reasons: the loss of ``batch`` as a model of its tensors.
 
     Those that a runtime could not take, such as sparse ones, are left out: a training may have them.
     """
-    model, objective = copies(trainer.model, trainer.objective)
-    moved = mover(trainer.device)(batch)
-    trainer.modes.train(model)
+    model, objective = copies(context.model, context.objective)
+    moved = mover(context.device)(batch)
+    context.modes.train(model)
     seen = tuple(tensor for tensor in tensors(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
-    made = thread_for(trainer.device)(lambda: Candidate.of(_Loss(model, objective, moved), seen))
+    made = thread_for(context.device)(lambda: Candidate.of(_Loss(model, objective, moved), seen))
     return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads", "autocast")})
 
 
@@ -194,11 +194,11 @@ def rounded(model: nn.Module, objective: LossAdapter, settings: Settings, batch:
     return too_coarse(outputs.detach() if isinstance(outputs, torch.Tensor) else outputs, moved[1], dtype, limit)
 
 
-def why_not_alone(trainer: Trainer) -> str | None:
+def why_not_alone(context: RunContext) -> str | None:
     """Why a copy of the model cannot run in this process without the others, in a clause."""
-    if any(hasattr(parameter, "to_local") for parameter in trainer.model.parameters()):  # also where all have the same data
+    if any(hasattr(parameter, "to_local") for parameter in context.model.parameters()):  # also where all have the same data
         return "a model that is spread over processes cannot be tried out on copies"
-    if trainer.world.size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in trainer.model.modules()):
+    if context.world.size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in context.model.modules()):
         return "a copy of a model with SyncBatchNorm would wait for the other processes"
     return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +22,8 @@ from trimtab.errors import UsageError
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim import learning_rates
 from trimtab.train.optim.optimizer_state import groups_of
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.world import World
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
 Options = list[dict[str, Any]]
 """Of each group of an optimizer, by name."""
@@ -52,22 +50,22 @@ def check_kinds(settings: object, early_stopping: object, metrics: object, ema: 
             raise UsageError(f"{name} is {of_type(value)}; give {fix}.")
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
+def state_of(context: RunContext) -> dict[str, Any]:
     """What a checkpoint keeps to compare a later script with."""
     return {
-        "trained": {name: parameter.requires_grad for name, parameter in _parameters(trainer)},
-        "given": trainer.options,
-        "names": _names(trainer),
-        "watched": _watched(trainer.early_stopping),
+        "trained": {name: parameter.requires_grad for name, parameter in _parameters(context)},
+        "given": context.options,
+        "names": _names(context),
+        "watched": _watched(context.early_stopping),
     }
 
 
-def missing_groups(trainer: Trainer, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+def missing_groups(context: RunContext, state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The groups that came to the optimizer in the run that goes on, of this trainer's parameters.
 
     None where the groups before those are of others.
     """
-    kept, now, parameters = state.get("names", []), _names(trainer), dict(_parameters(trainer))
+    kept, now, parameters = state.get("names", []), _names(context), dict(_parameters(context))
     added, groups = kept[len(now) :], groups_of(state["optimizer"])
     if groups is None or kept[: len(now)] != now or any(name not in parameters for names in added for name in names):
         return []
@@ -75,10 +73,10 @@ def missing_groups(trainer: Trainer, state: Mapping[str, Any]) -> list[dict[str,
     return [{**group, "params": [parameters[name] for name in names]} for group, names in zip(found, added, strict=True)]
 
 
-def restore_flags(trainer: Trainer, state: Mapping[str, Any]) -> None:
+def restore_flags(context: RunContext, state: Mapping[str, Any]) -> None:
     """Freeze and thaw what the run had frozen and thawed by then, with a note for what is not so in the script."""
     changed: dict[bool, list[str]] = {True: [], False: []}
-    for name, parameter in _parameters(trainer):
+    for name, parameter in _parameters(context):
         flag = state["trained"].get(name, parameter.requires_grad)
         if flag != parameter.requires_grad:
             parameter.requires_grad_(flag)
@@ -86,30 +84,30 @@ def restore_flags(trainer: Trainer, state: Mapping[str, Any]) -> None:
     for flag, names in changed.items():
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            trainer.note(
+            context.note(
                 f"requires_grad is {flag} for {shown}, as the run before left it. To change it, set it after resume()."
             )
 
 
-def restore_best(trainer: Trainer, state: Mapping[str, Any]) -> None:
+def restore_best(context: RunContext, state: Mapping[str, Any]) -> None:
     """Begin early stopping anew where what was the best so far is that of another figure, or its parameters were not kept."""
-    stopping, position, was = trainer.early_stopping, trainer.position, state.get("watched")
+    stopping, position, was = context.early_stopping, context.position, state.get("watched")
     now, text = _watched(stopping), None
     puts_back = stopping is not None and stopping.restore_best
     if was is not None and tuple(was) != now and (position.best is not None or position.stale):
         text = f"The run before had {_said(*was)}, and this one has {_said(*now)}: the best validation is looked for anew."
-    elif puts_back and trainer.best_parameters is None and position.best is not None:
+    elif puts_back and context.best_parameters is None and position.best is not None:
         text = "The run before kept no parameters of its best validation: the best is looked for anew."
     if text is not None:
-        position.best, position.stale, trainer.best_parameters = None, 0, None
-        trainer.note(text)
+        position.best, position.stale, context.best_parameters = None, 0, None
+        context.note(text)
     if not puts_back:
-        trainer.best_parameters = None
+        context.best_parameters = None
 
 
-def watches_another(trainer: Trainer, state: Mapping[str, Any]) -> bool:
+def watches_another(context: RunContext, state: Mapping[str, Any]) -> bool:
     """Whether the figure of the validation that the run goes by is another one now, or better the other way."""
-    return tuple(state["watched"])[:2] != _watched(trainer.early_stopping)[:2]
+    return tuple(state["watched"])[:2] != _watched(context.early_stopping)[:2]
 
 
 def options_of(optimizer: Optimizer) -> Options:
@@ -164,7 +162,7 @@ def checked_override(optimizer: Optimizer, override: object) -> dict[str, Any]:
     return dict(override)
 
 
-def put_override(trainer: Trainer, scheduler: LRScheduler | None) -> None:
+def put_override(context: RunContext, scheduler: LRScheduler | None) -> None:
     """Give every group of the optimizer what it was told to have in place of what the checkpoint has.
 
     All that a schedule makes of a rate is multiplied by as much, so that a rate of 0 stays under one.
@@ -172,39 +170,39 @@ def put_override(trainer: Trainer, scheduler: LRScheduler | None) -> None:
     Raises:
         UsageError: the schedule would write over it.
     """
-    groups, trainer.options = trainer.optimizer.param_groups, copy.deepcopy(trainer.options or [])
-    for name, value in trainer.override.items():
+    groups, context.options = context.optimizer.param_groups, copy.deepcopy(context.options or [])
+    for name, value in context.override.items():
         if name in ("momentum", "betas") and "base_momentum" in groups[0]:
             raise UsageError(f"override has {name}, which {type(scheduler).__name__} sets in each update. Leave it out.")
         was = groups[0][name]
         if name == "lr":
             was = float(groups[0][learning_rates.chosen(groups[0])]) / groups[0].get(learning_rates.SCALE, 1.0)
             scaled = [value * group.get(learning_rates.SCALE, 1.0) for group in groups]
-            learning_rates.multiply(trainer.optimizer, scheduler, list(map(learning_rates.factor, groups, scaled)))
+            learning_rates.multiply(context.optimizer, scheduler, list(map(learning_rates.factor, groups, scaled)))
             if scheduler is None or learning_rates.chosen(groups[0]) == "lr":
                 learning_rates.put(groups, scaled)  # to the last digit
-            for each in trainer.options:
+            for each in context.options:
                 each |= learning_rates.multiplied(each, learning_rates.factor(each, value)) | {
                     learning_rates.chosen(each): value
                 }
         else:
-            for each in (*groups, *trainer.options):
+            for each in (*groups, *context.options):
                 each[name] = copy.deepcopy(value)
         if not same(value, was):
-            trainer.note_once(f"{name} is {value} from here on, by resume(override=...), and was {was}.")
+            context.note_once(f"{name} is {value} from here on, by resume(override=...), and was {was}.")
 
 
-def _parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(context: RunContext) -> Iterator[tuple[str, nn.Parameter]]:
     """All that may be trained, by a name that is the same in another process: the model's, then the loss's."""
-    yield from ((f"model.{name}", parameter) for name, parameter in trainer.model.named_parameters())
-    if (loss := trainer.objective.module) is not None:
+    yield from ((f"model.{name}", parameter) for name, parameter in context.model.named_parameters())
+    if (loss := context.objective.module) is not None:
         yield from ((f"loss.{name}", parameter) for name, parameter in loss.named_parameters())
 
 
-def _names(trainer: Trainer) -> list[list[str | None]]:
+def _names(context: RunContext) -> list[list[str | None]]:
     """Of the parameters in each group of the optimizer; ``None`` for one that is neither the model's nor the loss's."""
-    names = {id(parameter): name for name, parameter in _parameters(trainer)}
-    return [[names.get(id(parameter)) for parameter in group["params"]] for group in trainer.optimizer.param_groups]
+    names = {id(parameter): name for name, parameter in _parameters(context)}
+    return [[names.get(id(parameter)) for parameter in group["params"]] for group in context.optimizer.param_groups]
 
 
 def _watched(stopping: EarlyStopping | None) -> tuple[str, str, bool]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trimtab.errors import UsageError
+from trimtab.train.run_context import RunContext
 from trimtab.train.telemetry.events import Event
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
 _OWN = ("device", "threads", "cuda_allocator", "keep_memory")
 """Settings that each host may have its own way: nobody waits for another by them."""
@@ -19,32 +17,32 @@ _PLAIN = (bool, int, float, complex, str, tuple, list, torch.Tensor, type(None))
 """What options of an optimizer are compared: of others, such as functions, the words differ between processes."""
 
 
-def refuse_differences(trainer: Trainer, *, validated: bool, epochs: int | None, steps: int | None) -> None:
+def refuse_differences(context: RunContext, *, validated: bool, epochs: int | None, steps: int | None) -> None:
     """Refuse a run that the processes were given different arguments for, because they would wait for each other without end.
 
     Raises:
         UsageError: they were.
     """
-    if trainer.world.processes == 1:
+    if context.world.processes == 1:
         return
     given: dict[str, Any] = {
         "validate": "given" if validated else None,
-        "checkpoint": "given" if trainer.checkpoints is not None else None,
-        "resume()": "called" if trainer.resuming is not None else "not called",
-        "override": sorted(trainer.override.items()),
-        "checkpoint_every": trainer.checkpoint_every,
-        "log_every": trainer.log_every,
-        "early_stopping": trainer.early_stopping,
-        "metrics": sorted(trainer.metrics),
-        "ema": None if trainer.ema is None else trainer.ema.decay,
-        "schedule": None if trainer.schedule is None else "given",
+        "checkpoint": "given" if context.checkpoints is not None else None,
+        "resume()": "called" if context.resuming is not None else "not called",
+        "override": sorted(context.override.items()),
+        "checkpoint_every": context.checkpoint_every,
+        "log_every": context.log_every,
+        "early_stopping": context.early_stopping,
+        "metrics": sorted(context.metrics),
+        "ema": None if context.ema is None else context.ema.decay,
+        "schedule": None if context.schedule is None else "given",
         "epochs": epochs,
         "steps": steps,
     }
-    given |= _changeable(trainer)
-    settings = {field.name: getattr(trainer.settings, field.name) for field in dataclasses.fields(trainer.settings)}
-    given |= {f"Settings {name}": value for name, value in settings.items() if name not in (*_OWN, *trainer.decided)}
-    found = trainer.world.gathered({name: str(value) for name, value in given.items()})
+    given |= _changeable(context)
+    settings = {field.name: getattr(context.settings, field.name) for field in dataclasses.fields(context.settings)}
+    given |= {f"Settings {name}": value for name, value in settings.items() if name not in (*_OWN, *context.decided)}
+    found = context.world.gathered({name: str(value) for name, value in given.items()})
     for name, value in found[0].items():
         for rank, other in enumerate(found):
             if other.get(name, value) != value:
@@ -55,28 +53,28 @@ def refuse_differences(trainer: Trainer, *, validated: bool, epochs: int | None,
                 )
 
 
-def tell(trainer: Trainer, event: Event) -> None:
+def tell(context: RunContext, event: Event) -> None:
     """Tell the callbacks where all processes are, which hear of one that fails."""
-    with trainer.world.together():
-        trainer.emit(event)
+    with context.world.together():
+        context.emit(event)
 
 
-def call_back(trainer: Trainer, event: Event) -> None:
-    """Call the callbacks, in the first process only; what they change the others would not hear of.
+def call_back(context: RunContext, trainer: Any, event: Event) -> None:
+    """Call the callbacks with ``trainer``, in the first process only; what they change the others would not hear of.
 
     Raises:
         UsageError: they have changed how the optimizer updates, or what is trained, and there are others.
     """
-    if not trainer.world.leads or not trainer.callbacks:
+    if not context.world.leads or not context.callbacks:
         return
-    before, run = _changeable(trainer), trainer.run
+    before, run = _changeable(context), context.fit
     within, run.calling = run.calling, True  # one that notes something is called within itself
     try:
-        for callback in trainer.callbacks:
+        for callback in context.callbacks:
             callback(trainer, event)
     finally:
         run.calling = within
-    after = _changeable(trainer)
+    after = _changeable(context)
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     if changed:
         raise UsageError(
@@ -86,12 +84,12 @@ def call_back(trainer: Trainer, event: Event) -> None:
         )
 
 
-def _changeable(trainer: Trainer) -> dict[str, str]:
+def _changeable(context: RunContext) -> dict[str, str]:
     """The options of the optimizer, and which parameters are trained; nothing where nobody else would have to know."""
-    if trainer.world.processes == 1:
+    if context.world.processes == 1:
         return {}
-    found = {f"requires_grad of {name}": str(value.requires_grad) for name, value in trainer.model.named_parameters()}
-    for place, group in enumerate(trainer.optimizer.param_groups):
+    found = {f"requires_grad of {name}": str(value.requires_grad) for name, value in context.model.named_parameters()}
+    for place, group in enumerate(context.optimizer.param_groups):
         plain = {name: value for name, value in group.items() if name != "params" and isinstance(value, _PLAIN)}
         found |= {f"{name} of the optimizer's group {place}": str(value) for name, value in plain.items()}
     return found

@@ -13,36 +13,36 @@ from trimtab.train.checkpoint.folder_lock import let_go
 from trimtab.train.distributed.consistency import tell
 from trimtab.train.engine import epoch, setup
 from trimtab.train.loss.adapter import Batch
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.world import NOTHING
 from trimtab.train.telemetry.events import Saved
 
 if TYPE_CHECKING:
     from trimtab.train.engine.setup import Ready
-    from trimtab.train.trainer import Trainer
 
 
 @contextlib.contextmanager
-def folder_held(trainer: Trainer) -> Iterator[None]:
+def folder_held(context: RunContext) -> Iterator[None]:
     """A block in which no other run writes into the folder for checkpoints, if there is one.
 
     Raises:
         UsageError: another one does, or it holds a checkpoint that this run neither resumed from nor wrote.
         StorageError: the folder cannot be made, or written to.
     """
-    if (checkpoints := trainer.checkpoints) is None:
+    if (checkpoints := context.checkpoints) is None:
         yield
         return
-    held = trainer.world.led(checkpoints.hold)
+    held = context.world.led(checkpoints.hold)
     try:
-        _check_folder(trainer, checkpoints)
+        _check_folder(context, checkpoints)
         yield
     finally:
         let_go(checkpoints.folder, held)
 
 
-def _check_folder(trainer: Trainer, checkpoints: Checkpoints) -> None:
+def _check_folder(context: RunContext, checkpoints: Checkpoints) -> None:
     """Refuse to begin anew where another run's checkpoints are."""
-    if trainer.resuming is not None or trainer.position.update:
+    if context.resuming is not None or context.position.update:
         return
     if newest := checkpoints.newest():
         fix = "Go on from it with trainer.resume() before fit(), or give another folder."
@@ -54,21 +54,21 @@ def _check_folder(trainer: Trainer, checkpoints: Checkpoints) -> None:
         raise UsageError(f"{checkpoints.folder} holds {newest.name} of an earlier run. {fix}")
 
 
-def save(trainer: Trainer, ready: Ready) -> None:
+def save(context: RunContext, ready: Ready) -> None:
     """Write a checkpoint, unless the last update was not finite."""
-    if trainer.checkpoints is None:
+    if context.checkpoints is None:
         return
     ready.clock.enter("other")
     ready.step.check()
-    setup.settle(trainer)
-    state, checkpoints = setup.state_of(trainer, ready), trainer.checkpoints
-    path = trainer.world.led(lambda: checkpoints.save(trainer.position.update, state))
-    tell(trainer, Saved(update=trainer.position.update, epoch=trainer.position.epoch, path=str(path)))
+    setup.settle(context)
+    state, checkpoints = setup.state_of(context, ready), context.checkpoints
+    path = context.world.led(lambda: checkpoints.save(context.position.update, state))
+    tell(context, Saved(update=context.position.update, epoch=context.position.epoch, path=str(path)))
 
 
-def remark(trainer: Trainer, ready: Ready, steps: int | None) -> str | None:
+def remark(context: RunContext, ready: Ready, steps: int | None) -> str | None:
     """A sentence where nobody knows how far apart the checkpoints are: the data may have no end."""
-    if trainer.checkpoints is None or trainer.checkpoint_every is not None or steps is None or ready.feed.length() is not None:
+    if context.checkpoints is None or context.checkpoint_every is not None or steps is None or ready.feed.length() is not None:
         return None
     return (
         "Nothing tells how long an epoch of the loader is, and a checkpoint is written when one ends, or the run. Give "
@@ -79,8 +79,8 @@ def remark(trainer: Trainer, ready: Ready, steps: int | None) -> str | None:
 class Saving:
     """Blocks between two whole updates; where one fails, a checkpoint is written first, as far as all processes can do that."""
 
-    def __init__(self, trainer: Trainer, ready: Ready) -> None:
-        self.trainer, self.ready = trainer, ready
+    def __init__(self, context: RunContext, ready: Ready) -> None:
+        self.context, self.ready = context, ready
 
     def __enter__(self) -> None:
         return None
@@ -88,20 +88,20 @@ class Saving:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception):
             return
-        trainer = self.trainer
-        made = trainer.position.update
-        unsaved = trainer.checkpoints is not None and made and trainer.checkpoints.update() != made
-        if trainer.world.heard(error) and trainer.world.any(bool(unsaved)):
-            epoch.take_back(trainer, self.ready.feed)
-            save(trainer, self.ready)
+        context = self.context
+        made = context.position.update
+        unsaved = context.checkpoints is not None and made and context.checkpoints.update() != made
+        if context.world.heard(error) and context.world.any(bool(unsaved)):
+            epoch.take_back(context, self.ready.feed)
+            save(context, self.ready)
 
 
-def rounds(trainer: Trainer, ready: Ready, saving: Saving) -> Iterator[list[Batch]]:
+def rounds(context: RunContext, ready: Ready, saving: Saving) -> Iterator[list[Batch]]:
     """What is left of the epoch, as :func:`trimtab.train.engine.epoch.rounds` gives it; the loader may fail before each update.
 
     Of several processes the others may be in an update by then, which does not come to its end: there nothing can be saved.
     """
-    groups, alone = epoch.rounds(trainer, ready.feed), trainer.world.processes == 1
+    groups, alone = epoch.rounds(context, ready.feed), context.world.processes == 1
     while True:
         with saving if alone else NOTHING:
             group = next(groups, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +14,12 @@ from trimtab.core.settings import Settings
 from trimtab.core.technique import require
 from trimtab.train.engine.step import Step, Update
 from trimtab.train.loss.adapter import Batch, LossAdapter, tensors
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.snapshots import moving
 from trimtab.train.runtime.step_clock import Clock
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Ended, Event, Progressed, Remarked
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
 _TWICE = "The loss takes gradients of gradients, or goes backward twice, and torch does neither through what is compiled."
 _BEGUN = "One update was begun twice: what its forward pass moves, such as BatchNorm's statistics, went on both times."
@@ -129,28 +127,28 @@ class CompileWatch:
         self.step, self.again = step, 0
         self._compilations, self._told = Compilations(), False
 
-    def __call__(self, trainer: Trainer, event: Event) -> None:
+    def __call__(self, context: RunContext, event: Event) -> None:
         """Look what was compiled since the last time."""
         if not isinstance(event, (Progressed, Ended)) or "torch._dynamo" not in sys.modules:
             return
         for one in self._compilations.news():
             if one.again is not None:
                 self.again += 1
-                self._remark(trainer, one.again, one)
+                self._remark(context, one.again, one)
         if self.step.failure is not None and not self._told:
             self._told = True
             text = f"compile is off: the model cannot be compiled. {self.step.failure}"
-            trainer.notes.append(text)
-            trainer.emit(Remarked(update=event.update, epoch=event.epoch, text=text))
+            context.notes.append(text)
+            context.emit(Remarked(update=event.update, epoch=event.epoch, text=text))
 
-    def _remark(self, trainer: Trainer, reason: str, one: Compilation) -> None:
-        position = trainer.position
+    def _remark(self, context: RunContext, reason: str, one: Compilation) -> None:
+        position = context.position
         text = f"{one.function} was compiled again by update {position.update} ({one.seconds:.1f} s): {reason}."
         if self.again == MOST_REMARKS:
             text += " Further ones are not told of. Batches of few shapes, as buckets of lengths give, are compiled once each."
-            trainer.notes.append(text)
+            context.notes.append(text)
         if self.again <= MOST_REMARKS:
-            trainer.emit(Remarked(update=position.update, epoch=position.epoch, text=text))
+            context.emit(Remarked(update=position.update, epoch=position.epoch, text=text))
 
 
 def first_line(error: BaseException) -> str:

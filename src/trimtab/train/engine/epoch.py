@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,12 +16,9 @@ from trimtab.train.data.loader_position import Seekable, is_stateful
 from trimtab.train.data.micro_batches import MicroBatcher, draws_here, has_workers, hears_epochs, keeps_workers, set_workers
 from trimtab.train.data.peek import first_batches
 from trimtab.train.loss.adapter import Batch
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.random_generators import generators_of, generators_within, set_states, states_of
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
-
 
 _WORKERS = (
     "No checkpoint holds the random generators of the loader's worker processes: if the dataset draws from them, a resumed run "
@@ -35,64 +32,64 @@ _HERE = (
 )
 
 
-def begin(trainer: Trainer, feed: MicroBatcher) -> None:
+def begin(context: RunContext, feed: MicroBatcher) -> None:
     """Start the loader; in mid-epoch where it stood, with the same random numbers to come."""
-    resumed, goes_on, batch, loader = trainer.resuming, trainer.run.goes_on, trainer.position.batch, feed.batches
-    trainer.resuming, trainer.run.goes_on = None, False
+    resumed, goes_on, batch, loader = context.resuming, context.fit.goes_on, context.position.batch, feed.batches
+    context.resuming, context.fit.goes_on = None, False
     begun: dict[str, Any] = {}
     now: dict[str, Any] = {}
     if resumed is not None:
-        begun, now = _own(trainer, resumed["epoch_random"]), _own(trainer, resumed["random"])
+        begun, now = _own(context, resumed["epoch_random"]), _own(context, resumed["random"])
     elif batch and not goes_on:  # an earlier run ended there
-        begun, now = trainer.epoch_random, random_of(trainer, loader)
-    state = _state_at(trainer, feed, resumed)
+        begun, now = context.epoch_random, random_of(context, loader)
+    state = _state_at(context, feed, resumed)
     if now:
-        _begin_as(trainer, loader, begun if batch else now)
+        _begin_as(context, loader, begun if batch else now)
         if state is not None:
-            feed.load(trainer.position.epoch, state)
-            _set_random_of(trainer, loader, begun if batch else now)
-    if trainer.checkpoints is not None or (batch and not goes_on):
-        trainer.note_once(_doubt(loader))
+            feed.load(context.position.epoch, state)
+            _set_random_of(context, loader, begun if batch else now)
+    if context.checkpoints is not None or (batch and not goes_on):
+        context.note_once(_doubt(loader))
     if not (batch and goes_on):
-        trainer.epoch_random = random_of(trainer, loader)
-    _tell_who_began(trainer, loader)
-    _start(trainer, feed, 0 if goes_on else batch)
-    if batch and not goes_on and all(trainer.world.gathered(feed.short)) and not isinstance(loader, Iterator):
-        trainer.note(other_length(batch, "fewer batches"))
-        trainer.position.batch = batch = 0
-        _tell_who_began(trainer, loader)
-        _set_random_of(trainer, loader, now)
-        trainer.epoch_random = random_of(trainer, loader)
-        feed.begin(trainer.position.epoch)
+        context.epoch_random = random_of(context, loader)
+    _tell_who_began(context, loader)
+    _start(context, feed, 0 if goes_on else batch)
+    if batch and not goes_on and all(context.world.gathered(feed.short)) and not isinstance(loader, Iterator):
+        context.note(other_length(batch, "fewer batches"))
+        context.position.batch = batch = 0
+        _tell_who_began(context, loader)
+        _set_random_of(context, loader, now)
+        context.epoch_random = random_of(context, loader)
+        feed.begin(context.position.epoch)
     feed.taken = batch
     if now and batch:
-        _set_random_of(trainer, loader, now)
+        _set_random_of(context, loader, now)
 
 
-def take_back(trainer: Trainer, feed: MicroBatcher) -> None:
+def take_back(context: RunContext, feed: MicroBatcher) -> None:
     """Where no update of the epoch was made, the run that goes on begins it, and draws what this one drew for that."""
-    if not trainer.position.batch:
-        _set_random_of(trainer, feed.batches, trainer.epoch_random)
+    if not context.position.batch:
+        _set_random_of(context, feed.batches, context.epoch_random)
 
 
-def _start(trainer: Trainer, feed: MicroBatcher, skip: int) -> None:
+def _start(context: RunContext, feed: MicroBatcher, skip: int) -> None:
     """Start the epoch after its first ``skip`` batches, unless a signal has ended the loader's workers too."""
     try:
-        feed.begin(trainer.position.epoch, skip)
+        feed.begin(context.position.epoch, skip)
     except WorkloadError:
-        if not trainer.ending:
+        if not context.ending:
             raise
-        take_back(trainer, feed)
+        take_back(context, feed)
         feed.cut = True
-        trainer.world.stopping(True)
+        context.world.stopping(True)
 
 
-def _tell_who_began(trainer: Trainer, loader: Any) -> None:
+def _tell_who_began(context: RunContext, loader: Any) -> None:
     """Have a loader whose batches depend on the number of processes make those with which the epoch was begun."""
-    if not trainer.position.batch:
-        trainer.position.begun_by = None
+    if not context.position.batch:
+        context.position.begun_by = None
     if isinstance(loader, Loader):
-        loader.begun_by = trainer.position.begun_by
+        loader.begun_by = context.position.begun_by
 
 
 def other_length(batch: int, now: str) -> str:
@@ -101,46 +98,46 @@ def other_length(batch: int, now: str) -> str:
 
 
 @contextlib.contextmanager
-def close(trainer: Trainer, feed: MicroBatcher) -> Iterator[None]:
+def close(context: RunContext, feed: MicroBatcher) -> Iterator[None]:
     """A block for what comes at the end of an epoch; where it is cut off, it draws the same again in the run that goes on."""
-    if trainer.resuming is not None:  # that run
-        if (state := _state_at(trainer, feed, trainer.resuming)) is not None:
-            feed.load(trainer.position.epoch, state)
-        _begin_as(trainer, feed.batches, _own(trainer, trainer.resuming["random"]))
-        trainer.resuming = None
+    if context.resuming is not None:  # that run
+        if (state := _state_at(context, feed, context.resuming)) is not None:
+            feed.load(context.position.epoch, state)
+        _begin_as(context, feed.batches, _own(context, context.resuming["random"]))
+        context.resuming = None
     feed.finish()
-    before = random_of(trainer, feed.batches)
+    before = random_of(context, feed.batches)
     try:
         yield
     finally:
-        if trainer.position.due:
-            _set_random_of(trainer, feed.batches, before)
+        if context.position.due:
+            _set_random_of(context, feed.batches, before)
 
 
-def random_of(trainer: Trainer, batches: Iterable[Any]) -> dict[str, Any]:
+def random_of(context: RunContext, batches: Iterable[Any]) -> dict[str, Any]:
     """Every generator that the rest of the run may draw from, those that the loader ``batches``, model and loss have too."""
-    return {**random_state(), "loader": states_of(_generators(trainer, batches)), "workers": has_workers(batches)}
+    return {**random_state(), "loader": states_of(_generators(context, batches)), "workers": has_workers(batches)}
 
 
-def _generators(trainer: Trainer, batches: Iterable[Any]) -> dict[str, Any]:
-    model, loss = generators_within("model", trainer.model), generators_within("loss", trainer.objective.loss)
+def _generators(context: RunContext, batches: Iterable[Any]) -> dict[str, Any]:
+    model, loss = generators_within("model", context.model), generators_within("loss", context.objective.loss)
     return {**generators_of(batches), **model, **loss}
 
 
-def place_of(trainer: Trainer, feed: MicroBatcher) -> dict[str, Any] | None:
+def place_of(context: RunContext, feed: MicroBatcher) -> dict[str, Any] | None:
     """The position of a loader that can tell it, and the batch of the epoch that it belongs to."""
-    batch = trainer.position.batch
+    batch = context.position.batch
     state = feed.state() if batch in (0, feed.taken) else None
     return None if state is None else {"batch": batch, "state": state}
 
 
-def _state_at(trainer: Trainer, feed: MicroBatcher, resumed: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _state_at(context: RunContext, feed: MicroBatcher, resumed: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The state of the loader to begin with, from a checkpoint or the run before, if it belongs to the batch that is next."""
-    kept, trainer.loader_place = trainer.loader_place, None
+    kept, context.loader_place = context.loader_place, None
     if resumed is not None:
-        places, world = resumed.get("loader", ()), trainer.world
+        places, world = resumed.get("loader", ()), context.world
         kept = places[world.index] if len(places) == world.processes else None
-    fits = kept is not None and kept["batch"] == trainer.position.batch and is_stateful(feed.batches)
+    fits = kept is not None and kept["batch"] == context.position.batch and is_stateful(feed.batches)
     return kept["state"] if kept is not None and fits else None
 
 
@@ -153,21 +150,21 @@ def _doubt(loader: Any) -> str | None:
     return _HERE if draws_here(loader) and not is_stateful(loader) else None
 
 
-def _set_random_of(trainer: Trainer, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
+def _set_random_of(context: RunContext, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
     """Put back what :func:`random_of` gave."""
     set_random_state(state)
-    set_states(_generators(trainer, batches), state["loader"])
+    set_states(_generators(context, batches), state["loader"])
 
 
-def _begin_as(trainer: Trainer, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
+def _begin_as(context: RunContext, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
     """Have the epoch that begins draw what the one drew that began with ``state``."""
     set_workers(batches, running=state["workers"])  # first, because to start them draws too
-    _set_random_of(trainer, batches, state)
+    _set_random_of(context, batches, state)
 
 
-def _own(trainer: Trainer, states: list[dict[str, Any]]) -> dict[str, Any]:
+def _own(context: RunContext, states: list[dict[str, Any]]) -> dict[str, Any]:
     """This process's state of what every process has one of; another number of processes makes do with those there are."""
-    world = trainer.world
+    world = context.world
     if len(states) == world.processes:
         return states[world.index]
     own = states[world.rank % len(states)]
@@ -183,13 +180,13 @@ def _other(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {**state, "torch": host, "cuda": others}
 
 
-def rounds(trainer: Trainer, feed: MicroBatcher) -> Iterator[list[Batch]]:
+def rounds(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]:
     """What is left of the epoch, for as long as any process has something left of it."""
-    groups = _until_cut(trainer, feed)
-    return trainer.world.rounds(groups, feed.length(), functools.partial(_again, feed))
+    groups = _until_cut(context, feed)
+    return context.world.rounds(groups, feed.length(), functools.partial(_again, feed))
 
 
-def _until_cut(trainer: Trainer, feed: MicroBatcher) -> Iterator[list[Batch]]:
+def _until_cut(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]:
     """What is left of the epoch, or of it before a signal has ended the loader's workers too.
 
     Ctrl-C in a terminal goes to a whole group of processes, and so does what torchrun sends to end its own.
@@ -200,10 +197,10 @@ def _until_cut(trainer: Trainer, feed: MicroBatcher) -> Iterator[list[Batch]]:
             taken = feed.taken
             yield group
     except WorkloadError:
-        if not trainer.ending:  # what its end looks like depends on what the worker was doing
+        if not context.ending:  # what its end looks like depends on what the worker was doing
             raise
         feed.cut, feed.taken = True, taken
-        trainer.world.stopping(True)  # so that the others hear of it in this very update
+        context.world.stopping(True)  # so that the others hear of it in this very update
 
 
 def _again(feed: MicroBatcher) -> list[Batch] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from trimtab.errors import UsageError
 from trimtab.train.autotune import auto_settings
@@ -13,14 +12,12 @@ from trimtab.train.data.micro_batches import check_loader
 from trimtab.train.engine import setup, validation
 from trimtab.train.engine.step import Step
 from trimtab.train.loss.adapter import Batch
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
 
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
-
-def figures(trainer: Trainer, batches: Iterable[Batch]) -> dict[str, float]:
+def figures(context: RunContext, batches: Iterable[Batch]) -> dict[str, float]:
     """The loss and the metrics of the model as it is now, over ``batches``; all processes must ask for them together.
 
     What is ``"auto"`` in the settings and was not decided by a run yet is off.
@@ -31,19 +28,19 @@ def figures(trainer: Trainer, batches: Iterable[Batch]) -> dict[str, float]:
         WorkloadError: the model, the loss, a metric or the loader failed.
     """
     check_loader(batches, "validate")
-    if trainer.run.calling and trainer.world.processes > 1:
+    if context.fit.calling and context.world.processes > 1:
         raise UsageError(
             "A callback asks for validate(), and of several processes only the first calls callbacks: it would wait for the "
             "others without end. Call it in every process, between the updates of trainer.updates(...)."
         )
-    settings, world = trainer.settings, trainer.world
+    settings, world = context.settings, context.world
     settings = dataclasses.replace(settings, **{name: auto_settings.OFF[name] for name in auto_settings.undecided(settings)})
-    shared = validation.checked(trainer, world.share(batches, "validate"))
+    shared = validation.checked(context, world.share(batches, "validate"))
     assert shared is not None
-    step = Step(trainer.model, trainer.objective, trainer.optimizer, settings, world, HostClock())
-    move = setup.laid_out(trainer.model, settings, trainer.device)
-    taken_up = trainer.resuming is not None  # the model has the last update's parameters, though an average is what counts
-    with running(settings), trainer.shown.during() if taken_up else contextlib.nullcontext():
-        found = validation.validate(trainer, shared, step, move, lambda: False)
+    step = Step(context.model, context.objective, context.optimizer, settings, world, HostClock())
+    move = setup.laid_out(context.model, settings, context.device)
+    taken_up = context.resuming is not None  # the model has the last update's parameters, though an average is what counts
+    with running(settings), context.shown.during() if taken_up else contextlib.nullcontext():
+        found = validation.validate(context, shared, step, move, lambda: False)
     assert found is not None
     return found

@@ -23,13 +23,13 @@ from trimtab.train.data.batch_structure import inside, length
 from trimtab.train.data.micro_batches import join, split
 from trimtab.train.loss.adapter import Batch, examples, tensors
 from trimtab.train.loss.loss_parity import ROUNDING, rounding
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import go_on, out_of_memory
 from trimtab.train.runtime.snapshots import Snapshot, rehearsal
 from trimtab.train.runtime.world import weighted
 
 if TYPE_CHECKING:
     from trimtab.train.engine.step import Step
-    from trimtab.train.trainer import Trainer
 
 FEW = 8
 """Examples of a second look, at pairs: where a mean is over tokens, its halves are too alike to show it."""
@@ -74,8 +74,8 @@ class Additive:
     Forward passes in evaluation mode are all that it takes, after which random generators and buffers are as before.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
         self.found: Compared | None = None
         """``None`` where it was not asked for, or cannot be told, as of a loss that fails in evaluation mode."""
         self._asked = False
@@ -93,7 +93,7 @@ class Additive:
         if not self._asked:
             self._asked = True
             step.clock.enter("other")
-            self.found = _asked(self.trainer, step, group)
+            self.found = _asked(self.context, step, group)
         return self.fails
 
 
@@ -101,15 +101,15 @@ _Trial = tuple[Batch, list[Batch]]
 """Examples, and the same in parts."""
 
 
-def _asked(trainer: Trainer, step: Step, group: Sequence[Batch]) -> Compared | None:
+def _asked(context: RunContext, step: Step, group: Sequence[Batch]) -> Compared | None:
     """What shows a difference in any process; else what shows none in one."""
     world = step.world
     trials = _trials(group, fixed=world.shared)  # all must call a model that is shared out equally often
-    if world.any(not trials or any(map(is_lazy, trainer.model.parameters()))):  # which the first update is to make
+    if world.any(not trials or any(map(is_lazy, context.model.parameters()))):  # which the first update is to make
         return None
     try:
-        with rehearsal(trainer.model, loss=trainer.objective.module) as kept, _evaluating(trainer), torch.no_grad():
-            found = [one for trial in trials if (one := _compared(trainer, step, kept, *trial)) is not None]
+        with rehearsal(context.model, loss=context.objective.module) as kept, _evaluating(context), torch.no_grad():
+            found = [one for trial in trials if (one := _compared(context, step, kept, *trial)) is not None]
     finally:
         world.rest()
     everybody = [one for ours in world.gathered(found) for one in ours]
@@ -150,16 +150,16 @@ def _is_rows(batch: Batch, count: int | None) -> bool:
     return bool(items) and all(_is_rows(item, count) for item in items)
 
 
-def _compared(trainer: Trainer, step: Step, kept: Snapshot, whole: Batch, parts: Sequence[Batch]) -> Compared | None:
+def _compared(context: RunContext, step: Step, kept: Snapshot, whole: Batch, parts: Sequence[Batch]) -> Compared | None:
     """One look; ``None`` where it cannot be told."""
     world = step.world
 
     def loss(batches: Sequence[Batch]) -> float:
         kept.put_back()  # a state that is carried from batch to batch would be taken for random numbers
         with step.precision():
-            pairs = world.looked(lambda: [trainer.objective(trainer.model, batch) for batch in batches])
+            pairs = world.looked(lambda: [context.objective(context.model, batch) for batch in batches])
         values, weights = [value for value, _ in pairs], [weight for _, weight in pairs]
-        if trainer.objective.summed:
+        if context.objective.summed:
             return float(torch.stack(values).sum())
         count, value = weighted(values, weights)
         return float(value / count)
@@ -183,15 +183,15 @@ def _compared(trainer: Trainer, step: Step, kept: Snapshot, whole: Batch, parts:
         parts=len(parts),
         whole=middle,
         apart=apart,
-        allowed=max(max(ROUNDING, rounding(trainer.model, step.settings)) * abs(middle), DRAWN * spread),
+        allowed=max(max(ROUNDING, rounding(context.model, step.settings)) * abs(middle), DRAWN * spread),
     )
 
 
 @contextlib.contextmanager
-def _evaluating(trainer: Trainer) -> Iterator[None]:
+def _evaluating(context: RunContext) -> Iterator[None]:
     """A block with model and loss in evaluation mode, and whatever their owner has compiled as it was written."""
-    loss = trainer.objective.loss
-    modules = [*trainer.model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+    loss = context.objective.loss
+    modules = [*context.model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
     modes = [(module, module.training) for module in modules]
     for module in modules:
         module.training = False

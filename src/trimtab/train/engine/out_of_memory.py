@@ -20,13 +20,13 @@ from trimtab.train.engine.loss_additivity import ADVICE, Additive
 from trimtab.train.engine.step import Step, Update
 from trimtab.train.loss.adapter import Batch, examples, tensors
 from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import out_of_memory, said
 from trimtab.train.runtime.random_generators import set_states, states_of
 from trimtab.train.runtime.snapshots import generators_of_both, moving
 
 if TYPE_CHECKING:
     from trimtab.train.engine.setup import Ready
-    from trimtab.train.trainer import Trainer
 
 AGAIN_AFTER = 100
 """Updates after which whole batches are tried again where memory did not suffice; twice as many after each failure."""
@@ -48,10 +48,10 @@ class MemoryPlan:
         trainer: told of what happens, and asked for its settings.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer = weakref.proxy(trainer)  # which has it: both are to go when nobody else has the trainer
-        self.additive = Additive(trainer)
-        self.fitting = OomRetry(trainer, self.additive)
+    def __init__(self, context: RunContext) -> None:
+        self.context = context = weakref.proxy(context)  # which has it: both are to go when nobody else has the trainer
+        self.additive = Additive(context)
+        self.fitting = OomRetry(context, self.additive)
         self._recomputed: Recomputed | None = None
         self._planned: int | None = None
         """Elements of the largest batch that there is a plan for."""
@@ -82,7 +82,7 @@ class MemoryPlan:
     def peak_mb(self) -> float:
         """Of the GPU's allocator where the model is on one, else of the process."""
         use = self.use()
-        return use.device_mb if self.trainer.device.type == "cuda" and use.device_mb is not None else use.host_mb
+        return use.device_mb if self.context.device.type == "cuda" and use.device_mb is not None else use.host_mb
 
     def update(self, ready: Ready, group: Sequence[Batch]) -> Update:
         """The update from ``group``, in as much memory as there is.
@@ -96,55 +96,55 @@ class MemoryPlan:
         if not self._looked and self._in_parts(group):
             self._look(ready.step, group)
         self._begun, self._group = True, group
-        if self.trainer.settings.activation_mb is not None:
+        if self.context.settings.activation_mb is not None:
             self._plan(ready.step, group)
         return self.fitting(ready.step, group)
 
     def _begin(self, ready: Ready, group: Sequence[Batch]) -> Sequence[Batch]:
         """Recompute fixed segments; find the micro-batch where it is open, which a run that goes on has kept."""
-        settings, model = self.trainer.settings, self.trainer.model
+        settings, model = self.context.settings, self.context.model
         if settings.segments is not None:
             self._recomputed = Recomputed([longest_chain(model)], model.buffers(), segments=settings.segments)
         untold = settings.batch is not None and any(length(batch) is None for batch in group)
         if settings.batch != "auto":
-            self.trainer.note_once(_UNTOLD.format(settings.batch) if untold else None)
+            self.context.note_once(_UNTOLD.format(settings.batch) if untold else None)
             return group
         whole = None if untold else next(filter(None, map(_inseparable, group)), None)
-        if self.trainer.world.any(untold or whole is not None):
+        if self.context.world.any(untold or whole is not None):
             self._leave_whole()
-            self.trainer.note_once(_INSEPARABLE.format(whole) if whole else _UNTOLD.format(None))
+            self.context.note_once(_INSEPARABLE.format(whole) if whole else _UNTOLD.format(None))
             return group
         if self.additive.ask(ready.step, group):
-            self._looked = self.trainer.objective.doubted = True
+            self._looked = self.context.objective.doubted = True
             self._leave_whole()
-            self.trainer.note(f"batch=None: batches are not taken apart, because that would change what is learnt. {self._why}")
+            self.context.note(f"batch=None: batches are not taken apart, because that would change what is learnt. {self._why}")
             return group
-        ready.feed.micro = micro_batch(self.trainer, ready.step, group, updates=ready.updates)
+        ready.feed.micro = micro_batch(self.context, ready.step, group, updates=ready.updates)
         return parts(group, ready.feed.micro)
 
     def _leave_whole(self) -> None:
         """Decide that batches are not taken apart."""
-        self.trainer.settings, self.trainer.decided["batch"] = dataclasses.replace(self.trainer.settings, batch=None), None
+        self.context.settings, self.context.decided["batch"] = dataclasses.replace(self.context.settings, batch=None), None
 
     def _in_parts(self, group: Sequence[Batch]) -> bool:
         """Whether this update is made from parts whose losses might not add up; the same in all processes.
 
         Those cannot ask each other at every update, so that they go by the settings, and look as the run begins.
         """
-        settings, objective = self.trainer.settings, self.trainer.objective
-        if self.trainer.world.processes == 1:
+        settings, objective = self.context.settings, self.context.objective
+        if self.context.world.processes == 1:
             return len(group) > 1 and (settings.batch is not None or not objective.known)
         apart = settings.batch is not None or (settings.accumulate > 1 and not objective.known)
         return not self._begun and (apart or settings.adjust)
 
     def _look(self, step: Step, group: Sequence[Batch]) -> None:
         """Tell where an update from parts is another than that from the whole."""
-        self._looked, trainer = True, self.trainer
-        if not self.additive.ask(step, group) or (trainer.settings.batch is None and trainer.settings.accumulate == 1):
+        self._looked, context = True, self.context
+        if not self.additive.ask(step, group) or (context.settings.batch is None and context.settings.accumulate == 1):
             return
-        trainer.objective.doubted = True
-        if not any(note.startswith(_APART) for note in trainer.notes):  # by a run before
-            trainer.note(f"{_APART} {self._why}")
+        context.objective.doubted = True
+        if not any(note.startswith(_APART) for note in context.notes):  # by a run before
+            context.note(f"{_APART} {self._why}")
 
     @property
     def _why(self) -> str:
@@ -152,7 +152,7 @@ class MemoryPlan:
 
     def against_parts(self, step: Step) -> str | None:
         """Why batches like those of the last update must not be taken apart in another way, in a sentence."""
-        alone = self.trainer.world.processes == 1  # several have looked by now, or nobody has
+        alone = self.context.world.processes == 1  # several have looked by now, or nobody has
         fails = self.additive.ask(step, self._group) if alone and self._group else self.additive.fails
         return f"other updates would come of it. {self.additive.found}" if fails else None
 
@@ -165,18 +165,18 @@ class MemoryPlan:
         if self._planned is not None and _elements(largest) <= self._planned * _SLACK:
             return
         if self._planned is not None and step.world.processes > 1:
-            self.trainer.note_once(_LARGER)
+            self.context.note_once(_LARGER)
             return
         if self._recomputed is not None:
             self._recomputed.undo()
-        trainer, self._planned = self.trainer, _elements(largest)
+        context, self._planned = self.context, _elements(largest)
         step.clock.enter("other")
-        budget = trainer.settings.activation_mb or 0.0
-        found = plan_for(step, trainer.model, largest, budget, trainer.device)
+        budget = context.settings.activation_mb or 0.0
+        found = plan_for(step, context.model, largest, budget, context.device)
         self._recomputed = found.apply()
         named = ", ".join(found.names[:3]) + (f" and {len(found.names) - 3} more" if len(found.names) > 3 else "")
         done = f"{named} {'is' if len(found.names) == 1 else 'are'} recomputed" if found.names else "nothing is recomputed"
-        trainer.note(f"Activations take {found.peak / 1e6:.2f} MB at their peak, of {budget:g} MB allowed: {done}.")
+        context.note(f"Activations take {found.peak / 1e6:.2f} MB at their peak, of {budget:g} MB allowed: {done}.")
 
 
 class OomRetry:
@@ -192,8 +192,8 @@ class OomRetry:
     that would only take time.
     """
 
-    def __init__(self, trainer: Trainer, additive: Additive) -> None:
-        self.trainer, self.additive = trainer, additive
+    def __init__(self, context: RunContext, additive: Additive) -> None:
+        self.context, self.additive = context, additive
         self.limit: int | None = None
         """Most examples at once."""
         self._least: int | None = None
@@ -214,7 +214,7 @@ class OomRetry:
         while True:
             elements = max(map(_elements, group))
             if before is None and elements > self._fitted:
-                before = _Before(self.trainer)
+                before = _Before(self.context)
             try:
                 update = step(group)
                 break
@@ -246,7 +246,7 @@ class OomRetry:
                 f"A single example does not fit into memory ({words}). Recompute activations with Settings(activation_mb=...), "
                 "use a smaller model or shorter inputs."
             ) from error
-        if self.trainer.settings.exact_batchnorm:
+        if self.context.settings.exact_batchnorm:
             raise WorkloadError(
                 f"An update of {size} examples does not fit into memory ({words}), and with exact_batchnorm it cannot be taken "
                 "apart. Recompute activations with Settings(activation_mb=...), or accumulate less."
@@ -265,7 +265,7 @@ class OomRetry:
             self.limit = size
         if size < (self._least or largest):
             self._least = size
-            self.trainer.note(
+            self.context.note(
                 f"A batch of {largest} did not fit into memory: such batches now run in parts of at most {size}, with "
                 f"{self._with(step, group)}"
             )
@@ -284,9 +284,9 @@ class OomRetry:
 class _Before:
     """What a try may change that is not made anew: random generators of torch, the model and the loss, and what these move."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._device = trainer.device
-        model, loss = trainer.model, trainer.objective.module
+    def __init__(self, context: RunContext) -> None:
+        self._device = context.device
+        model, loss = context.model, context.objective.module
         self._moving = moving(model, loss)
         self._generators = generators_of_both(model, loss)
         self._drawn = states_of(self._generators)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,12 +32,10 @@ from trimtab.train.engine.validation import Move
 from trimtab.train.loss import trainable_loss
 from trimtab.train.optim import learning_rates, optimizer_state, schedule_state
 from trimtab.train.optim.kernels import bring_state, use_kernels
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime import state_dict_versions
 from trimtab.train.runtime.step_clock import Clock, clock_for
 from trimtab.train.runtime.world import World
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,50 +51,50 @@ class Ready:
     """How many there will be in all, where that is known."""
 
 
-def ready(trainer: Trainer, train: Iterable[Any]) -> Ready:
+def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     """Put the model in the form that the settings ask for, and build the feed, the step and the schedule.
 
     Raises:
         UsageError: a schedule needs to know how long the run is, and the loader cannot say.
     """
-    settings, model = trainer.settings, trainer.model
-    clock, move = clock_for(trainer.device), laid_out(model, settings, trainer.device)
-    feed = feed_for(train, settings, clock, move, transfer_for(trainer.device, move))
-    trainer.world.timed(clock)
-    called = trainer.world.wrap(model, settings, fresh=trainer.resuming is None and not trainer.position.update)
-    step = step_for(settings)(called, trainer.objective, trainer.optimizer, settings, trainer.world, clock, trainer.log_every)
-    scheduler = trainer.scheduler = schedule_state.scheduler_for(trainer, trainer.run.planned)
-    trainer.options = trainer.options or given.options_of(trainer.optimizer)
-    if trainer.resuming is not None:
-        scheduler = trainer.scheduler = _load_rest(trainer, step, scheduler, trainer.resuming)
-    elif trainer.step_state is not None:
-        step.load_state_dict(trainer.step_state)
-    if trainer.resuming is not None or not trainer.position.update:
-        given.put_override(trainer, scheduler)
-    learning_rates.fit_batches(trainer, scheduler)
-    refuse_unkept(trainer)
-    trainer.note_once(trainable_loss.told(trainer))
+    settings, model = context.settings, context.model
+    clock, move = clock_for(context.device), laid_out(model, settings, context.device)
+    feed = feed_for(train, settings, clock, move, transfer_for(context.device, move))
+    context.world.timed(clock)
+    called = context.world.wrap(model, settings, fresh=context.resuming is None and not context.position.update)
+    step = step_for(settings)(called, context.objective, context.optimizer, settings, context.world, clock, context.log_every)
+    scheduler = context.scheduler = schedule_state.scheduler_for(context, context.fit.planned)
+    context.options = context.options or given.options_of(context.optimizer)
+    if context.resuming is not None:
+        scheduler = context.scheduler = _load_rest(context, step, scheduler, context.resuming)
+    elif context.step_state is not None:
+        step.load_state_dict(context.step_state)
+    if context.resuming is not None or not context.position.update:
+        given.put_override(context, scheduler)
+    learning_rates.fit_batches(context, scheduler)
+    refuse_unkept(context)
+    context.note_once(trainable_loss.told(context))
     if settings.optimizer is not None and settings.optimizer != "auto":
-        use_kernels(trainer.optimizer, settings.optimizer)
-    made = Ready(feed, step, scheduler, clock, move, trainer.run.planned)
+        use_kernels(context.optimizer, settings.optimizer)
+    made = Ready(feed, step, scheduler, clock, move, context.fit.planned)
     if isinstance(made.step, CompiledStep):
-        trainer.watchers.append(CompileWatch(made.step))
+        context.watchers.append(CompileWatch(made.step))
     if settings.adjust:
-        trainer.watchers.append(adjuster(trainer, made))
+        context.watchers.append(adjuster(context, made))
     return made
 
 
-def refuse_unkept(trainer: Trainer, feed: MicroBatcher | None = None) -> None:
+def refuse_unkept(context: RunContext, feed: MicroBatcher | None = None) -> None:
     """Refuse what no checkpoint could hold now, and not after an epoch; with a ``feed`` that has begun, its position too.
 
     Raises:
         UsageError: there is such a thing.
     """
-    if trainer.checkpoints is not None:
-        optimizer_state.refuse_left_out(trainer.optimizer)
-        given = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    if context.checkpoints is not None:
+        optimizer_state.refuse_left_out(context.optimizer)
+        given = {"model": context.model.state_dict(), "optimizer": context.optimizer.state_dict()}
         refuse_strange(
-            given | {"scheduler": schedule_state.state_of(trainer.scheduler), "loss": trainable_loss.state_of(trainer)}
+            given | {"scheduler": schedule_state.state_of(context.scheduler), "loss": trainable_loss.state_of(context)}
         )
         refuse_strange({"loader": None if feed is None else feed.state()})
 
@@ -222,92 +220,92 @@ def check_place(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def state_of(trainer: Trainer, ready: Ready) -> dict[str, Any]:
+def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
     """Everything that the next update depends on; of several processes, all must ask for it."""
-    world = trainer.world
+    world = context.world
     return {
-        "model": world.whole(trainer.model.state_dict()),
-        "versions": state_dict_versions.versions(trainer.model.state_dict()),
-        "optimizer": world.whole(trainer.optimizer.state_dict()),
+        "model": world.whole(context.model.state_dict()),
+        "versions": state_dict_versions.versions(context.model.state_dict()),
+        "optimizer": world.whole(context.optimizer.state_dict()),
         "scheduler": schedule_state.state_of(ready.scheduler),
         "schedule_begun": schedule_state.begun(ready.scheduler),
         "planned": ready.updates,
         "step": ready.step.state_dict(),
-        "ema": None if trainer.ema is None else world.whole(trainer.ema.shadow),
-        "ema_updates": None if trainer.ema is None else trainer.ema.updates,
-        "best": world.whole(trainer.best_parameters),
-        "loss": world.whole(trainable_loss.state_of(trainer)),
-        "position": dataclasses.asdict(trainer.position),
-        "results": trainer.results,
-        "taken": world.gathered(trainer.position.batch),  # which of unequal shares are not as many
+        "ema": None if context.ema is None else world.whole(context.ema.shadow),
+        "ema_updates": None if context.ema is None else context.ema.updates,
+        "best": world.whole(context.best_parameters),
+        "loss": world.whole(trainable_loss.state_of(context)),
+        "position": dataclasses.asdict(context.position),
+        "results": context.results,
+        "taken": world.gathered(context.position.batch),  # which of unequal shares are not as many
         "batches": duration.batches_in_all(ready.feed.batches, world),
-        "random": world.gathered(epoch.random_of(trainer, ready.feed.batches)),
-        "epoch_random": world.gathered(trainer.epoch_random),
-        "loader": world.gathered(epoch.place_of(trainer, ready.feed)),
+        "random": world.gathered(epoch.random_of(context, ready.feed.batches)),
+        "epoch_random": world.gathered(context.epoch_random),
+        "loader": world.gathered(epoch.place_of(context, ready.feed)),
         "processes": world.size,
         "seed": world.seed,
-        "decided": trainer.decided,
-        "modes": trainer.modes.state_of(),
-        "kind": type(trainer.model).__qualname__,
-        "optimizer_kind": type(trainer.optimizer).__qualname__,
-        **given.state_of(trainer),
+        "decided": context.decided,
+        "modes": context.modes.state_of(),
+        "kind": type(context.model).__qualname__,
+        "optimizer_kind": type(context.optimizer).__qualname__,
+        **given.state_of(context),
     }
 
 
-def settle(trainer: Trainer) -> None:
+def settle(context: RunContext) -> None:
     """Give all processes the same buffers, in the model and in the average of it; all must ask for it."""
-    average = [] if trainer.ema is None else trainer.ema.buffers(trainer.model)
-    trainer.world.settle([*trainer.model.buffers(), *average])
+    average = [] if context.ema is None else context.ema.buffers(context.model)
+    context.world.settle([*context.model.buffers(), *average])
 
 
-def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
+def restore(context: RunContext, state: Mapping[str, Any]) -> None:
     """Put a checkpoint into a trainer: model, optimizer, averages and position; the rest follows when it runs.
 
     Raises:
         UsageError: the checkpoint is of another model or optimizer; nothing was changed.
     """
-    assert trainer.checkpoints is not None
-    folder, now = trainer.checkpoints.folder, trainer.model.state_dict()
+    assert context.checkpoints is not None
+    folder, now = context.checkpoints.folder, context.model.state_dict()
     differing = list(now.keys() ^ state["model"].keys())
     differing += [n for n in now.keys() & state["model"].keys() if _reshaped(now[n], state["model"][n])]
     if differing:
         shown = ", ".join(sorted(differing)[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
         raise UsageError(
             f"The checkpoint in {folder} is of another model, a {state['kind']}: {shown} differ from this "
-            f"{type(trainer.model).__qualname__}. Give the model that it was made with, or another folder."
+            f"{type(context.model).__qualname__}. Give the model that it was made with, or another folder."
         )
-    if (kind := type(trainer.optimizer).__qualname__) != state["optimizer_kind"]:
+    if (kind := type(context.optimizer).__qualname__) != state["optimizer_kind"]:
         raise UsageError(
             f"The checkpoint in {folder} was made with {state['optimizer_kind']}, not {kind}. Give that optimizer."
         )
-    missing = given.missing_groups(trainer, state)
+    missing = given.missing_groups(context, state)
     was = list(map(len, state["names"]))
-    are = [len(group["params"]) for group in (*trainer.optimizer.param_groups, *missing)]
+    are = [len(group["params"]) for group in (*context.optimizer.param_groups, *missing)]
     if was != are:
         raise UsageError(
             f"The checkpoint in {folder} was made with optimizer groups of {_listed(was)} parameters, not of {_listed(are)}. "
             "Give the optimizer the groups that it had."
         )
-    if (trainer.ema is None) != (state["ema"] is None):
+    if (context.ema is None) != (state["ema"] is None):
         raise UsageError(f"The checkpoint in {folder} was made with{'' if state['ema'] else 'out'} ema=...; give the same.")
-    world = trainer.world
+    world = context.world
     for group in missing:
-        trainer.optimizer.add_param_group(group)
-    given.restore_flags(trainer, state)
-    trainer.model.load_state_dict(_of_model(state["model"], now, state, world))
-    trainable_loss.restore(trainer, state.get("loss", {}))
+        context.optimizer.add_param_group(group)
+    given.restore_flags(context, state)
+    context.model.load_state_dict(_of_model(state["model"], now, state, world))
+    trainable_loss.restore(context, state.get("loss", {}))
     world.seed = state["seed"]
-    if trainer.ema is not None:
-        trainer.ema.load(trainer.model, state["ema"], state["ema_updates"], world.part)
+    if context.ema is not None:
+        context.ema.load(context.model, state["ema"], state["ema_updates"], world.part)
     best = state["best"]
-    trainer.best_parameters = None if best is None else _of_model(best, now, state, world)
-    vars(trainer.position).update(state["position"])
-    trainer.results = dict(state["results"])
-    given.restore_best(trainer, state)
+    context.best_parameters = None if best is None else _of_model(best, now, state, world)
+    vars(context.position).update(state["position"])
+    context.results = dict(state["results"])
+    given.restore_best(context, state)
     if len(taken := state.get("taken", ())) == world.processes:
-        trainer.position.batch = taken[world.index]
-    _share_anew(trainer, state["processes"])
-    _redecide(trainer, state.get("decided", {}))
+        context.position.batch = taken[world.index]
+    _share_anew(context, state["processes"])
+    _redecide(context, state.get("decided", {}))
 
 
 def _of_model(values: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -316,9 +314,9 @@ def _of_model(values: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[
     return state_dict_versions.versioned(parts, state["versions"])
 
 
-def _share_anew(trainer: Trainer, before: int) -> None:
+def _share_anew(context: RunContext, before: int) -> None:
     """Count the batches of the epoch that are done, which each of ``before`` processes had, in those of each process now."""
-    position, now = trainer.position, trainer.world.size
+    position, now = context.position, context.world.size
     if before == now or not position.batch:
         return
     done = position.batch * before
@@ -328,7 +326,7 @@ def _share_anew(trainer: Trainer, before: int) -> None:
         text += f" {done % now} of the {done} batches that it had used come again, because they do not share out evenly."
     if 1 in (before, now):
         text += " A DataLoader that shuffles has another order alone than shared out; trimtab.train.Loader has the same one."
-    trainer.note(text)
+    context.note(text)
 
 
 def _reshaped(now: Any, kept: Any) -> bool:
@@ -340,35 +338,35 @@ def _listed(counts: list[int]) -> str:
     return " and ".join(map(str, counts))
 
 
-def _redecide(trainer: Trainer, decided: Mapping[str, Any]) -> None:
+def _redecide(context: RunContext, decided: Mapping[str, Any]) -> None:
     """Settings that were ``"auto"`` are what they were before the interruption, because others would give other losses."""
-    again = {name: value for name, value in decided.items() if getattr(trainer.settings, name) == "auto"}
-    trainer.settings = dataclasses.replace(trainer.settings, **again)
-    trainer.decided = dict(decided)
+    again = {name: value for name, value in decided.items() if getattr(context.settings, name) == "auto"}
+    context.settings = dataclasses.replace(context.settings, **again)
+    context.decided = dict(decided)
     if again:
         shown = ", ".join(f"{name}={value!r}" for name, value in again.items())
-        trainer.note(f"{shown}: as decided when the run began.")
+        context.note(f"{shown}: as decided when the run began.")
 
 
-def _load_rest(trainer: Trainer, step: Step, scheduler: LRScheduler | None, state: Mapping[str, Any]) -> LRScheduler | None:
+def _load_rest(context: RunContext, step: Step, scheduler: LRScheduler | None, state: Mapping[str, Any]) -> LRScheduler | None:
     """Put what a run makes anew where it stood in the checkpoint; returns the schedule, for as many updates as it has now.
 
     Raises:
         UsageError: the schedule is of another kind than the checkpoint's, or has another length and other options too.
     """
-    kept, named, planned = state["model"], trainer.model.named_parameters(), trainer.run.planned
+    kept, named, planned = state["model"], context.model.named_parameters(), context.fit.planned
     before: dict[torch.Tensor, torch.dtype] = {parameter: kept[name].dtype for name, parameter in named if name in kept}
     # Not before, because making a scheduler changes the learning rates.
-    optimizer_state.load(trainer.optimizer, state["optimizer"], trainer.world, before)
+    optimizer_state.load(context.optimizer, state["optimizer"], context.world, before)
     step.load_state_dict(state["step"])
     told = [(True, text) for text in schedule_state.load(scheduler, state["scheduler"], state["schedule_begun"])]
-    script, trainer.options = trainer.options or [], state["given"]
-    told += given.differences(state["given"], script, trainer.override)
-    for text in (*(text for _, text in told), *trainer.modes.restore(state["modes"])):
-        trainer.note_once(text)
-    schedule = trainer.schedule
+    script, context.options = context.options or [], state["given"]
+    told += given.differences(state["given"], script, context.override)
+    for text in (*(text for _, text in told), *context.modes.restore(state["modes"])):
+        context.note_once(text)
+    schedule = context.schedule
     if isinstance(scheduler, ReduceLROnPlateau):
-        if given.watches_another(trainer, state):  # its best is of that figure
+        if given.watches_another(context, state):  # its best is of that figure
             scheduler.best, scheduler.num_bad_epochs, scheduler.cooldown_counter = scheduler.mode_worse, 0, 0
     elif scheduler is not None and callable(schedule) and planned is not None and planned != state["planned"]:
         if both := next((text for own, text in told if own), None):
@@ -376,5 +374,5 @@ def _load_rest(trainer: Trainer, step: Step, scheduler: LRScheduler | None, stat
                 f"The run has {planned} updates now, and had {state['planned']}: its schedule fits another number only with "
                 f"the options that it had. {both} Give those, and lengths that follow the updates it is made for."
             )
-        return schedule_state.fitted(trainer, schedule, scheduler, planned)
+        return schedule_state.fitted(context, schedule, scheduler, planned)
     return scheduler

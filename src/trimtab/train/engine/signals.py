@@ -6,21 +6,20 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
+from trimtab.train.run_context import RunContext
 
 _CHILD: signal.Signals | None = getattr(signal, "SIGCHLD", None)
 
 
 @contextlib.contextmanager
-def interruptible(trainer: Trainer) -> Iterator[None]:
+def interruptible(context: RunContext) -> Iterator[None]:
     """A block in which Ctrl-C and SIGTERM end the run after its update, or in a validation; a second one ends it at once."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
         yield
         return
-    end = _Ending(trainer)
+    end = _Ending(context)
     for number in end.before:
         signal.signal(number, end)
     try:
@@ -33,10 +32,10 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
 
 
 class _Ending:
-    """What a signal does while ``trainer`` runs."""
+    """What a signal does while ``context`` runs."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.over = trainer, False
+    def __init__(self, context: RunContext) -> None:
+        self.context, self.over = context, False
         found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         self.before = {number: handler for number, handler in found.items() if handler is not None}
         """What it did until then; a handler that is not set from Python is left where it is."""
@@ -47,8 +46,8 @@ class _Ending:
         if _CHILD is not None and callable(telling := signal.getsignal(_CHILD)):
             self.before[_CHILD] = telling  # torch's, which raises wherever we are if the signal has ended loaders' workers too
             signal.signal(_CHILD, lambda *_: None)
-        self.trainer.run.interrupted = True
-        self.trainer.stop(f"It was interrupted by {signal.Signals(number).name}.")
+        self.context.fit.interrupted = True
+        self.context.stop(f"It was interrupted by {signal.Signals(number).name}.")
 
 
 def _lasting(number: signal.Signals, handler: Any) -> Any:

@@ -17,12 +17,12 @@ from trimtab.train.data.loader_position import Seekable
 from trimtab.train.data.micro_batches import has_workers, keeps_workers, set_workers
 from trimtab.train.data.peek import first_batches, kept_random
 from trimtab.train.loss.adapter import Batch, Weight, call, is_pair
+from trimtab.train.run_context import RunContext
 from trimtab.train.telemetry.metrics import Figures, Metric
 
 if TYPE_CHECKING:
     from trimtab.train.engine.step import Step
     from trimtab.train.runtime.world import World
-    from trimtab.train.trainer import Trainer
 
 Move = Callable[[Batch], Batch]
 _READING, _END = user_code("The validation loader raised"), object()
@@ -31,7 +31,7 @@ _NO_GRADIENT = "does not require grad"
 """What torch says where something differentiates what was computed without gradients."""
 
 
-def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batch] | None:
+def checked(context: RunContext, held_out: Iterable[Batch] | None) -> Iterable[Batch] | None:
     """Refuse before the run what its first validation would fail with; ``held_out`` is this process's part of the data.
 
     Returns the loader to use, which still has all of its batches.
@@ -41,7 +41,7 @@ def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batc
             told from the loss.
         WorkloadError: the loader raised.
     """
-    metrics, stopping, world = trainer.metrics, trainer.early_stopping, trainer.world
+    metrics, stopping, world = context.metrics, context.early_stopping, context.world
     if held_out is None:
         if stopping is not None or metrics:
             asking = "EarlyStopping goes" if stopping is not None else f"metrics={{{', '.join(map(repr, metrics))}}} go"
@@ -62,7 +62,7 @@ def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batc
             f"validate has no batch for the process of rank {lengths.index(0)}, and all processes must call a sharded model "
             f"together. Give it at least {len(lengths)} batches, smaller ones for instance."
         )
-    if metrics and trainer.objective.calls_model and trainer.objective.loss is not None:
+    if metrics and context.objective.calls_model and context.objective.loss is not None:
         first, held_out = first_batches(held_out, 1, _READING.what)
         if world.any(any(not is_pair(batch) for batch in first)):
             raise UsageError(_no_pair(next(iter(metrics))))
@@ -71,7 +71,7 @@ def checked(trainer: Trainer, held_out: Iterable[Batch] | None) -> Iterable[Batc
 
 @torch.no_grad()
 def validate(
-    trainer: Trainer, batches: Iterable[Batch], step: Step, move: Move, cut: Callable[[], bool]
+    context: RunContext, batches: Iterable[Batch], step: Step, move: Move, cut: Callable[[], bool]
 ) -> dict[str, float] | None:
     """The mean loss, weighted as in training, and the metrics, over all of ``batches`` on all processes.
 
@@ -82,15 +82,15 @@ def validate(
         WorkloadError: the loader, the model or a metric raised, there is no batch, or a metric gives something else than a
             value per example.
     """
-    objective, world = trainer.objective, step.world
-    answers, objective.untold = _Answers(trainer, world), None
+    objective, world = context.objective, step.world
+    answers, objective.untold = _Answers(context, world), None
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
     if isinstance(batches, Seekable):  # so that every validation, also one after a resumption, sees the same
         batches.seek(0, 0)
     try:
-        with _evaluating(trainer.model, objective.module), world.together():
-            figures = Figures(trainer.metrics)
+        with _evaluating(context.model, objective.module), world.together():
+            figures = Figures(context.metrics)
             # It is the plain model that is called: only one whose shares must be gathered needs all processes at once.
             read = _read(batches, cut)
             for batch in world.rounds(read, None) if world.shared else read:  # which may be cut off, so nobody knows how many
@@ -112,8 +112,8 @@ def validate(
     if not world.any(bool(losses)):
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
     if len(losses) > 1:
-        trainer.note_once(objective.untold)
-    trainer.note_once(figures.remark())
+        context.note_once(objective.untold)
+    context.note_once(figures.remark())
     return {"loss": float(world.mean(losses, weights, summed=objective.summed)[0]), **figures.over(world)}
 
 
@@ -123,8 +123,8 @@ class _Answers:
     Some cannot: a loss with a penalty on gradients, or a model whose forces are those of an energy. The first batch shows it.
     """
 
-    def __init__(self, trainer: Trainer, world: World) -> None:
-        self.trainer, self.world = trainer, world
+    def __init__(self, context: RunContext, world: World) -> None:
+        self.context, self.world = context, world
         self._gradients: bool | None = None
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, Weight, Any]:
@@ -143,12 +143,12 @@ class _Answers:
             return self._asked(batch, True)
 
     def _asked(self, batch: Batch, gradients: bool) -> tuple[torch.Tensor, Weight, Any]:
-        trainer = self.trainer
+        context = self.context
         with torch.set_grad_enabled(gradients):
-            ask = functools.partial(trainer.objective.answered, trainer.model, batch)
+            ask = functools.partial(context.objective.answered, context.model, batch)
             loss, weight, outputs = self.world.looked(ask)
-            if trainer.metrics and outputs is None:
-                outputs = _outputs(trainer.model, batch, trainer.metrics)
+            if context.metrics and outputs is None:
+                outputs = _outputs(context.model, batch, context.metrics)
         return loss.detach(), weight, _detached(outputs) if gradients else outputs
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from trimtab._internal.text import counted
 from trimtab.errors import UsageError
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime import state_dict_versions
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
 
 def trained(loss: nn.Module | None, model: nn.Module) -> list[nn.Parameter]:
@@ -41,9 +39,9 @@ def refuse_apart(optimizer: Optimizer, model: nn.Module, processes: int) -> None
         )
 
 
-def told(trainer: Trainer) -> str | None:
+def told(context: RunContext) -> str | None:
     """A sentence where the optimizer trains more than the model."""
-    if not (count := _beside(trainer.optimizer, trainer.model)):
+    if not (count := _beside(context.optimizer, context.model)):
         return None
     return (
         f"The optimizer trains {counted(count, 'parameter')} of the loss too. loss.requires_grad_(False) before "
@@ -51,19 +49,19 @@ def told(trainer: Trainer) -> str | None:
     )
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
+def state_of(context: RunContext) -> dict[str, Any]:
     """What a checkpoint keeps of the loss; those of torch have nothing but options."""
-    loss = trainer.objective.module
+    loss = context.objective.module
     return {} if loss is None else loss.state_dict()
 
 
-def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
+def restore(context: RunContext, state: Mapping[str, Any]) -> None:
     """Put back what :func:`state_of` gave, unless the loss is another one now."""
-    loss, now = trainer.objective.module, state_of(trainer)
+    loss, now = context.objective.module, state_of(context)
     if loss is not None and {n: _shape(v) for n, v in now.items()} == {n: _shape(v) for n, v in state.items()}:
         loss.load_state_dict(state_dict_versions.versioned(state, state_dict_versions.versions(now)))
     elif state or now:
-        trainer.note("The checkpoint was made with another loss: what that had learnt or counted is left out.")
+        context.note("The checkpoint was made with another loss: what that had learnt or counted is left out.")
 
 
 def _beside(optimizer: Optimizer, model: nn.Module) -> int:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.errors import UsageError
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
+from trimtab.train.run_context import RunContext
 
 SCALE = "trimtab_lr_scale"
 """Where a group of an optimizer keeps by how much its rates were multiplied; checkpoints keep it with the group."""
@@ -23,7 +21,7 @@ KEPT = ("base_lrs", "max_lrs", "_last_lr")
 """What torch's schedulers call those that they keep for themselves, one for each group."""
 
 
-def fit_batches(trainer: Trainer, scheduler: LRScheduler | None) -> None:
+def fit_batches(context: RunContext, scheduler: LRScheduler | None) -> None:
     """Give the optimizer, and what ``scheduler`` makes of its rates, the size that fits the batches of an update.
 
     The rates are taken to be chosen for updates from one batch of the loader. What a run that is gone on with has multiplied
@@ -35,14 +33,14 @@ def fit_batches(trainer: Trainer, scheduler: LRScheduler | None) -> None:
     Raises:
         UsageError: there is a rule, and no rate that it could be applied to.
     """
-    batches, rule = trainer.settings.accumulate * trainer.world.size, trainer.settings.scale_lr
-    if rule is not None and all(group.get("lr") is None for group in trainer.optimizer.param_groups):
+    batches, rule = context.settings.accumulate * context.world.size, context.settings.scale_lr
+    if rule is not None and all(group.get("lr") is None for group in context.optimizer.param_groups):
         raise UsageError(
-            f"Settings scale_lr is {rule!r}, but {type(trainer.optimizer).__name__} finds its own learning rate. Leave it out."
+            f"Settings scale_lr is {rule!r}, but {type(context.optimizer).__name__} finds its own learning rate. Leave it out."
         )
     wanted = {None: 1.0, "linear": float(batches), "sqrt": math.sqrt(batches)}[rule]
-    if scale(trainer.optimizer, scheduler, wanted):
-        trainer.note_once(
+    if scale(context.optimizer, scheduler, wanted):
+        context.note_once(
             f"scale_lr={rule!r}: updates are from {batches} batches, with {wanted:.4g} times the learning rate given."
         )
 

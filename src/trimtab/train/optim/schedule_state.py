@@ -6,7 +6,7 @@ import copy
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -16,9 +16,7 @@ from trimtab.train.checkpoint.resume_conflicts import same, told
 from trimtab.train.optim import learning_rates
 from trimtab.train.optim.schedules import Schedule, advance, inside, refuse_foreign, take_in
 from trimtab.train.optim.schedules import made as made_by
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
+from trimtab.train.run_context import RunContext
 
 _PLACE = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "_schedulers", "kind")
 """What says where a scheduler stands, or is compared otherwise."""
@@ -72,42 +70,42 @@ def load(scheduler: LRScheduler | None, state: Mapping[str, Any] | None, before:
     ]
 
 
-def scheduler_for(trainer: Trainer, updates: int | None) -> LRScheduler | None:
+def scheduler_for(context: RunContext, updates: int | None) -> LRScheduler | None:
     """The schedule of a run of ``updates`` in all; of one that goes on from a checkpoint, as the script has it."""
-    schedule, before, state = trainer.schedule, trainer.scheduler, trainer.resuming
+    schedule, before, state = context.schedule, context.scheduler, context.resuming
     if schedule is None or isinstance(schedule, LRScheduler):
         if schedule is not None:
-            refuse_foreign(schedule, trainer.optimizer)
+            refuse_foreign(schedule, context.optimizer)
             begun(schedule)
         return schedule
     if updates is None:
         raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
-    last, now = trainer.scheduled, (schedule, updates)
+    last, now = context.scheduled, (schedule, updates)
     kept = last is not None and last[0] is schedule
     if state is not None:  # to compare it with what it was, it is made for the run that it was
-        found = _made(trainer, schedule, state["planned"] or updates, anew=before is not None)
+        found = _made(context, schedule, state["planned"] or updates, anew=before is not None)
     elif before is None:
-        found = _made(trainer, schedule, updates)
+        found = _made(context, schedule, updates)
     else:
-        found = before if kept and last == now else fitted(trainer, schedule, before, updates, kept=kept)
-    trainer.scheduled = now
+        found = before if kept and last == now else fitted(context, schedule, before, updates, kept=kept)
+    context.scheduled = now
     return found
 
 
-def _made(trainer: Trainer, schedule: Schedule, updates: int, *, anew: bool = False) -> LRScheduler:
+def _made(context: RunContext, schedule: Schedule, updates: int, *, anew: bool = False) -> LRScheduler:
     """What ``schedule`` makes for a run of ``updates``, if ``anew`` of the rates with which the optimizer began."""
-    groups = trainer.optimizer.param_groups
+    groups = context.optimizer.param_groups
     learning_rates.scale(
-        trainer.optimizer, None, 1.0
+        context.optimizer, None, 1.0
     )  # some schedules state their rates themselves: those that are made have one scale
     if anew:
         learning_rates.put(groups, [float(group.pop("initial_lr", group["lr"])) for group in groups])
-    made = made_by(schedule, trainer.optimizer, updates)
+    made = made_by(schedule, context.optimizer, updates)
     begun(made)
     return made
 
 
-def fitted(trainer: Trainer, schedule: Schedule, before: LRScheduler, updates: int, *, kept: bool = True) -> LRScheduler:
+def fitted(context: RunContext, schedule: Schedule, before: LRScheduler, updates: int, *, kept: bool = True) -> LRScheduler:
     """In place of ``before`` what ``schedule`` makes for a run of ``updates``, stepped through those that are made.
 
     Args:
@@ -115,14 +113,14 @@ def fitted(trainer: Trainer, schedule: Schedule, before: LRScheduler, updates: i
     """
     if kept and isinstance(before, ReduceLROnPlateau):  # it goes by the validation, and has no length
         return before
-    learning_rates.scale(trainer.optimizer, None, 1.0)
-    had = [float(group[learning_rates.chosen(group)]) for group in trainer.optimizer.param_groups]
-    made = _made(trainer, schedule, updates, anew=True)
+    learning_rates.scale(context.optimizer, None, 1.0)
+    had = [float(group[learning_rates.chosen(group)]) for group in context.optimizer.param_groups]
+    made = _made(context, schedule, updates, anew=True)
     refuse_other(made, begun(before))
     if kept:
-        learning_rates.multiply(trainer.optimizer, made, list(map(learning_rates.factor, trainer.optimizer.param_groups, had)))
+        learning_rates.multiply(context.optimizer, made, list(map(learning_rates.factor, context.optimizer.param_groups, had)))
     if not isinstance(made, ReduceLROnPlateau):
-        catch_up(made, trainer.position.update - trainer.position.skipped)
+        catch_up(made, context.position.update - context.position.skipped)
     return made
 
 

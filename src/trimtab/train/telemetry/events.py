@@ -19,7 +19,6 @@ from trimtab.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from trimtab.train.telemetry.summary import Summary
-    from trimtab.train.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class Ended(Event):
     summary: Summary
 
 
-Callback = Callable[["Trainer", Event], None]
+Callback = Callable[[Any, Event], None]
 """Called with the trainer and what happened; ``trainer.stop(reason)`` ends the run after this update."""
 
 
@@ -121,7 +120,7 @@ class JsonLines:
     def __init__(self, path: str | pathlib.Path) -> None:
         self.path = path_of(path, "path", "runs/events.jsonl")
 
-    def __call__(self, trainer: Trainer, event: Event) -> None:
+    def __call__(self, trainer: Any, event: Event) -> None:
         """Append ``event``."""
         line = json.dumps({"event": type(event).__name__.lower(), **_finite(to_json(event))})
         try:
@@ -146,7 +145,7 @@ class TensorBoard:
         require("tensorboard")
         self._writer: Any = require("torch.utils.tensorboard").SummaryWriter(str(place))
 
-    def __call__(self, trainer: Trainer, event: Event) -> None:
+    def __call__(self, trainer: Any, event: Event) -> None:
         """Write the figures of ``event``."""
         if isinstance(event, Progressed):
             figures = {"train/loss": event.loss, "train/norm": event.norm, "train/rate": event.rate}

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from trimtab.train.distributed.consistency import tell
 from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, examples
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES, Clock
 from trimtab.train.telemetry.events import Progressed
 from trimtab.train.telemetry.mfu import flops_share
 from trimtab.train.telemetry.stragglers import Pace, laggard
 from trimtab.train.telemetry.summary import Summary
 
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
-
 
 class Meter:
     """The figures of one run. Losses stay on their device until they are told of."""
 
-    def __init__(self, trainer: Trainer, clock: Clock, updates: int | None) -> None:
-        self.trainer, self.clock, self.updates = trainer, clock, updates
+    def __init__(self, context: RunContext, clock: Clock, updates: int | None) -> None:
+        self.context, self.clock, self.updates = context, clock, updates
         self._began = self._since = time.perf_counter()
-        self._first = trainer.position.update
+        self._first = context.position.update
         self._unread: list[Update] = []
         self._examples = self._all_examples = 0
         self._spent = dict.fromkeys(PHASES, 0.0)
@@ -45,7 +42,7 @@ class Meter:
         self._unread.append(update)
         self._group = group or self._group
         self._examples += sum(map(examples, group))
-        if len(self._unread) >= self.trainer.log_every:
+        if len(self._unread) >= self.context.log_every:
             self.report()
 
     def report(self) -> None:
@@ -53,7 +50,7 @@ class Meter:
         if not self._unread:
             return
         self.clock.enter("other")
-        spent, now, position = self.clock.take(), time.perf_counter(), self.trainer.position
+        spent, now, position = self.clock.take(), time.perf_counter(), self.context.position
         losses = torch.stack([each.loss.float() for each in self._unread])
         taken = [each for each in self._unread if each.norm is not None]
         latest = next((each.norm for each in reversed(taken) if each.applied), taken[-1].norm if taken else None)
@@ -66,7 +63,7 @@ class Meter:
         total = sum(spent.values())
         for phase, seconds in spent.items():
             self._spent[phase] += seconds
-        paces = self.trainer.world.gathered(Pace(self._examples, spent))
+        paces = self.context.world.gathered(Pace(self._examples, spent))
         made = sum(pace.examples for pace in paces)
         event = Progressed(
             update=position.update,
@@ -74,7 +71,7 @@ class Meter:
             updates=self.updates,
             loss=self._loss,
             norm=self._norm,
-            rate=_rate(self.trainer.optimizer),
+            rate=_rate(self.context.optimizer),
             examples_per_s=made / max(now - self._since, 1e-9),
             step_ms=1e3 * total / len(self._unread),
             skipped=len(self._unread) - int(applied.sum()),
@@ -82,34 +79,34 @@ class Meter:
         )
         self._all_examples += made
         self._unread, self._examples, self._since = [], 0, now
-        tell(self.trainer, event)
+        tell(self.context, event)
         slow = laggard(paces)
         rank, text = slow or (None, "")
         if rank is not None and rank == self._slow and rank not in self._named:  # twice in a row: no passing noise
             self._named.add(rank)
-            with self.trainer.world.together():  # all processes have the same figures, and so the same to tell
-                self.trainer.note(text)
+            with self.context.world.together():  # all processes have the same figures, and so the same to tell
+                self.context.note(text)
         self._slow = rank
 
     def summary(self, ended: str) -> Summary:
         """All of it."""
-        trainer, seconds = self.trainer, time.perf_counter() - self._began
+        context, seconds = self.context, time.perf_counter() - self._began
         return Summary(
-            updates=trainer.position.update - self._first,
-            epochs=trainer.position.epoch,
+            updates=context.position.update - self._first,
+            epochs=context.position.epoch,
             seconds=seconds,
             ended=ended,
             loss=self._loss,
-            best=trainer.position.best,
-            metrics=trainer.results,
-            restored=_restored(trainer),
+            best=context.position.best,
+            metrics=context.results,
+            restored=_restored(context),
             examples_per_s=self._all_examples / seconds if self._all_examples else None,
-            peak_mb=trainer.run.room.peak_mb,
+            peak_mb=context.fit.memory_plan.peak_mb,
             flops_share=self._flops_share(),
             shares=_shares(self._spent, sum(self._spent.values())),
-            skipped=trainer.position.skipped,
-            settings=trainer.settings,
-            notes=(*trainer.notes, *trainer.world.notes()),
+            skipped=context.position.skipped,
+            settings=context.settings,
+            notes=(*context.notes, *context.world.notes()),
         )
 
     def _flops_share(self) -> float | None:
@@ -117,14 +114,14 @@ class Meter:
         busy = sum(seconds for phase, seconds in self._spent.items() if phase != "other")
         if not busy or not self._group:
             return None
-        return flops_share(self.trainer, self._group, self._all_examples / busy / self.trainer.world.size)
+        return flops_share(self.context, self._group, self._all_examples / busy / self.context.world.size)
 
 
-def _restored(trainer: Trainer) -> str | None:
+def _restored(context: RunContext) -> str | None:
     """The figure that is watched, where the model gets other parameters than the last update left."""
-    stopping, position = trainer.early_stopping, trainer.position
+    stopping, position = context.early_stopping, context.position
     changed = position.stale or position.batch or position.due  # a validation that was no better, or updates after it
-    return stopping.metric if stopping is not None and trainer.best_parameters is not None and changed else None
+    return stopping.metric if stopping is not None and context.best_parameters is not None and changed else None
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:

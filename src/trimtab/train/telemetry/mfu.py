@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,17 +16,15 @@ from trimtab.train.data.micro_batches import split
 from trimtab.train.data.peek import kept_random
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.memory import activation_checkpointing
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import said
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
 FEW, SMALL = 2, 16
 """Examples that operations are counted by, as BatchNorm has no use for one alone; and the least that a batch has to have times
 as many, where memory is kept free by recomputing."""
 
 
-def flops_share(trainer: Trainer, group: Sequence[Batch], examples_per_s: float) -> float | None:
+def flops_share(context: RunContext, group: Sequence[Batch], examples_per_s: float) -> float | None:
     """The share of this machine's floating-point peak that ``examples_per_s`` amount to; ``None`` where it is unknown.
 
     The operations of a forward and backward pass are counted on a copy of the model, by :data:`FEW` examples of each batch in
@@ -36,49 +33,49 @@ def flops_share(trainer: Trainer, group: Sequence[Batch], examples_per_s: float)
     where operators could not be counted.
     The peak is the one that :func:`~trimtab.hardware.environment.measured_peaks` found earlier; nothing is measured now.
     """
-    if why_not_alone(trainer):
+    if why_not_alone(context):
         return None
     peaks = known_peaks(Environment.capture())
-    peak = None if peaks is None else _peak(trainer, peaks)
+    peak = None if peaks is None else _peak(context, peaks)
     count = sum(map(examples, group))
     if peak is None or not count:
         return None
     try:
         with user_code("Counting the operations failed"):  # whatever it is: the run itself is over, and was well
-            total, uncounted = _counted(trainer, group)
+            total, uncounted = _counted(context, group)
     except TrimtabError as error:
-        trainer.note(f"The share of the peak is not known. {said(error)}.")  # after its first line torch lists all its backends
+        context.note(f"The share of the peak is not known. {said(error)}.")  # after its first line torch lists all its backends
         return None
     if uncounted:
-        trainer.note(f"The share of the peak is a lower bound: {', '.join(sorted(uncounted))} could not be counted.")
+        context.note(f"The share of the peak is a lower bound: {', '.join(sorted(uncounted))} could not be counted.")
     return total / count * examples_per_s / (peak * 1e9) if total else None
 
 
-def _peak(trainer: Trainer, peaks: Peaks) -> float | None:
+def _peak(context: RunContext, peaks: Peaks) -> float | None:
     """GFLOP/s that were measured at the precision, on the device and with the threads of the run."""
-    kind = trainer.settings.autocast or "float32"
-    device, tf32 = trainer.device, trainer.settings.tf32
+    kind = context.settings.autocast or "float32"
+    device, tf32 = context.device, context.settings.tf32
     if kind == "auto" or tf32 is True or (device.type == "cuda" and kind == "float32" and tf32 is None and rounded_to_tf32()):
         return None
     if device.type == "cpu":
-        return peaks.find(kind, "cpu", trainer.settings.threads or torch.get_num_threads())
+        return peaks.find(kind, "cpu", context.settings.threads or torch.get_num_threads())
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index or 0
     return peaks.find(kind, f"{device.type}:{index}")
 
 
-def _counted(trainer: Trainer, group: Sequence[Batch]) -> tuple[float, set[str]]:
+def _counted(context: RunContext, group: Sequence[Batch]) -> tuple[float, set[str]]:
     """Operations of an update from ``group``, and the operators that are not among them.
 
     Raises:
         UsageError: that would take memory which the settings keep free.
     """
-    settings, most = trainer.settings, min(FEW, trainer.run.room.fitting.limit or FEW)
+    settings, most = context.settings, min(FEW, context.fit.memory_plan.fitting.limit or FEW)
     batches = [(batch, _some(batch, most)) for batch in group]
     kept = settings.activation_mb is not None or settings.segments is not None
     if kept and any(SMALL * examples(few) > examples(batch) for batch, few in batches):
         raise UsageError("To count operations nothing is recomputed, for which the settings leave no memory.")
-    model, objective = copies(trainer.model, trainer.objective)
-    trainer.modes.train(model)
+    model, objective = copies(context.model, context.objective)
+    context.modes.train(model)
     for module in model.modules():  # what is recomputed now is a function of the original's
         if getattr(vars(module).get("forward"), "__module__", None) == activation_checkpointing.__name__:
             del vars(module)["forward"]

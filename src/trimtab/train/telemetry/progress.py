@@ -6,17 +6,14 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES
 from trimtab.train.telemetry.events import Event, Progressed, Remarked, Validated
-
-if TYPE_CHECKING:
-    from trimtab.train.trainer import Trainer
 
 REFRESHES = 4
 """Pictures a second, drawn by a thread of their own that looks where the run stands: a step does nothing for them."""
@@ -25,7 +22,7 @@ LINE_S = 1.0
 
 
 @contextlib.contextmanager
-def shown(trainer: Trainer, wanted: bool | None, console: Console | None = None) -> Iterator[None]:
+def shown(context: RunContext, wanted: bool | None, console: Console | None = None) -> Iterator[None]:
     """A block whose run is shown on ``console``, standard error by default.
 
     In a terminal that is a live line; elsewhere it is lines of text, and those only where they are ``wanted``. Of several
@@ -33,9 +30,9 @@ def shown(trainer: Trainer, wanted: bool | None, console: Console | None = None)
     """
     console = console or Console(stderr=True, highlight=False)
     live: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if wanted is not False and trainer.world.leads and (wanted or console.is_terminal):
-        view = View(trainer, console)
-        trainer.watchers.append(view)
+    if wanted is not False and context.world.leads and (wanted or console.is_terminal):
+        view = View(context, console)
+        context.watchers.append(view)
         if console.is_terminal:
             printed = sys.stdout.isatty()  # what callbacks print into a file belongs there, not above the line
             live = Live(console=console, get_renderable=view.line, refresh_per_second=REFRESHES, redirect_stdout=printed)
@@ -43,19 +40,19 @@ def shown(trainer: Trainer, wanted: bool | None, console: Console | None = None)
         with live:
             yield
     finally:
-        trainer.watchers.clear()
+        context.watchers.clear()
 
 
 class View:
     """A callback that prints what happens, and knows the line that says how far the run is."""
 
-    def __init__(self, trainer: Trainer, console: Console) -> None:
-        self.trainer, self.console = trainer, console
+    def __init__(self, context: RunContext, console: Console) -> None:
+        self.context, self.console = context, console
         self._last: Progressed | None = None
-        self._first, self._since = trainer.position.update, time.monotonic()
+        self._first, self._since = context.position.update, time.monotonic()
         self._said = 0.0
 
-    def __call__(self, trainer: Trainer, event: Event) -> None:
+    def __call__(self, context: RunContext, event: Event) -> None:
         """Print what has a line of its own."""
         if isinstance(event, Progressed):
             if self._last is None:  # what comes before the second window is not how fast the run is
@@ -69,7 +66,7 @@ class View:
 
     def line(self) -> Text:
         """How far the run is."""
-        position, last, updates = self.trainer.position, self._last, self.trainer.run.planned
+        position, last, updates = self.context.position, self._last, self.context.fit.planned
         of = "" if updates is None else f" of {updates:,}"
         parts = [f"epoch {position.epoch + 1}", f"update {position.update:,}{of}"]
         if last is not None:
@@ -81,7 +78,7 @@ class View:
 
     def _left(self) -> float | None:
         """Seconds to the end at the pace so far."""
-        position, now, updates = self.trainer.position, time.monotonic(), self.trainer.run.planned
+        position, now, updates = self.context.position, time.monotonic(), self.context.fit.planned
         made = position.update - self._first
         if updates is None or made < 1:
             return None
