@@ -63,8 +63,10 @@ def trainer(model: nn.Module | Callable[[], nn.Module] = Line, **options: Any) -
 def told(made: Trainer, what: str) -> list[float]:
     """What every update to come tells: its ``loss``, its ``rate``."""
     found: list[float] = []
-    made.log_every = 1
-    made.callbacks.append(lambda _, event: found.append(getattr(event, what)) if isinstance(event, Progressed) else None)
+    made.context.log_every = 1
+    made.context.callbacks.append(
+        lambda _, event: found.append(getattr(event, what)) if isinstance(event, Progressed) else None
+    )
     return found
 
 

@@ -8,7 +8,6 @@ import pathlib
 import tempfile
 import textwrap
 import types
-
 from typing import Any
 
 import pytest

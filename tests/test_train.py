@@ -174,7 +174,7 @@ def test_early_stopping_puts_the_best_back() -> None:
             with torch.no_grad():
                 trainer.model[-1].weight.mul_(-20)  # type: ignore[index]
 
-    made.callbacks.append(ruin)
+    made.context.callbacks.append(ruin)
     summary = made.fit(loader(), loader(shuffle=False), epochs=50)
     assert len(losses) == 3
     assert summary.best == min(losses) == losses[0]
@@ -247,8 +247,8 @@ def test_what_is_not_finite_changes_no_parameter(policy: Any, tmp_path: pathlib.
         assert summary.updates == (4 if policy == "skip" else 3)
     assert len(before) == (3 if policy == "skip" else 2)
     torch.testing.assert_close(network[0].weight.detach(), before[-1], rtol=0, atol=0)
-    assert made.checkpoints is not None
-    assert all(torch.isfinite(v).all() for v in made.checkpoints.load()["model"].values())
+    assert made.context.checkpoints is not None
+    assert all(torch.isfinite(v).all() for v in made.context.checkpoints.load()["model"].values())
 
 
 def test_what_is_not_finite_is_applied_as_a_loop_by_hand_does_where_nobody_is_to_look() -> None:

@@ -108,7 +108,7 @@ def trainer(model: Callable[[], nn.Module], loss: Any, **settings: Any) -> Train
 
 
 def step_of(made: Trainer) -> Step:
-    return Step(made.model, made.objective, made.optimizer, made.settings, made.world, HostClock())
+    return Step(made.model, made.context.objective, made.optimizer, made.settings, made.world, HostClock())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_loss_of_some_examples_is_compared_with_that_of_their_parts(
     model: Callable[[], nn.Module], loss: Any, batch: Any, alike: bool | None
 ) -> None:
     made = trainer(model, loss)
-    known = Additive(made)
+    known = Additive(made.context)
     assert known.ask(step_of(made), [batch]) == (alike is False)
     assert (None if known.found is None else known.found.alike) is alike
 
@@ -146,10 +146,10 @@ def test_two_batches_are_looked_at_as_one_where_each_has_all_its_tokens_or_none(
     whole = texts()["tokens"]
     whole[1] = whole[0]
     halves = [{"tokens": half} for half in whole.split(6)]
-    assert not Additive(made).ask(step_of(made), halves[:1])
-    assert Additive(made).ask(step_of(made), halves)
+    assert not Additive(made.context).ask(step_of(made), halves[:1])
+    assert Additive(made.context).ask(step_of(made), halves)
     longer = {"tokens": functional.pad(halves[1]["tokens"], (0, 1))}
-    assert not Additive(made).ask(step_of(made), [halves[0], longer])  # which make no one batch
+    assert not Additive(made.context).ask(step_of(made), [halves[0], longer])  # which make no one batch
 
 
 class Counted(nn.Module):
@@ -170,7 +170,7 @@ def test_nothing_is_left_of_the_look() -> None:
     frozen = made.model.get_submodule("layers.1").eval()
     state = {name: value.clone() for name, value in made.model.state_dict().items()}
     random = torch.get_rng_state()
-    assert not Additive(made).ask(step_of(made), [vectors()])
+    assert not Additive(made.context).ask(step_of(made), [vectors()])
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(value, state[name]) for name, value in made.model.state_dict().items())
     assert all(parameter.grad is None for parameter in made.model.parameters())
@@ -260,7 +260,7 @@ def test_a_run_that_is_adjusted_knows_what_speaks_against_parts() -> None:
     for loss, reason in ((contrast, "other updates would come of it. The loss of 16 examples is "), (noisy, "None")):
         made = trainer(Head, loss)
         made.fit([vectors(16)] * 2, epochs=1)
-        assert str(made.run.room.against_parts(step_of(made))).startswith(reason)
+        assert str(made.context.fit.memory_plan.against_parts(step_of(made))).startswith(reason)
 
 
 # What two processes do; only the second has texts of unequal length.
@@ -273,7 +273,7 @@ def decisions(folder: pathlib.Path) -> Mapping[str, Any]:
             made = trainer(Words, per_token, sharding=sharding, **settings)
             data = [texts(8, uneven=dist.get_rank() == 1)] * 4
             made.fit(Own(data), epochs=1)
-            found[f"{sharding} {name}"] = [made.settings.batch, made.notes, made.run.room.additive.fails]
+            found[f"{sharding} {name}"] = [made.settings.batch, made.notes, made.context.fit.memory_plan.additive.fails]
     return found
 
 

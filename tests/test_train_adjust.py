@@ -22,7 +22,7 @@ from trimtab.train.autotune.online_tuning import WINDOWS, Adjuster, Micro, Windo
 from trimtab.train.data.device_prefetch import mover
 from trimtab.train.data.loader import Loader
 from trimtab.train.data.micro_batches import MicroBatcher
-from trimtab.train.position import Position
+from trimtab.train.run_context import Position
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.telemetry.events import Adjusted, Event, Progressed
 
@@ -141,7 +141,7 @@ class Machine:
         self.factor, self.extra = 1.0, {"data": 0.0, "forward": 0.0}
         self.events: list[Adjusted] = []
         _, self.trainer = run([(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))], 1, Settings(threads=1))
-        self.trainer.callbacks = [lambda _, event: self.events.extend(adjusted([event]))]
+        self.trainer.context.callbacks = [lambda _, event: self.events.extend(adjusted([event]))]
         self.trainer.notes = []
 
     def windows(self, adjuster: Adjuster, count: int) -> None:
@@ -150,8 +150,8 @@ class Machine:
             spent = {phase: ms * self.factor for phase, ms in spent.items()}
             step, self.trainer.position.update = sum(spent.values()), self.trainer.position.update + 4
             shares = {phase: ms / step for phase, ms in spent.items()}
-            self.trainer.watchers = [adjuster]
-            self.trainer.emit(
+            self.trainer.context.watchers = [adjuster]
+            self.trainer.context.emit(
                 Progressed(
                     update=self.trainer.position.update,
                     epoch=0,

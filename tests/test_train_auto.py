@@ -179,7 +179,7 @@ def test_precision_that_changes_the_loss_is_off() -> None:
     targets = [(x, torch.randn(len(x), 4)) for x, _ in batches(4)]
     model = Cancelling()
     made = trainer(model, Settings(threads=1), loss=nn.MSELoss(), optimizer=torch.optim.SGD)
-    decisions = auto_settings._Decisions(made, targets, None)
+    decisions = auto_settings._Decisions(made.context, targets, None)
     decisions.make([])
     technique = PASSES["autocast"]()
     text = decisions._verdict(technique, "autocast", "bfloat16", 60.0).text
@@ -322,11 +322,11 @@ def test_the_share_of_the_peak_counts_forward_and_backward(tmp_path: pathlib.Pat
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     made = trainer(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4)), Settings(threads=1))
     before = copy.deepcopy(made.model.state_dict())
-    assert flops_share(made, batches(1), 1e6) is None  # no peak was ever measured
+    assert flops_share(made.context, batches(1), 1e6) is None  # no peak was ever measured
     write_peaks(tmp_path, 10.0)
     # forward 2 x (4 x 16 + 16 x 4); backward as much again for the weights, and 2 x 16 x 4 for the activations between
     per_example = 2 * (64 + 64) + 2 * (64 + 64) + 2 * 64
-    assert flops_share(made, batches(1), 1e6) == pytest.approx(per_example * 1e6 / 10e9)
+    assert flops_share(made.context, batches(1), 1e6) == pytest.approx(per_example * 1e6 / 10e9)
     assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
     assert all(parameter.grad is None for parameter in made.model.parameters())
     summary = made.fit(batches(4), epochs=1)
@@ -341,15 +341,15 @@ def test_lines_of_text_where_there_is_no_terminal() -> None:
         file = io.StringIO()
         made = trainer(deep(2), Settings(threads=1), log_every=2)
         console = Console(file=file, force_terminal=terminal, width=200)
-        made.run.planned = 6
-        with progress.shown(made, wanted, console):
+        made.context.fit.planned = 6
+        with progress.shown(made.context, wanted, console):
             made.note("Something to know.")
             made._stop = None
-            made.emit(figures(2))
+            made.context.emit(figures(2))
         text = file.getvalue()
         assert ("note: Something to know." in text) == bool(wanted)
         assert ("update 0 of 6 · loss 0.5 · 8 examples/s" in text) == bool(wanted)
-        assert made.watchers == []
+        assert made.context.watchers == []
 
 
 def figures(update: int) -> Progressed:
@@ -371,10 +371,10 @@ def figures(update: int) -> Progressed:
 def test_a_live_line_in_a_terminal() -> None:
     file = io.StringIO()
     made = trainer(deep(2), Settings(threads=1))
-    made.run.planned = 6
-    with progress.shown(made, None, Console(file=file, force_terminal=True, width=200)):
+    made.context.fit.planned = 6
+    with progress.shown(made.context, None, Console(file=file, force_terminal=True, width=200)):
         made.position.update = 4
-        made.emit(figures(4))
+        made.context.emit(figures(4))
     assert "epoch 1 · update 4 of 6 · loss 0.5 · 8 examples/s · forward 60%, backward 35%" in file.getvalue()
 
 
@@ -382,7 +382,7 @@ def test_what_is_printed_beside_a_live_line_goes_into_the_file_that_standard_out
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file, made = io.StringIO(), trainer(deep(2), Settings(threads=1))
-    with progress.shown(made, None, Console(file=file, force_terminal=True, width=200)):
+    with progress.shown(made.context, None, Console(file=file, force_terminal=True, width=200)):
         print("mine")
     assert capsys.readouterr().out == "mine\n"
     assert "mine" not in file.getvalue()

@@ -118,20 +118,20 @@ def test_the_examples_of_a_window_are_those_of_one_process_and_agreed() -> None:
 def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
     made = trainer(Settings(threads=1, autocast="auto", optimizer="auto"), nn.SyncBatchNorm(4), world=Two())
     batches = [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))] * 2
-    assert auto_settings.decide(made, batches, 1000) is batches
+    assert auto_settings.decide(made.context, batches, 1000) is batches
     assert made.notes == [
         "autocast, optimizer stay off: a copy of a model with SyncBatchNorm would wait for the other processes."
     ]
     assert (made.settings.autocast, made.settings.optimizer) == (None, None)
-    assert flops_share(made, batches, 10.0) is None
-    assert shadow_run.why_not_alone(trainer(Settings(threads=1), nn.SyncBatchNorm(4))) is None
-    assert shadow_run.why_not_alone(trainer(Settings(threads=1), world=Two())) is None
+    assert flops_share(made.context, batches, 10.0) is None
+    assert shadow_run.why_not_alone(trainer(Settings(threads=1), nn.SyncBatchNorm(4)).context) is None
+    assert shadow_run.why_not_alone(trainer(Settings(threads=1), world=Two()).context) is None
 
 
 def test_float16_is_not_tried_where_communication_keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(Settings(threads=1, autocast="auto", communication="powersgd"), world=Two())
     made.device = torch.device("cuda")  # where float16 would be tried
-    decisions = auto_settings._Decisions(made, [], 1000)
+    decisions = auto_settings._Decisions(made.context, [], 1000)
     decisions.candidate = shadow_run.candidate(
         trainer(Settings(threads=1)), Settings(threads=1), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
     )
@@ -177,14 +177,14 @@ class Picky(nn.Module):
 def test_kernels_of_attention_are_tried_in_the_precision_that_will_run() -> None:
     batches = [(torch.randn(8, 8), torch.randint(0, 4, (8,))) for _ in range(8)]
     made = Trainer(Picky(), loss=nn.CrossEntropyLoss(), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
-    decisions = auto_settings._Decisions(made, batches, 8)
-    decisions.candidate = shadow_run.candidate(made, made.settings, batches[0])
+    decisions = auto_settings._Decisions(made.context, batches, 8)
+    decisions.candidate = shadow_run.candidate(made.context, made.settings, batches[0])
     decisions.candidate.model.get_submodule("model").picky = True
     assert decisions._options_anew(["attention"]) == {}
     assert all(reason is not None for _, reason in decisions._options(["attention"])["attention"])
-    made.settings = Settings(autocast="bfloat16")
+    made.context.settings = Settings(autocast="bfloat16")
     assert any(reason is None for _, reason in decisions._options_anew(["attention"])["attention"])
-    assert shadow_run.candidate(made, made.settings, batches[0]).settings.autocast == "bfloat16"
+    assert shadow_run.candidate(made.context, made.settings, batches[0]).settings.autocast == "bfloat16"
 
 
 class Masked(nn.Module):
@@ -308,7 +308,7 @@ def test_float16_is_timed_once_its_scale_has_come_down() -> None:
         optimizer=functools.partial(torch.optim.SGD, lr=1e-9),
     )
     rows = torch.randn(8, 4)
-    tried = shadow_run.ShadowRun(made, Settings(autocast="float16"), [(rows, rows.sum(1, keepdim=True))])
+    tried = shadow_run.ShadowRun(made.context, Settings(autocast="float16"), [(rows, rows.sum(1, keepdim=True))])
     (first,) = copy.deepcopy(tried).round()
     assert first.overflowed
     shadow_run.seconds_of(tried)
@@ -348,7 +348,7 @@ def test_an_optimizer_that_finds_its_own_rate_leaves_everything_off() -> None:
     made = trainer(Settings(threads=1, autocast="auto"))
     made.optimizer.param_groups[0]["lr"] = None
     batches = [(torch.randn(8, 4), torch.randint(4, (8,)))]
-    assert auto_settings.decide(made, batches, 100) is batches
+    assert auto_settings.decide(made.context, batches, 100) is batches
     assert made.notes[-1].startswith("autocast cannot be measured and stay off. The optimizer finds its own learning rate")
 
 
@@ -363,7 +363,7 @@ def test_what_a_short_run_cannot_pay_back_is_hardly_looked_at() -> None:
     torch.manual_seed(0)
     batches = [(torch.randn(n, 4), torch.randint(4, (n,))) for n in (8, 6, 4, 2)]
     made = Trainer(nn.Linear(4, 4), loss=loss, optimizer=torch.optim.SGD, settings=Settings(threads=1, optimizer="auto"))
-    auto_settings.decide(made, batches, 4)
+    auto_settings.decide(made.context, batches, 4)
     assert calls <= 4  # three updates, and the look that techniques take
     assert "too much for a run of" in made.notes[-1]
     whole = Trainer(nn.Linear(4, 4), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1, batch="auto"))
@@ -377,9 +377,9 @@ def test_a_precision_that_cannot_tell_the_targets_apart_is_off() -> None:
     x = torch.randn(64, 4)
     for mean, off in ((300.0, True), (0.0, False)):
         made = Trainer(nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
-        decisions = auto_settings._Decisions(made, [(x, mean + x[:, :1])], None)
+        decisions = auto_settings._Decisions(made.context, [(x, mean + x[:, :1])], None)
         decisions.make([])
-        other = shadow_run.ShadowRun(made, Settings(threads=1, autocast="bfloat16"), decisions.batches)
+        other = shadow_run.ShadowRun(made.context, Settings(threads=1, autocast="bfloat16"), decisions.batches)
         found = decisions._difference(other, exact=False)
         assert (found is not None and found.startswith("its outputs are in steps of bfloat16")) is off
 
@@ -388,9 +388,9 @@ def test_a_layout_in_which_dropout_falls_differently_is_judged_by_the_same_stati
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Dropout(0.2), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 16, 4)]
     made = Trainer(nn.Sequential(*layers), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
-    decisions = auto_settings._Decisions(made, [(torch.randn(16, 3, 4, 4), torch.randint(4, (16,)))], None)
+    decisions = auto_settings._Decisions(made.context, [(torch.randn(16, 3, 4, 4), torch.randint(4, (16,)))], None)
     decisions.make([])
-    other = shadow_run.ShadowRun(made, Settings(threads=1, memory_format="channels_last"), decisions.batches)
+    other = shadow_run.ShadowRun(made.context, Settings(threads=1, memory_format="channels_last"), decisions.batches)
     assert [float(each.loss) for each in other.round()] != [float(each.loss) for each in decisions.best.round()]  # type: ignore[union-attr]
     assert decisions._difference(other, exact=True) is None
     assert float(functional.dropout(torch.ones(100), 0.5).min()) == 0  # random numbers are drawn as before
@@ -432,9 +432,9 @@ def decided(model: nn.Module, settings: Settings, inputs: torch.Tensor) -> str |
     """What speaks against ``settings`` for ``model`` beside how long they take."""
     classes = torch.randint(4, (len(inputs),))
     made = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
-    decisions = auto_settings._Decisions(made, [(inputs, classes)], None)
+    decisions = auto_settings._Decisions(made.context, [(inputs, classes)], None)
     decisions.make([])
-    return decisions._difference(shadow_run.ShadowRun(made, settings, decisions.batches), exact=True)
+    return decisions._difference(shadow_run.ShadowRun(made.context, settings, decisions.batches), exact=True)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -471,9 +471,9 @@ def test_gradients_of_a_model_that_amplifies_rounding_are_not_held_to_what_other
 
     torch.manual_seed(0)
     made = Trainer(Steep(), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
-    decisions = auto_settings._Decisions(made, [(torch.randn(16, 64), torch.zeros(16, 1))], None)
+    decisions = auto_settings._Decisions(made.context, [(torch.randn(16, 64), torch.zeros(16, 1))], None)
     decisions.make([])
-    other = shadow_run.ShadowRun(made, Settings(threads=1), decisions.batches)
+    other = shadow_run.ShadowRun(made.context, Settings(threads=1), decisions.batches)
     with other.shaken(1e-7):  # as another order of its sums would
         assert gradients.apart(decisions.best.watched().gradient, other.watched().gradient) > auto_settings.GRADIENT  # type: ignore[union-attr]
         assert decisions._difference(other, exact=True) is None
@@ -501,9 +501,9 @@ def test_gradients_of_a_model_in_16_bits_are_held_to_its_rounding() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 16, 4)).to(torch.bfloat16)
     made = Trainer(model, loss=Sure(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
-    decisions = auto_settings._Decisions(made, [(torch.randn(16, 8, 4, 4).bfloat16(), torch.randint(4, (16,)))], None)
+    decisions = auto_settings._Decisions(made.context, [(torch.randn(16, 8, 4, 4).bfloat16(), torch.randint(4, (16,)))], None)
     decisions.make([])
-    best, other = decisions.best, shadow_run.ShadowRun(made, Settings(threads=1), decisions.batches)
+    best, other = decisions.best, shadow_run.ShadowRun(made.context, Settings(threads=1), decisions.batches)
     assert best is not None
     with other.shaken(2.0**-9):  # as sums in another order are off
         assert gradients.apart(best.watched().gradient, other.watched().gradient) > auto_settings.GRADIENT

@@ -188,7 +188,7 @@ def losses(made: Trainer, *, kill_at: int | None = None) -> list[float]:
         if isinstance(event, Saved) and event.update == kill_at:
             raise ConnectionAbortedError
 
-    made.callbacks.append(note)
+    made.context.callbacks.append(note)
     try:
         made.fit(batches(), batches(shuffle=False), epochs=6)
     except ConnectionAbortedError:

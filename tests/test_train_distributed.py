@@ -318,7 +318,7 @@ def slow(folder: pathlib.Path) -> dict[str, Any]:
             return result
 
     made = trainer(Sleepy())
-    made.log_every = 3
+    made.context.log_every = 3
     return {"notes": list(made.fit(batches(12), epochs=2).notes)}
 
 

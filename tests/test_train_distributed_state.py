@@ -195,7 +195,7 @@ def dropout(folder: pathlib.Path) -> list[float | None]:
         if not place.exists():
             torch.manual_seed(3)
         made = trainer(place, model=model)
-        made.log_every = 1
+        made.context.log_every = 1
         losses.append(made.resume(missing_ok=True).fit(batches(), steps=steps).loss)
     return [losses[0], losses[2]]
 
@@ -370,7 +370,7 @@ trainer = Trainer(
     settings=Settings(accumulate=2 // world),
 )
 if os.environ.get("RANK") == "1":
-    trainer.watchers.append(kill)
+    trainer.context.watchers.append(kill)
 trainer.resume(missing_ok=True)
 began = trainer.position.update
 summary = trainer.fit(data, epochs=3)

@@ -157,7 +157,7 @@ def test_a_callback_that_fails_costs_no_update(every: int | None, at: int, tmp_p
     want = told(whole := trainer(), "loss")
     whole.fit(loader(), epochs=2)
     got = told(cut := trainer(checkpoint=tmp_path, checkpoint_every=every), "loss")
-    cut.callbacks.append(fail)
+    cut.context.callbacks.append(fail)
     with pytest.raises(ConnectionError, match="offline"):
         cut.fit(loader(), epochs=2)
     assert Checkpoints(tmp_path).update() == at

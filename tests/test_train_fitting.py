@@ -134,12 +134,12 @@ def test_whole_batches_are_tried_again_after_a_while(monkeypatch: pytest.MonkeyP
         if event.update >= 12:
             greedy.most = 100
 
-    trainer.callbacks.append(watch)
-    trainer.callbacks.append(lambda trainer, event: failed.append(greedy.failed))
-    trainer.log_every = 1
+    trainer.context.callbacks.append(watch)
+    trainer.context.callbacks.append(lambda trainer, event: failed.append(greedy.failed))
+    trainer.context.log_every = 1
     trainer.fit([batch], epochs=20)
     assert greedy.failed == 3  # at first, after 2 more updates, after 4 more; when it is tried again, there is room
-    assert trainer.run.room.fitting.limit is None
+    assert trainer.context.fit.memory_plan.fitting.limit is None
 
 
 def test_a_single_example_that_does_not_fit_is_said() -> None:

@@ -83,7 +83,7 @@ def test_what_a_callback_has_thawed_or_frozen_is_so_in_the_run_that_goes_on(
 
     cut = thawing(callback, schedule=schedule, checkpoint=tmp_path)
     got = told(cut, "loss")
-    cut.callbacks.append(stop)
+    cut.context.callbacks.append(stop)
     cut.fit(loader(), loader(), epochs=4)
     resumed = thawing(callback, schedule=schedule, checkpoint=tmp_path).resume()
     assert resumed.notes == notes
@@ -207,7 +207,7 @@ def test_the_rate_of_the_checkpoint_goes_before_that_of_the_script_unless_it_is_
     cut(CHAINS[name], tmp_path / "other", optimizer=fast)
     over = trainer(optimizer=fast, schedule=CHAINS[name], checkpoint=tmp_path / "other").resume(override={"lr": RATE / 4})
     rest = told(over, "rate")
-    over.callbacks.append(lambda made, event: made.stop("enough") if event.update == 9 else None)
+    over.context.callbacks.append(lambda made, event: made.stop("enough") if event.update == 9 else None)
     assert over.fit(loader(), epochs=2).notes == (f"lr is {RATE / 4} from here on, by resume(override=...), and was {RATE}.",)
     for base in getattr(over.scheduler, "base_lrs", ()):
         assert base == RATE / 4

@@ -452,7 +452,7 @@ def test_what_torch_func_cannot_differentiate_is_no_fault_of_the_model() -> None
         )
         with pytest.raises(WorkloadError, match=fix):
             trainer.fit([torch.randn(4, 2)], epochs=1)
-        trainer.settings = Settings()
+        trainer.context.settings = Settings()
         trainer.fit([torch.randn(4, 2)], epochs=1)
 
 
@@ -728,7 +728,7 @@ def test_a_double_of_a_run_keeps_its_budget() -> None:
 
     def peak(settings: Settings) -> float:
         trainer = Trainer(model, loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=settings)
-        double = ShadowRun(trainer, settings, [(x, x)])
+        double = ShadowRun(trainer.context, settings, [(x, x)])
         step = double.step
         return peak_activations(lambda: backward(step, (x, x)), double.model.parameters(), torch.device("cpu")) / 1e6
 
@@ -736,7 +736,7 @@ def test_a_double_of_a_run_keeps_its_budget() -> None:
     assert peak(Settings(threads=1, activation_mb=0.7 * whole)) <= 0.7 * whole
     chain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     trainer = Trainer(chain, loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(segments=2))
-    assert "forward" in vars(ShadowRun(trainer, trainer.settings, [(torch.zeros(2, 4), torch.zeros(2, 4))]).model)
+    assert "forward" in vars(ShadowRun(trainer.context, trainer.settings, [(torch.zeros(2, 4), torch.zeros(2, 4))]).model)
 
 
 class Counting(nn.Linear):
@@ -763,7 +763,7 @@ def test_operations_are_counted_by_a_few_examples_and_cost_no_run(
     def share(group: list[Any], **settings: Any) -> tuple[float | None, list[str]]:
         made = Settings(threads=1, **settings)
         trainer = Trainer(Counting(4, 4), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=made)
-        return flops_share(trainer, group, 1e6), trainer.notes
+        return flops_share(trainer.context, group, 1e6), trainer.notes
 
     assert share([batch]) == (pytest.approx((2 * 16 + 2 * 16) * 1e6 / 10e9), [])
     assert share([batch], activation_mb=1.0)[0] is not None

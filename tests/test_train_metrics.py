@@ -86,7 +86,7 @@ def test_metrics_of_a_model_with_its_own_loss_get_its_answer_and_the_batch() -> 
 def test_a_metric_of_the_whole_set_is_no_mean_over_batches() -> None:
     seen: list[float] = []
     made = trainer(metrics={"f1": F1()}, callbacks=[lambda _, event: seen.extend(getattr(event, "metrics", {}).values())])
-    made.early_stopping = EarlyStopping(metric="f1", mode="max")
+    made.context.early_stopping = EarlyStopping(metric="f1", mode="max")
     summary = made.fit(signs(), signs(), epochs=3)
     whole = F1()
     with torch.no_grad():

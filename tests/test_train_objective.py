@@ -127,7 +127,7 @@ def test_a_loss_that_misses_a_key_is_named_though_settings_decide_themselves() -
     made = trainer(loss, settings=Settings(optimizer="auto"))
     with pytest.raises(WorkloadError, match="The model or its loss raised: KeyError: 'label'"):
         made.fit(batches(), epochs=1)
-    assert flops_share(made, batches(1), 1.0) is None
+    assert flops_share(made.context, batches(1), 1.0) is None
 
 
 def test_compilation_that_a_loss_goes_around_is_told_of() -> None:
@@ -369,7 +369,7 @@ def test_the_parameters_of_a_loss_are_trained_as_by_hand_and_go_on(tmp_path: pat
     assert first.fit(pairs(), epochs=1).notes == (said,)
     resumed = made().resume()
     resumed.fit(pairs(), epochs=2)
-    for part, other in ((model, resumed.model), (loss, resumed.objective.loss)):
+    for part, other in ((model, resumed.model), (loss, resumed.context.objective.loss)):
         assert isinstance(other, nn.Module)
         torch.testing.assert_close(other.state_dict(), part.state_dict())
     both = momentum([*(model := network()).parameters(), *(loss := Centres()).parameters()])

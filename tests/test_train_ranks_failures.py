@@ -172,13 +172,13 @@ def callbacks(folder: pathlib.Path) -> dict[str, Any]:
             raise RuntimeError("no server")
 
     made, data = trainer(), Sized(2, 2)
-    made.callbacks.append(lower)
+    made.context.callbacks.append(lower)
     found: dict[str, Any] = {"lower": epoch(made, data)}
     made = trainer()
-    made.callbacks.append(ask)
+    made.context.callbacks.append(ask)
     found["validate"] = epoch(made, data)
     made = trainer(checkpoint=folder / "callbacks")
-    made.callbacks.append(fail)
+    made.context.callbacks.append(fail)
     found["fail"] = failure(lambda: made.fit(data, data, epochs=2))
     return found | {"saved": sorted(path.name for path in (folder / "callbacks").glob("update-*"))}
 

@@ -180,8 +180,8 @@ def unlabelled(name: str, **settings: Any) -> list[Any]:
         labels.fill_(-100)
     made = Trainer(model, loss=loss, optimizer=functools.partial(torch.optim.SGD, lr=0.1), settings=Settings(**settings))
     losses: list[float] = []
-    made.callbacks.append(lambda _, event: losses.append(event.loss) if isinstance(event, Progressed) else None)
-    made.log_every = 1
+    made.context.callbacks.append(lambda _, event: losses.append(event.loss) if isinstance(event, Progressed) else None)
+    made.context.log_every = 1
     made.fit(data, epochs=1)
     return [losses, flat(model)]
 

@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_with_other_batches_per_update_gets_their_rate(tmp_pa
     made(TWICE, checkpoint=tmp_path, callbacks=[stop_at(2)], schedule=cosine()).fit(loader(), steps=8)
     for settings, factor in ((Settings(accumulate=4, scale_lr="linear"), 4.0), (Settings(accumulate=4, scale_lr="sqrt"), 2.0)):
         rates = told(resumed := made(settings, checkpoint=tmp_path, schedule=cosine()).resume(), "rate")
-        resumed.callbacks.append(stop_at(3))
+        resumed.context.callbacks.append(stop_at(3))
         resumed.fit(loader(), steps=8)
         want = told(whole := made(schedule=cosine()), "rate")
         whole.fit(loader(), steps=8)

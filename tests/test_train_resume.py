@@ -293,7 +293,7 @@ def test_a_run_goes_on_from_its_last_parameters_and_not_from_the_best(ema: float
     weight = torch.full((1, 1), 0.25)
     made.model.layer.load_state_dict({"weight": weight, "bias": torch.zeros(1)})  # what its owner puts there stays
     made.optimizer.param_groups[0]["lr"] = 0.0
-    made.early_stopping, made.best_parameters = None, None
+    made.context.early_stopping, made.context.best_parameters = None, None
     made.fit(data, epochs=7)
     assert torch.equal(made.model.layer.weight, weight)
 

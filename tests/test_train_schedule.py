@@ -199,8 +199,8 @@ def test_what_the_script_has_changed_of_a_schedule_is_told_of_and_stays_as_it_wa
     for value, first, last in ((after, 6, EPOCH), (after, EPOCH, 2 * EPOCH)):  # and again, as long as it differs
         got = rates(resumed := one(value, checkpoint=tmp_path).resume())
         if last == EPOCH:
-            resumed.callbacks.append(lambda made, event: made.stop("enough") if event.update == EPOCH else None)
-            resumed.log_every = 1
+            resumed.context.callbacks.append(lambda made, event: made.stop("enough") if event.update == EPOCH else None)
+            resumed.context.log_every = 1
         resumed.fit(loader(), epochs=2)
         assert got == want[first:last]
         assert [note for note in resumed.notes if note.startswith(said)], resumed.notes
@@ -215,7 +215,7 @@ def test_a_schedule_that_is_another_and_of_another_length_is_refused(tmp_path: p
     said = r"The run has 16 updates now, and had 8: .* The StepLR's gamma is 0\.8 in the script, and was 0\.5 in .* Give those,"
     with pytest.raises(UsageError, match=said):
         resumed.fit(loader(), epochs=2)
-    resumed.schedule = steps(0.5)
+    resumed.context.schedule = steps(0.5)
     assert resumed.fit(loader(), epochs=2).updates == EPOCH
 
 
@@ -224,10 +224,10 @@ def test_a_second_fit_with_another_function_has_that_one_if_it_makes_the_same_ki
     whole.fit(loader(), epochs=2)
     made = trainer(schedule=cosine())
     made.fit(batches := loader(), epochs=1)
-    got, made.schedule = rates(made), linear()
+    got, made.context.schedule = rates(made), linear()
     made.fit(batches, epochs=2)
     assert got == want[EPOCH:]
-    made.schedule = one_cycle(0.05)
+    made.context.schedule = one_cycle(0.05)
     with pytest.raises(UsageError, match="The run began with LambdaLR, and this is OneCycleLR"):
         made.fit(batches, epochs=3)
 
@@ -325,7 +325,7 @@ def test_what_is_thawed_in_mid_run_follows_the_schedule() -> None:
 
 def test_a_cycle_that_is_too_short_is_refused_at_once() -> None:
     made = trainer(optimizer=torch.optim.SGD((model := Line()).parameters(), lr=0.1), model=model)
-    made.schedule = OneCycleLR(made.optimizer, 0.1, total_steps=10)
+    made.context.schedule = OneCycleLR(made.optimizer, 0.1, total_steps=10)
     with pytest.raises(
         UsageError, match=r"The OneCycleLR has 10 steps, of which 0 are made, and the run has 16 updates to come"
     ):
@@ -470,9 +470,9 @@ def test_a_plateau_of_the_opposite_direction_is_refused() -> None:
     ):
         made.fit(loader(), loader(), epochs=1)
     assert made.position.update == 0
-    made.early_stopping = EarlyStopping(metric="right", mode="max", patience=10**6)
+    made.context.early_stopping = EarlyStopping(metric="right", mode="max", patience=10**6)
     assert made.fit(loader(), loader(), epochs=1).updates == EPOCH
-    made = trainer(schedule=plateau("min"), metrics=made.metrics, early_stopping=made.early_stopping)
+    made = trainer(schedule=plateau("min"), metrics=made.context.metrics, early_stopping=made.context.early_stopping)
     with pytest.raises(UsageError, match="has mode='min', but goes by the validation's right, which is watched with"):
         made.fit(loader(), loader(), epochs=2)
 

@@ -144,7 +144,7 @@ def validations(made: Trainer) -> list[tuple[int, float]]:
         if isinstance(event, Validated):
             found.append((event.update, event.metrics["loss"]))
 
-    made.callbacks.append(watch)
+    made.context.callbacks.append(watch)
     return found
 
 
@@ -243,7 +243,7 @@ def test_a_callback_that_fails_at_the_end_of_an_epoch_does_not_cost_it(kind: typ
     whole.fit(loader(), loader(), epochs=2)
     cut = trainer(checkpoint=tmp_path, callbacks=[fail])
     got = validations(cut)
-    cut.callbacks.reverse()  # the one that fails comes last
+    cut.context.callbacks.reverse()  # the one that fails comes last
     with pytest.raises(ConnectionError, match="offline"):
         cut.fit(loader(), loader(), epochs=2)
     assert Checkpoints(tmp_path).update() == EPOCH

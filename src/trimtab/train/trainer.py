@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.core.settings import Settings
 from trimtab.errors import StorageError, UsageError
-from trimtab.train.autotune import auto_settings
+from trimtab.train.autotune import auto_settings, online_tuning
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.checkpoint.resume_conflicts import check_kinds, checked_override
 from trimtab.train.data.micro_batches import check_loader
@@ -315,6 +315,8 @@ class Trainer:
         """The loop itself: epochs of updates, a validation after each."""
         position = self.context.position
         ready = setup.ready(self.context, train)
+        if self.context.settings.adjust:
+            self.context.watchers.append(online_tuning.adjuster(self.context, ready))
         step, meter = ready.step, Meter(self.context, ready.clock, ready.updates)
         to_come = None if ready.updates is None else ready.updates - position.update
         schedules.check(ready.scheduler, to_come, None if held_out is None else self.context.early_stopping or EarlyStopping())

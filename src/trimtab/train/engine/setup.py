@@ -19,7 +19,6 @@ from trimtab.core.settings import Settings
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError
 from trimtab.tensors.memory_format import lay_out
-from trimtab.train.autotune.online_tuning import adjuster
 from trimtab.train.checkpoint import resume_conflicts as given
 from trimtab.train.checkpoint.checkpoints import refuse_strange
 from trimtab.train.data.device_prefetch import Transfer, mover, transfer_for
@@ -79,8 +78,6 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     made = Ready(feed, step, scheduler, clock, move, context.fit.planned)
     if isinstance(made.step, CompiledStep):
         context.watchers.append(CompileWatch(made.step))
-    if settings.adjust:
-        context.watchers.append(adjuster(context, made))
     return made
 
 
