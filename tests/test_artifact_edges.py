@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 import trimtab
 from test_artifact import reseal, set_path, write
 from trimtab._internal.serialization import write_text
-from trimtab.api.optimize import LEFT
 from trimtab.artifact import templates
 from trimtab.artifact.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
 from trimtab.artifact.manifest import findings
@@ -45,6 +44,7 @@ from trimtab.core.technique import PASSES
 from trimtab.errors import ArtifactError, CompileError, IntegrityError, StorageError, UsageError, WorkloadError
 from trimtab.hardware.environment import Environment
 from trimtab.passes.channels_last import ChannelsLast
+from trimtab.study.run_folder import LEFT
 
 
 def shipped(folder: pathlib.Path, subject: Candidate, backend: Backend, *passes: Any) -> Artifact:
@@ -471,8 +471,8 @@ def test_a_model_that_was_loaded_before_a_fork_is_refused_after_it(
     try:
         torch.set_num_threads(torchs)
         many = load(folder)
-        alone = load(folder, threads=1)
-        alone(x)
+        exclusive = load(folder, threads=1)
+        exclusive(x)
         torch.set_num_threads(torchs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # newer versions of Python warn of a fork beside threads
@@ -482,7 +482,7 @@ def test_a_model_that_was_loaded_before_a_fork_is_refused_after_it(
                 many(x)
             except UsageError as error:
                 torch.set_num_threads(1)  # as loading with one does
-                os._exit(0 if "Load it in each process and not before" in str(error) and "class" in alone(x) else 1)
+                os._exit(0 if "Load it in each process and not before" in str(error) and "class" in exclusive(x) else 1)
             os._exit(2)
     finally:
         torch.set_num_threads(threads)

@@ -10,9 +10,9 @@ import tempfile
 import pytest
 
 from test_artifact import write
-from trimtab.api.optimize import alone, forgetting
 from trimtab.artifact.staging import fresh_folder, refuse_others
 from trimtab.errors import ArtifactError
+from trimtab.study.run_folder import exclusive, starting_afresh
 
 STUDY = {"study.db": "trials", "workload.json": "whose", "artifact/manifest.json": "hours of work", "trials/a/log.txt": "a log"}
 
@@ -41,7 +41,7 @@ def test_what_was_moved_is_back_where_something_cannot_be(tmp_path: pathlib.Path
         real(source, target)
 
     monkeypatch.setattr(os, "replace", third)
-    with pytest.raises(PermissionError), forgetting(tmp_path):
+    with pytest.raises(PermissionError), starting_afresh(tmp_path):
         raise AssertionError("the block was begun")
     assert len(moves) == 5
     assert found(tmp_path) == STUDY
@@ -55,7 +55,7 @@ def test_what_a_study_wrote_that_could_not_begin_is_gone(tmp_path: pathlib.Path)
         raise KeyError
 
     made(tmp_path, STUDY | {"prepare/log.txt": "the old dry run"})
-    with pytest.raises(KeyError), forgetting(tmp_path):
+    with pytest.raises(KeyError), starting_afresh(tmp_path):
         begin()
     assert found(tmp_path) == STUDY | {"prepare/log.txt": "why it failed"}
 
@@ -65,7 +65,7 @@ def test_a_killed_beginning_is_undone_by_the_next_run_and_a_killed_end_is_done(t
     made(tmp_path / ".fresh.abc123.tmp", {name: text for name, text in STUDY.items() if name != "study.db"})
     made(tmp_path, {"study.db": "trials"})  # which was not moved yet
     made(tmp_path / ".done.abc123.tmp", {"study.db": "those of a study that was to be forgotten"})
-    with alone(tmp_path):
+    with exclusive(tmp_path):
         assert found(tmp_path) == STUDY | {".lock": ""}
 
 
@@ -77,10 +77,10 @@ def test_the_old_study_stays_where_it_is_while_it_cannot_be_put_back(
         raise OSError(errno.EIO, "Input/output error")
 
     made(tmp_path, STUDY)
-    with pytest.raises(OSError, match="Input/output"), forgetting(tmp_path):
+    with pytest.raises(OSError, match="Input/output"), starting_afresh(tmp_path):
         broken()
     monkeypatch.undo()
-    with alone(tmp_path):
+    with exclusive(tmp_path):
         assert found(tmp_path) == STUDY | {".lock": ""}
 
 

@@ -21,7 +21,6 @@ import pytest
 from _faulty import write
 from _workers import that_stay, workers_that_stay
 from trimtab._internal.files import refused
-from trimtab.api.optimize import alone
 from trimtab.backends.torchscript import TorchScript
 from trimtab.cli._boundary import Ending
 from trimtab.core.recipe import Recipe
@@ -31,6 +30,7 @@ from trimtab.evaluation.evaluate import ended
 from trimtab.execution.fork_pool import Forked, Workers
 from trimtab.execution.process import WorkerProcess
 from trimtab.study.options import Options
+from trimtab.study.run_folder import exclusive
 from trimtab.study.study import Study
 
 MADE = "def made(): return workload()"
@@ -326,7 +326,7 @@ def test_a_folder_without_locks_is_said_to_have_none(tmp_path: pathlib.Path, mon
 
     monkeypatch.setattr(fcntl, "flock", flock)
     words = r"lies where files cannot be locked \(No locks available\).* Use --out .* with a folder on a local disk"
-    with pytest.raises(StorageError, match=words), alone(tmp_path / "run"):
+    with pytest.raises(StorageError, match=words), exclusive(tmp_path / "run"):
         pass
 
 

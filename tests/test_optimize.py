@@ -21,7 +21,7 @@ import torch
 import trimtab
 from _studies import data
 from trimtab._internal.serialization import from_json
-from trimtab.api.optimize import command_line, run_folder
+from trimtab.api.optimize import command_line
 from trimtab.core.measurement import Interval
 from trimtab.core.trial import State
 from trimtab.errors import IntegrityError, StorageError, UsageError
@@ -31,6 +31,7 @@ from trimtab.hardware.environment import Environment
 from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.record import Record
+from trimtab.study.run_folder import run_folder
 from trimtab.study.study import Study
 
 WORKLOAD = """
@@ -156,8 +157,8 @@ def test_verify_and_measure(study) -> None:
     assert out.rstrip().endswith("verified")
     timed = json.loads(command("measure", result["artifact"], "--vs", "tiny.py", "--time", "300ms", "--json", folder=folder))
     assert timed["comparison"]["ratio"]["low"] <= timed["comparison"]["ratio"]["value"] <= timed["comparison"]["ratio"]["high"]
-    alone = command("measure", "tiny.py", "--time", "300ms", folder=folder)
-    assert "noise: it measures" in alone
+    exclusive = command("measure", "tiny.py", "--time", "300ms", folder=folder)
+    assert "noise: it measures" in exclusive
 
 
 def test_optimize_writes_the_report_of_what_it_found(study: tuple[pathlib.Path, dict[str, Any]]) -> None:

@@ -20,7 +20,6 @@ import pytest
 import sqlalchemy
 
 from _studies import ENVIRONMENT, record
-from trimtab.api.optimize import alone, forgetting
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS
 from trimtab.core.measurement import Drop, Interval, Measurement
@@ -34,6 +33,7 @@ from trimtab.study import ranking
 from trimtab.study.final_selection import ahead, pays
 from trimtab.study.options import Options
 from trimtab.study.record import claim
+from trimtab.study.run_folder import exclusive, starting_afresh
 from trimtab.study.samplers.ladder import Ladder, SearchState, Tpe, as_written
 from trimtab.study.storage import Storage, in_file, shown
 
@@ -207,13 +207,13 @@ def test_a_run_folder_whose_owner_cannot_be_read_is_refused_in_words(tmp_path) -
 
 
 def test_a_run_folder_is_for_one_process_at_a_time(tmp_path) -> None:
-    with alone(tmp_path / "run"):
-        with pytest.raises(UsageError, match=r"Another process is at work in .*run. Wait for it"), alone(tmp_path / "run"):
+    with exclusive(tmp_path / "run"):
+        with pytest.raises(UsageError, match=r"Another process is at work in .*run. Wait for it"), exclusive(tmp_path / "run"):
             pass
-        with forgetting(tmp_path / "run"):
+        with starting_afresh(tmp_path / "run"):
             pass
         assert [entry.name for entry in (tmp_path / "run").iterdir()] == [".lock"]
-    with alone(tmp_path / "run"):
+    with exclusive(tmp_path / "run"):
         pass
 
 

@@ -8,6 +8,7 @@ from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.technique import Pass
 from trimtab.errors import ArtifactError, CompileError
+from trimtab.safe_load.archives import load_torchscript
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class Traced(Backend):
 
     def load(self, folder, signature, settings):
         try:
-            return TracedExecutable(torch.jit.load(str(folder / "traced.pt")), signature, settings)
-        except (OSError, RuntimeError, ValueError) as error:
+            return TracedExecutable(load_torchscript(folder / "traced.pt"), signature, settings)
+        except (OSError, RuntimeError) as error:
             raise ArtifactError(f"traced.pt cannot be read: {error}") from error
 
     def script(self):

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab._internal.serialization import to_json, write_json
 from trimtab._internal.units import positive, seconds
-from trimtab.api.optimize import Interrupt, alone, confirm_s, disk_errors, forgetting, reported, run_folder, taken
+from trimtab.api.optimize import Interrupt, confirm_s, reported, taken
 from trimtab.core.settings import Settings
 from trimtab.core.workload import Limits, Workload
 from trimtab.errors import UsageError
@@ -22,6 +22,7 @@ from trimtab.study.options import Options
 from trimtab.study.progress import Printed, Progress
 from trimtab.study.record import Record
 from trimtab.study.result import Result, speed_ups
+from trimtab.study.run_folder import disk_errors, exclusive, run_folder, starting_afresh
 from trimtab.study.storage import shown
 from trimtab.study.study import Study
 from trimtab.study.task import TrainingTask
@@ -139,10 +140,10 @@ def tune(
     workload = taken(workload, "trimtab.tune")
     folder = run_folder(workload, out, "-tune")
     progress = Printed(budget_s=limit_s) if progress is None else progress
-    with Interrupt(progress) as interrupt, disk_errors(folder), alone(folder), Workers() as workers:
+    with Interrupt(progress) as interrupt, disk_errors(folder), exclusive(folder), Workers() as workers:
         asked = {"limits": limits, "budget": budget, "trials": trials, "updates": updates}
         command = _spoken(workload, options, **asked, out=str(folder))
-        with forgetting(folder) if fresh else contextlib.nullcontext():
+        with starting_afresh(folder) if fresh else contextlib.nullcontext():
             study = Study(
                 workload,
                 folder,

@@ -1,0 +1,148 @@
+"""The run folder of a study: its lock, what may lie in it, and how another study begins there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+from trimtab._internal.files import UNLOCKED, path_of, put_back, refused, removed, set_aside
+from trimtab._internal.locks import locked
+from trimtab.core.workload import Workload
+from trimtab.errors import StorageError, UsageError
+from trimtab.execution.trial_runner import PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS
+from trimtab.study import confirmation_starts
+from trimtab.study.confirmation import CONFIRM_FOLDER
+from trimtab.study.final_selection import EXPLAIN
+from trimtab.study.record import OWNER, RECORD
+from trimtab.study.result import ARTIFACT
+from trimtab.study.runoff import RUNOFF
+from trimtab.study.training import SETTINGS_FOLDER
+
+RESULT_FILE = "result.json"
+LOCK = ".lock"
+ENTRIES = {
+    LOCK,
+    *(
+        ARTIFACT,
+        RESULT_FILE,
+        confirmation_starts.FOLDER,
+        CONFIRM_FOLDER,
+        RUNOFF,
+        EXPLAIN,
+        RECORD,
+        OWNER,
+        TRIALS,
+        RIVALS,
+        REFERENCE,
+        SCRATCH,
+        PREPARE,
+    ),
+    *("study.db", "study.db-journal", "workload.pkl", "report.html", "settings.json", SETTINGS_FOLDER),
+}
+"""What a run folder may hold; whatever else lies there is somebody's own."""
+LEFT = re.compile(r"\..*\.tmp")
+"""What a process that was killed while it wrote may leave there."""
+FRESH, DONE = ".fresh.", ".done."
+"""How the names begin of what holds the old study while another begins in its folder, and of what is left of it after that."""
+
+
+@contextlib.contextmanager
+def disk_errors(folder: pathlib.Path) -> Iterator[None]:
+    """Turns the system's complaints, most of which are about the run folder, into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{refused(error, folder)} What is finished is kept; the same command goes on from it.") from error
+
+
+@contextlib.contextmanager
+def starting_afresh(folder: pathlib.Path) -> Iterator[None]:
+    """A block that begins another study in ``folder``: what is there is set aside, and deleted once the new one has begun.
+
+    A block that raises, as over a misspelt limit or a workload that fails, leaves the old study as it was.
+
+    Raises:
+        UsageError: the folder holds something that no study made.
+    """
+    strange = sorted(path.name for path in folder.iterdir() if path.name not in ENTRIES and not LEFT.fullmatch(path.name))
+    if strange:
+        raise UsageError(
+            f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out (in "
+            "Python, out=...)."
+        )
+    aside = pathlib.Path(tempfile.mkdtemp(prefix=FRESH, suffix=".tmp", dir=folder))
+    old = [entry.name for entry in folder.iterdir() if entry.name not in (LOCK, aside.name)]
+    with set_aside(folder, old, aside, ENTRIES - {LOCK, PREPARE}):
+        try:
+            yield
+        except BaseException:
+            if os.path.lexists(folder / PREPARE):  # what the dry run wrote explains the error
+                removed(aside / PREPARE)
+            raise
+    done = aside.with_name(aside.name.replace(FRESH, DONE, 1))
+    aside.rename(done)  # from here on nothing is put back
+    shutil.rmtree(done, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def exclusive(folder: pathlib.Path) -> Iterator[None]:
+    """A block in which no other process works in run folder ``folder``; the lock goes with the process, however that ends.
+
+    Raises:
+        UsageError: another one does.
+        StorageError: nobody can tell, because files cannot be locked there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as held:
+        try:
+            free = locked(held.fileno())
+        except OSError as error:
+            if error.errno not in UNLOCKED:
+                raise
+            raise StorageError(
+                f"The run folder {folder} lies where files cannot be locked ({error.strerror}), which is what keeps two runs, "
+                "and their databases, apart. Use --out (in Python, out=...) with a folder on a local disk."
+            ) from None
+        if not free:
+            raise UsageError(
+                f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out (in "
+                "Python, out=...)."
+            )
+        _tidy(folder)
+        yield
+
+
+def _tidy(folder: pathlib.Path) -> None:
+    """Put back what a killed process had set aside for a study that never began, and delete what others left."""
+    for left in folder.glob(f"{FRESH}*.tmp"):
+        put_back(left, folder)
+    for left in (*folder.glob(f"{DONE}*.tmp"), *folder.glob(f".{ARTIFACT}.*.tmp")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def run_folder(workload: Workload | str, out: str | pathlib.Path | None, suffix: str = "") -> pathlib.Path:
+    """Where a study lives: as said, else ``runs/`` and the name of the workload or of its file, and ``suffix``.
+
+    Raises:
+        UsageError: it is no path, a file is there, or the name is no UTF-8, which some libraries cannot write to.
+    """
+    if out is not None:
+        folder = path_of(out, "out", "runs/model")
+        if os.path.exists(folder) and not os.path.isdir(folder):  # which say no where pathlib's raise
+            raise UsageError(f"The run folder {folder} is a file. Give a folder with --out (in Python, out=...).")
+        if (readable := str(folder).encode(errors="replace").decode()) != str(folder):
+            raise UsageError(
+                f"The name of the run folder {readable} is no UTF-8. Give another with --out (in Python, out=...)."
+            )
+        return folder
+    if isinstance(workload, Workload):
+        return pathlib.Path("runs") / f"{workload.name}{suffix}"
+    place, _, name = workload.rpartition(":") if not workload.endswith(".py") else (workload, "", "")
+    stem = pathlib.Path(place).stem if place.endswith(".py") else place
+    whole = f"{stem}-{name}{suffix}" if name else f"{stem}{suffix}"
+    return pathlib.Path("runs") / whole.encode(errors="replace").decode().replace("?", "_")
