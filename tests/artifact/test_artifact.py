@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import trimtab
+from _places import TESTS
 from _studies import comparison
 from trimtab._internal.serialization import dumps, to_json
 from trimtab.artifact import manifest as _manifest
@@ -500,7 +501,7 @@ except ArtifactError as error:
 
 @pytest.mark.parametrize("limit", [1000, 12_000])
 def test_a_full_disk_leaves_the_old_artifact_and_nothing_half_written(limit: int, folder: pathlib.Path) -> None:
-    source = FULL_DISK.format(path=[str(pathlib.Path(__file__).parent)], folder=str(folder), limit=limit)
+    source = FULL_DISK.format(path=[str(TESTS / "artifact"), str(TESTS)], folder=str(folder), limit=limit)
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True)
     assert "cannot be written" in ran.stdout, ran.stderr
     assert "Nothing was left half-written" in ran.stdout

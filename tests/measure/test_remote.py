@@ -21,13 +21,14 @@ from multiprocessing.connection import Client
 
 import pytest
 
+from _places import TESTS
 from _served import KEY, Work
 from trimtab.errors import MeasurementError
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.measure.remote import LONGEST_PATH, RemoteRunner, serve
 from trimtab.measure.timer import LocalRunner, Runner
 
-SCRIPT = pathlib.Path(__file__).with_name("_served.py")
+SCRIPT = TESTS / "_served.py"
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from _places import TESTS
 from _served import KEY, Work
 from trimtab._internal.serialization import from_json, to_json
 from trimtab.api.compare import Timing
@@ -56,7 +57,7 @@ class Clockwork:
 @pytest.fixture
 def served() -> Iterator[RemoteRunner]:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="trimtab-test-"))
-    script = pathlib.Path(__file__).with_name("_served.py")
+    script = TESTS / "_served.py"
     process = subprocess.Popen([sys.executable, str(script), str(folder / "s"), "200"])
     with RemoteRunner(folder / "s", KEY) as runner:
         yield runner

@@ -486,7 +486,10 @@ def test_a_plateau_of_the_opposite_direction_is_refused() -> None:
         (one_cycle, "schedule is one_cycle, which cannot be called with (optimizer, updates)"),
         (StepLR, "schedule is StepLR, a class, to which the updates of a run may mean anything. Give one such as"),
         (lambda o, n: None, "The schedule returned None, not one of torch.optim.lr_scheduler. Let it return one."),
-        (lambda o, n: StepLR(o, n / 0), "The schedule raised: ZeroDivisionError: division by zero (tests/test_train_schedule"),
+        (
+            lambda o, n: StepLR(o, n / 0),
+            "The schedule raised: ZeroDivisionError: division by zero (tests/train/optim/test_schedules",
+        ),
     ],
 )
 def test_what_is_no_schedule_is_said(schedule: Any, said: str) -> None:

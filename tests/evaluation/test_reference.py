@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from test_artifact_edges import replayed, shipped
 from torch import nn
 
 from _backends import needs_compiler
-from test_artifact_edges import replayed, shipped
 from trimtab.artifact.artifact import Golden
 from trimtab.backends.eager import Eager
 from trimtab.backends.torchscript import TorchScript

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from _places import ROOT
 from trimtab.errors import StorageError, UsageError, WorkloadError
 from trimtab.train.data.collate import Collate
 from trimtab.train.data.loader import Loader
@@ -82,18 +83,21 @@ def test_a_call_that_makes_no_sense_is_refused_at_once(arguments: Any, options: 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raise", "The dataset raised on example 7: KeyError: 'no such file' (tests/test_train_data_faults.py, line 34)"),
+        (
+            "raise",
+            "The dataset raised on example 7: KeyError: 'no such file' (tests/train/data/test_loader_faults.py, line 35)",
+        ),
         ("shape", "Examples at 'image' cannot be joined to a batch: their shapes are (3, 4, 4), (3, 4, 5)"),
     ],
 )
 def test_the_example_and_the_place_are_named(fault: str, message: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(pathlib.Path(__file__).parent.parent)
+    monkeypatch.chdir(ROOT)
     loader = Loader(Faulty(fault), 4, shuffle=False, workers=workers)
     with pytest.raises(WorkloadError) as caught:
         list(loader)
     assert message in str(caught.value)
     if workers:
-        assert "test_train_data_faults.py" in caught.value.__notes__[0] or fault == "shape"
+        assert "test_loader_faults.py" in caught.value.__notes__[0] or fault == "shape"
         assert "Traceback" in caught.value.__notes__[0]
 
 

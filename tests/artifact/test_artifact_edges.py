@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_artifact import reseal, set_path, write
 from torch import nn
 from typer.testing import CliRunner
 
 import trimtab
-from test_artifact import reseal, set_path, write
 from trimtab._internal.serialization import write_text
 from trimtab.artifact import templates
 from trimtab.artifact.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact

@@ -8,8 +8,8 @@ import pathlib
 import tempfile
 
 import pytest
-
 from test_artifact import write
+
 from trimtab.artifact.staging import fresh_folder, refuse_others
 from trimtab.errors import ArtifactError
 from trimtab.study.run_folder import exclusive, starting_afresh

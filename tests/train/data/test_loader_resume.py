@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import trimtab
+from _places import TESTS
 from trimtab.train.data.collate import Collate
 from trimtab.train.data.loader import Loader
 from trimtab.train.telemetry.events import Event, Progressed
@@ -97,7 +98,7 @@ KINDS = ["bucketed 0", "bucketed 2", "stock 0", "stock 2"]
 def logs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Where the losses are of all runs, which one fresh process starts one after the other."""
     folder = tmp_path_factory.mktemp("runs")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     command = [sys.executable, __file__, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 import torch
+from test_archives import rewrite
 from torch import nn
 
-from test_archive import rewrite
 from trimtab.backends.eager import Eager
 from trimtab.core.candidate import Candidate
 from trimtab.errors import CompileError, IntegrityError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import pathlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -12,7 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-ROOT = pathlib.Path(__file__).parent.parent
+from _places import ROOT
+
 EXAMPLES = ROOT / "examples" / "training"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "real")
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from test_artifact import reseal, set_path
+from test_artifact_edges import shipped
 from torch import nn
 
 from _backends import needs_compiler, reloaded
-from test_artifact import reseal, set_path
-from test_artifact_edges import shipped
 from trimtab.artifact.artifact import open_artifact
 from trimtab.backends.common.exported_program import disagreement
 from trimtab.backends.common.foreign import returning, wrong_graph

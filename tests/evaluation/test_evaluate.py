@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from _places import ROOT
 from trimtab._internal.serialization import dumps, from_json
 from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.backends.eager import Eager, EagerExecutable
@@ -45,7 +46,7 @@ from trimtab.measure.timer import LocalRunner
 from trimtab.study.ranking import feasible
 from trimtab.study.samplers.ladder import as_written
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 EAGER = BACKENDS["eager"]()
 
 

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-PLUGIN = pathlib.Path(__file__).parent / "plugin"
+from _places import TESTS
+
+PLUGIN = TESTS / "plugin"
 
 
 @pytest.fixture(scope="module")
