@@ -18,7 +18,7 @@ def workers(folder: pathlib.Path) -> list[psutil.Process]:
             log = os.readlink(f"/proc/{process.pid}/fd/1")
         except OSError:  # it has just ended, or is somebody else's
             return False
-        return log.startswith(str(folder)) and "trimtab.study" in " ".join(process.info["cmdline"] or [])
+        return log.startswith(str(folder)) and "trimtab.execution" in " ".join(process.info["cmdline"] or [])
 
     return [process for process in psutil.process_iter(["cmdline"]) if ours(process)]
 

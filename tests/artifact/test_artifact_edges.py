@@ -467,7 +467,7 @@ def test_a_model_that_was_loaded_before_a_fork_is_refused_after_it(
     DataLoader, says nothing of a runtime that has threads of its own."""
     folder, threads = write(tmp_path / "artifact", backend, baseline=False).path, torch.get_num_threads()
     x = torch.randn(1, 1, 8, 8)
-    monkeypatch.setattr("trimtab.core.technique.affinity", lambda: 2)
+    monkeypatch.setattr("trimtab.core.backend.affinity", lambda: 2)
     try:
         torch.set_num_threads(torchs)
         many = load(folder)

@@ -94,7 +94,10 @@ def _place(error: BaseException) -> str:
 
 def _nearest(frames: Iterable[tuple[str, int]]) -> str:
     """The last of ``frames``, files and lines in them, that is of the user's own code."""
-    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(pathlib.Path(__file__).parent))
+    libraries = (
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        str(pathlib.Path(__file__).parents[1]),
+    )
     own = [each for each in frames if not each[0].startswith(("<", *(library + os.sep for library in libraries)))]
     if not own:
         return ""

@@ -124,10 +124,10 @@ def list_command(
       trimtab list passes --json
     """
     with waiting(f"looking for {kind}"):
-        contracts = late("core.technique")
-        registry = getattr(contracts, kind.upper())
+        home = {"passes": "core.technique", "backends": "core.backend", "checks": "core.check"}[kind]
+        registry = getattr(late(home), kind.upper())
         with late("backends.common.foreign").quiet():  # some packages talk to their developers when they are imported
-            rows = [_row(cls, contracts) for cls in registry.values()]
+            rows = [_row(cls, late("core.technique")) for cls in registry.values()]
     for note in registry.broken.values():
         typer.echo(f"note: {note}", err=True)
     if json:

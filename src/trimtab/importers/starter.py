@@ -46,7 +46,7 @@ def write_starter(kind: str, path: str | pathlib.Path | None = None, *, force: b
 
 def render(kind: str, facts: dict[str, str]) -> str:
     """The text of a starter."""
-    loader = jinja2.FileSystemLoader(pathlib.Path(__file__).with_name("starters"))
+    loader = jinja2.FileSystemLoader(pathlib.Path(__file__).with_name("templates"))
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.get_template(f"{kind}.py.jinja").render(facts)
 
