@@ -72,7 +72,7 @@ def test_of_a_users_torchscript_is_told_what_was_raised_and_where_it_was_called(
     scripted = torch.jit.script(Wrong())
     with pytest.raises(WorkloadError) as failed, user_code("The model failed"):
         scripted(torch.ones(2, 2))
-    told = r"The model failed: RuntimeError: shape '\[3, 5\]' is invalid for input of size 4 \(.*test_told\.py, line \d+\)"
+    told = r"The model failed: RuntimeError: shape '\[3, 5\]' is invalid for input of size 4 \(.*test_error_text\.py, line \d+\)"
     assert re.fullmatch(told, str(failed.value))
 
 
@@ -103,4 +103,4 @@ def test_what_a_worker_of_a_loader_raised_is_told_as_if_it_had_been_raised_here(
     for index, words in enumerate(told):
         with pytest.raises(WorkloadError) as failed, user_code("The loader raised"):
             next(iter(DataLoader(Broken(), sampler=[index], num_workers=workers)))
-        assert re.fullmatch(rf"The loader raised: {words} \(.*test_told\.py, line \d+\)", str(failed.value))
+        assert re.fullmatch(rf"The loader raised: {words} \(.*test_error_text\.py, line \d+\)", str(failed.value))

@@ -311,7 +311,7 @@ def test_no_telemetry_starts(tmp_path):
         def refuse(*args): raise SystemExit("a socket was opened")
         socket.socket.connect = refuse
         socket.getaddrinfo = refuse
-        from trimtab.core.technique import BACKENDS
+        from trimtab.core.backend import BACKENDS
         from trimtab.testing.models import CASES
         for precision in ("f32", "int8_static", "int8_weights"):
             BACKENDS["openvino"](precision=precision).compile(CASES["convnet"]()).close()
@@ -334,7 +334,7 @@ def test_no_telemetry_where_openvino_was_imported_before(tmp_path):
         Telemetry.send_event = Telemetry.start_session = Telemetry.init = refuse
         from openvino.tools.ovc import telemetry_utils
         before = telemetry_utils.tm
-        from trimtab.core.technique import BACKENDS
+        from trimtab.core.backend import BACKENDS
         from trimtab.testing.models import CASES
         BACKENDS["openvino"]().compile(CASES["convnet"]()).close()
         assert telemetry_utils.tm is before
@@ -354,7 +354,7 @@ def test_ctrl_c_is_heard_after_openvino_was_used(guarded):
         import contextlib, os, signal, sys
         from trimtab.backends.common.openvino_conversion import core
         from trimtab.backends.common.signal_stack import signal_stack_kept
-        from trimtab.core.technique import BACKENDS
+        from trimtab.core.backend import BACKENDS
         from trimtab.testing.models import CASES
         first, second = (BACKENDS["openvino"](precision=p).compile(CASES["convnet"]()) for p in ("f32", "int8_weights"))
         first.close()

@@ -222,7 +222,7 @@ def test_kept_memory_is_not_asked_for_again() -> None:
         import resource, sys, torch
         from torch import nn
         from trimtab.core.candidate import Candidate
-        from trimtab.core.technique import BACKENDS, PASSES
+        from trimtab.core.backend import BACKENDS; from trimtab.core.technique import PASSES
         from trimtab.evaluation.evaluate import apply_passes
         from trimtab.core.recipe import Recipe
         torch.set_num_threads(1)

@@ -32,7 +32,7 @@ def python(installed: pathlib.Path, *arguments: str) -> subprocess.CompletedProc
 
 def test_found_by_name(installed: pathlib.Path) -> None:
     code = (
-        "from trimtab.core.technique import BACKENDS, PASSES\n"
+        "from trimtab.core.backend import BACKENDS; from trimtab.core.technique import PASSES\n"
         "from trimtab.core.recipe import Recipe\n"
         "recipe = Recipe(passes=(PASSES['dense_weights'](),), backend=BACKENDS['traced']())\n"
         "assert Recipe.from_json(recipe.to_json()) == recipe\n"
@@ -55,7 +55,7 @@ def test_a_clash_names_both(installed: pathlib.Path, tmp_path: pathlib.Path) -> 
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: rude\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text("[trimtab.backends]\neager = rude:Eager\n")
-    done = python(tmp_path, "-c", "from trimtab.core.technique import BACKENDS; BACKENDS['eager']")
+    done = python(tmp_path, "-c", "from trimtab.core.backend import BACKENDS; BACKENDS['eager']")
     assert "Two sources claim the backend 'eager'" in done.stderr
     assert "trimtab.backends.eager" in done.stderr
     assert "rude:Eager (entry point of rude)" in done.stderr

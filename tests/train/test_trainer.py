@@ -430,7 +430,7 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("optimizer without parameters", UsageError, lambda: trainer(optimizer=lambda: None),
      r"The optimizer function cannot be called with the parameters: too many positional arguments\. Give one such as lambda"),
     ("optimizer function that fails", WorkloadError, lambda: trainer(optimizer=lambda p: torch.optim.SGD(p, lr=-1.0)),
-     r"called with a list of the parameters, raised: ValueError: Invalid learning rate: -1\.0 \(.*test_train\.py, line"),
+     r"called with a list of the parameters, raised: ValueError: Invalid learning rate: -1\.0 \(.*test_trainer\.py, line"),
     ("several optimizers", UsageError, lambda: trainer(optimizer=[torch.optim.SGD(nn.Linear(1, 1).parameters())]),
      r"optimizer is a list; give one of .* Several are one whose step\(\) makes theirs, and whose param_groups are theirs"),
     ("LBFGS", UsageError, lambda: trainer(optimizer=torch.optim.LBFGS),

@@ -343,7 +343,7 @@ SCRIPT = """
 import json, os, pathlib, signal, sys
 import torch
 from torch import nn
-from trimtab.core.candidate import Settings
+from trimtab.core.settings import Settings
 from trimtab.train.trainer import Trainer
 
 torch.set_num_threads(1)
