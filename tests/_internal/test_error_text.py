@@ -72,7 +72,7 @@ def test_of_a_users_torchscript_is_told_what_was_raised_and_where_it_was_called(
     scripted = torch.jit.script(Wrong())
     with pytest.raises(WorkloadError) as failed, user_code("The model failed"):
         scripted(torch.ones(2, 2))
-    told = r"The model failed: RuntimeError: shape '\[3, 5\]' is invalid for input of size 4 \(.*test_error_text\.py, line \d+\)"
+    told = r"The model failed: RuntimeError: shape '\[3, 5\]' is invalid for input of size 4 \(.*_error_text\.py, line \d+\)"
     assert re.fullmatch(told, str(failed.value))
 
 

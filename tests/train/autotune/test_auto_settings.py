@@ -314,7 +314,7 @@ def test_the_peak_of_a_gpu_without_a_number_is_that_of_the_current_one(monkeypat
         Rate(kind="bfloat16", device=f"cuda:{index}", threads=None, unit="GFLOP/s", value=100.0 + index) for index in (0, 1)
     )
     for device, value in (("cuda", 101.0), ("cuda:0", 100.0)):
-        made.device = torch.device(device)
+        made.context.device = torch.device(device)
         assert _peak(made, Peaks(fingerprint="", threads=1, rates=rates)) == value
 
 

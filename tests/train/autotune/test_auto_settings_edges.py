@@ -130,7 +130,7 @@ def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
 
 def test_float16_is_not_tried_where_communication_keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(Settings(threads=1, autocast="auto", communication="powersgd"), world=Two())
-    made.device = torch.device("cuda")  # where float16 would be tried
+    made.context.device = torch.device("cuda")  # where float16 would be tried
     decisions = auto_settings._Decisions(made.context, [], 1000)
     decisions.candidate = shadow_run.candidate(
         trainer(Settings(threads=1)), Settings(threads=1), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))

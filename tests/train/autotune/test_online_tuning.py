@@ -142,7 +142,7 @@ class Machine:
         self.events: list[Adjusted] = []
         _, self.trainer = run([(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))], 1, Settings(threads=1))
         self.trainer.context.callbacks = [lambda _, event: self.events.extend(adjusted([event]))]
-        self.trainer.notes = []
+        self.trainer.context.notes = []
 
     def windows(self, adjuster: Adjuster, count: int) -> None:
         for _ in range(count):

@@ -106,7 +106,7 @@ def updates() -> dict[str, Any]:
         found["freed"] = [held.fit(batches(2), epochs=1).updates, model.kept]
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(step, "Kept", full_at(3, step.Snapshot))
+            patch.setattr(step, "Snapshot", full_at(3, step.Snapshot))
         found["kept"] = trainer(settings=Settings(nonfinite="skip")).fit(Sized(5), epochs=1).updates
     found["short"] = failure(lambda: trainer().fit(Sized(on_second(2, 5)), epochs=1))
     return found

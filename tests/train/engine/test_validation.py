@@ -118,7 +118,7 @@ def test_a_validation_that_fails_does_not_cost_the_epoch(
     again = make(tmp_path).resume()
     assert (again.position.epoch, again.position.batch) == (1, 0)
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), made.model.parameters(), strict=True))
-    again.metrics.clear()
+    again.context.metrics.clear()
     assert again.fit(data, data, epochs=2).updates == 3
 
 
