@@ -517,6 +517,7 @@ def slow(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("read_s", "loss", "ahead"), [(0.02, nn.CrossEntropyLoss(), 2), (0.0, slow, 0)])
 def test_what_a_loader_has_read_ahead_is_used_up_before_updates_are_timed(read_s: float, loss: Any, ahead: int) -> None:
     subject = prepared(workload(data=lambda: DataLoader(Read(read_s), 1, num_workers=1), loss=loss), 1)

@@ -206,7 +206,7 @@ def test_aoti_takes_every_size_that_it_promises(package: Executable) -> None:
 def test_aoti_is_tied_to_its_threads(package: Executable, tmp_path: pathlib.Path) -> None:
     built = torch.get_num_threads()
     assert package.save(tmp_path) == ["example.pt2", "dynamic.pt2", "build.json"]
-    with pytest.raises(ArtifactError, match=f"built for {built} threads .* threads={built}"):
+    with pytest.raises(ArtifactError, match=f"built for {built} threads? .* threads={built}"):
         Aoti().load(tmp_path, package.signature, Settings(threads=built + 1))
     torch.set_num_threads(built + 1)  # which may also be what another thread of a server has
     seen, run = [], package._example

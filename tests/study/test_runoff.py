@@ -94,7 +94,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
     reference = write(folder, BODY)
     with Workers() as workers:
         found = Study(reference, folder / "run", Options(timing_s=2.0), workers=workers)
-        asked = [found.original, Recipe(backend=TorchScript()), EXACT]
+        asked = [found.baseline, Recipe(backend=TorchScript()), EXACT]
         recipes = iter([Ask("lossless", recipe) for recipe in asked])
         found.sampler.ask = lambda trials, facts: next(recipes, None)  # type: ignore[method-assign]
         found.search()

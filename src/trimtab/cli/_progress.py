@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderResult
 from rich.live import Live
@@ -18,11 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab._internal.text import plain as cleaned
-from trimtab.core.trial import Trial
-from trimtab.study import ranking
+from trimtab.cli._lazy import late
 from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome
-from trimtab.study.record import Record
-from trimtab.study.samplers.ladder import Ask
+
+if TYPE_CHECKING:  # which bring torch, and a command line that only prints does without
+    from trimtab.core.trial import Trial
+    from trimtab.study.record import Record
+    from trimtab.study.samplers.ladder import Ask
 
 REFRESHES = 4
 """Pictures a second. Drawing one takes about a millisecond, which must stay far below what is being measured."""
@@ -207,7 +209,8 @@ class Board(View):
 
     def _tally(self, record: Record) -> None:
         self._counts = collections.Counter(str(trial.state) for trial in record.trials)
-        if best := next(iter(ranking.ranked(record.trials, record.limits, record.objective)), None):
+        ranked = late("study.ranking").ranked(record.trials, record.limits, record.objective)
+        if best := next(iter(ranked), None):
             self._best = Text.assemble((outcome(best), "green"), f"  {best.recipe}")
 
     def _tallied(self) -> str:

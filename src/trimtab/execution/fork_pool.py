@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -156,4 +157,5 @@ class Forked:
     def kill(self) -> None:
         """End it."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and its server is about to tell
+                os.kill(self.pid, signal.SIGKILL)

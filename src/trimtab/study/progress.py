@@ -9,9 +9,11 @@ import time
 import typing
 
 from trimtab._internal.text import counted, plain
-from trimtab.core.trial import Trial
-from trimtab.study.record import Record
-from trimtab.study.samplers.ladder import Ask
+
+if typing.TYPE_CHECKING:  # which bring torch, and a command line that only prints does without
+    from trimtab.core.trial import Trial
+    from trimtab.study.record import Record
+    from trimtab.study.samplers.ladder import Ask
 
 INTERRUPTED = "interrupted: finishing with the best so far; press Ctrl-C again to stop at once"
 
