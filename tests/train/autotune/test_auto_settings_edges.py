@@ -112,7 +112,7 @@ def test_the_examples_of_a_window_are_those_of_one_process_and_agreed() -> None:
         update=1, epoch=0, updates=2, loss=1.0, norm=1.0, rate=0.1, examples_per_s=1000.0, step_ms=64.0, skipped=0,
         shares={"data": 0.5, "forward": 0.25, "backward": 0.25},
     )  # fmt: skip
-    assert _window(trainer(Settings(threads=1), world=Two()), event).examples == 64 / 2 + 1
+    assert _window(trainer(Settings(threads=1), world=Two()).context, event).examples == 64 / 2 + 1
 
 
 def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
@@ -133,7 +133,7 @@ def test_float16_is_not_tried_where_communication_keeps_gradients(monkeypatch: p
     made.context.device = torch.device("cuda")  # where float16 would be tried
     decisions = auto_settings._Decisions(made.context, [], 1000)
     decisions.candidate = shadow_run.candidate(
-        trainer(Settings(threads=1)), Settings(threads=1), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+        trainer(Settings(threads=1)).context, Settings(threads=1), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
     )
     reasons = [decisions._against_trying(technique) for technique in auto_settings._techniques("autocast")]
     assert "what communication leaves out for later updates would be in units of a scale that changes." in reasons
