@@ -122,8 +122,8 @@ def with_source(change: Callable[[str], str], whole: pathlib.Path, target: pathl
         ("if True:\n      pass\n    elif True:\n      pass\n    else:\n      pass", "does not write"),
         ("y = 1\t# a comment", "does not write"),
         ('y = """two\n  plain : int"""', "does not write"),
-        ("y = unchecked_cast(__torch__.test_archive_scripts.Inner, x)", "unchecked"),
-        ("y = unchecked_cast(List[__torch__.test_archive_scripts.Inner], x)", "unchecked"),
+        ("y = unchecked_cast(__torch__.test_archive_torchscript.Inner, x)", "unchecked"),
+        ("y = unchecked_cast(List[__torch__.test_archive_torchscript.Inner], x)", "unchecked"),
     ],
 )
 def test_source_that_torch_would_not_write_is_refused(
@@ -139,13 +139,13 @@ def test_source_that_torch_would_not_write_is_refused(
 @pytest.mark.parametrize(
     ("declared", "instead"),
     [
-        ("plain : __torch__.test_archive_scripts.Plain", "plain : __torch__.test_archive_scripts.Inner"),
+        ("plain : __torch__.test_archive_torchscript.Plain", "plain : __torch__.test_archive_torchscript.Inner"),
         ("rate : float", "rate : Tensor"),
-        ("sizes : List[int]", "sizes : List[__torch__.test_archive_scripts.Inner]"),
+        ("sizes : List[int]", "sizes : List[__torch__.test_archive_torchscript.Inner]"),
         ("pairs : List[Tuple[int, Tensor]]", "pairs : List[Tuple[int, Tensor, Tensor]]"),
         ("named : Dict[str, Tensor]", "named : Dict[int, Tensor]"),
-        ("state : Tensor", "state : Optional[__torch__.test_archive_scripts.Inner]"),
-        ("inner : __torch__.test_archive_scripts.Inner", "inner : List[__torch__.test_archive_scripts.Inner]"),
+        ("state : Tensor", "state : Optional[__torch__.test_archive_torchscript.Inner]"),
+        ("inner : __torch__.test_archive_torchscript.Inner", "inner : List[__torch__.test_archive_torchscript.Inner]"),
     ],
 )
 def test_a_value_of_another_type_than_its_class_declares_is_refused(
