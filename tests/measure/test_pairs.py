@@ -335,7 +335,7 @@ def test_several_starts_are_as_sure_as_they_agree() -> None:
     assert apart.candidate.interval.low == pytest.approx(0.9 / 2.2)
     told = "each time they start the two run at another ratio, by 7% over 6 starts"
     assert apart.differs == told
-    assert dataclasses.replace(apart, rival_ms=(0.41, 0.52)).differs == f"{told}; the original took 0.41 to 0.52 ms"
+    assert dataclasses.replace(apart, rival_ms=(0.41, 0.52)).differs == f"{told}; the baseline took 0.41 to 0.52 ms"
     assert alike.differs is None
     assert pooled([start_of(1.5, foreign=0.3), start_of(2.5, foreign=0.1)]).foreign == pytest.approx(0.2)
 

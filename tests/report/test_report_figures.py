@@ -201,7 +201,7 @@ def test_processes_that_run_unlike_each_time_are_not_blamed_on_a_busy_machine() 
     )
     found = confirmed_as(record(8), speedup=unlike.ratio, against_tuned=None, comparison=unlike)
     assert headline.doubt(found) == (
-        "Each time they start the two run at another ratio, by 12% over 5 starts; the original took 0.412 to 0.52 ms: the "
+        "Each time they start the two run at another ratio, by 12% over 5 starts; the baseline took 0.412 to 0.52 ms: the "
         "interval of the speed-up goes from 1.60 to 2.50. Quote the interval, not the number. That is how they run here: more "
         "time or a quieter machine would narrow it little."
     )

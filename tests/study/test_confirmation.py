@@ -178,7 +178,7 @@ def test_the_starts_before_a_confirmation_are_processes_of_their_own(searched) -
     found = starts.earlier(study, trial, wanted, common, 2, None)
     took = time.monotonic() - begun
     timed = found.comparisons["as_written"]
-    assert len(timed) in (2, MOST_STARTS - 1), "and more where they differ"
+    assert 2 <= len(timed) < MOST_STARTS, "more than two where they differ"
     assert {each.process_noise for each in timed} == {0.0}, "the pooled figure adds it"
     assert pooled(timed).starts == len(timed)
     assert found.judged is not None
@@ -229,7 +229,7 @@ def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str,
 
 def test_what_is_handed_over_rests_on_several_starts(tmp_path) -> None:
     found = trimtab.compare(write(tmp_path, "def made(): return workload()"), seconds=1.2)
-    assert found.comparison.starts in (2, MOST_STARTS), "more where the first differ"
+    assert 2 <= found.comparison.starts <= MOST_STARTS, "more than two where they differ"
 
 
 def to_confirm(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], **work: object) -> tuple[Any, Trial, Any]:

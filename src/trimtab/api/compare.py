@@ -138,9 +138,9 @@ def in_turns(
             )
             found.append(timed)
             if len(found) == 1:
-                planned = most = count
-            elif len(found) == planned and not narrow(found):
-                most = MOST_STARTS
+                planned, most = count, MOST_STARTS if count > 1 else 1
+            if len(found) >= planned and narrow(found):
+                break
     return pooled(found), sizes
 
 

@@ -148,7 +148,7 @@ class Comparison:
             return None
         told = f"each time they start the two run at another ratio, by {self.process_noise:.0%} over {self.starts} starts"
         low, high = self.rival_ms or (0.0, 0.0)
-        return told + (f"; the original took {low:.3g} to {high:.3g} ms" if high > (1 + UNLIKE) * low else "")
+        return told + (f"; the baseline took {low:.3g} to {high:.3g} ms" if high > (1 + UNLIKE) * low else "")
 
     @property
     def doubt(self) -> str | None:

@@ -71,9 +71,12 @@ def earlier(
     whose imports take longer than all timing. What fails here ends the starts; the confirmation tells why.
     """
     found = Earlier({name: [] for name in wanted})
-    longest, most, timed = study.runner.load_s + START_S, count, found.comparisons["as_written"]
+    longest, timed = study.runner.load_s + START_S, found.comparisons["as_written"]
+    most = MOST_STARTS - 1 if count > 1 else count
     while len(timed) < most and not study.interrupted():
         begun = time.monotonic()
+        if len(timed) >= count and all(map(narrow, found.comparisons.values())):
+            break
         if end is not None and begun + longest + FINAL * study.runner.startup_s > end:
             break
         asked = {**job, "kind": "start", "judges": found.judged is None}
@@ -88,8 +91,6 @@ def earlier(
         for name, comparison in told["comparisons"].items():
             found.comparisons[name].append(from_json(Comparison, comparison))
         longest = time.monotonic() - begun - told["judging_s"]
-        if len(timed) == count > 1 and not all(map(narrow, found.comparisons.values())):
-            most = MOST_STARTS - 1
     return found
 
 
