@@ -34,7 +34,8 @@ from trimtab.study.final_selection import ahead, pays
 from trimtab.study.options import Options
 from trimtab.study.record import claim
 from trimtab.study.run_folder import exclusive, starting_afresh
-from trimtab.study.samplers.ladder import Ladder, SearchState, Tpe, as_written
+from trimtab.study.samplers.ladder import Ladder, SearchState, as_written
+from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage, in_file, shown
 
 IDENTITY = {"workload": "abc", "objective": "latency"}

@@ -28,7 +28,8 @@ from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record, claim
-from trimtab.study.samplers.ladder import Ask, SearchState, Tpe
+from trimtab.study.samplers.ladder import Ask, SearchState
+from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage, in_file
 from trimtab.study.task import InferenceTask, Task
 

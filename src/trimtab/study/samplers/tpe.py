@@ -1,0 +1,100 @@
+"""The tree-structured Parzen estimator of optuna, over the whole search space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import optuna
+from optuna.trial import TrialState
+
+from trimtab.core import search_space
+from trimtab.core.backend import BACKENDS
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES, Pass
+from trimtab.core.trial import Trial
+from trimtab.errors import UsageError
+from trimtab.study.samplers.ladder import MOST_DECLINED, Ask, Sampler, SearchState, as_written
+from trimtab.study.storage import Storage
+
+
+class Tpe(Sampler):
+    """Optuna's tree-structured Parzen estimator over the whole space, for long budgets, after the model as written and tuned.
+
+    Source: Bergstra et al., Algorithms for Hyper-Parameter Optimization, NeurIPS 2011.
+    """
+
+    name = "tpe"
+    attempts = 200
+    """Suggestions in a row that may repeat finished trials before the space counts as exhausted."""
+
+    def __init__(self, storage: Storage, seed: int = 0) -> None:
+        storage.study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=False)
+        self._storage, self._study = storage, storage.study
+        self.pending: optuna.Trial | None = None
+        """The optuna trial behind the last ask; the storage finishes it."""
+
+    def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
+        """A recipe that optuna suggests and that is not finished yet.
+
+        Raises:
+            StorageError: the database, where optuna keeps every word of it, cannot be used.
+        """
+        with self._storage.guard("written"):
+            return self._ask(trials, facts)
+
+    def _ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
+        done = {trial.recipe.hash: trial for trial in trials}
+        self.pending = None
+        first = [Ask("as_written", as_written()), Ask("tuned", Recipe(backend=BACKENDS["eager"]()))]
+        for ask in first:
+            if ask.recipe.hash not in done:
+                return ask
+        for _ in range(self.attempts):
+            asked = self._study.ask()
+            try:
+                recipe = _suggest(asked, facts)
+            except UsageError:  # a combination that the technique refuses
+                self._study.tell(asked, state=TrialState.FAIL)
+                continue
+            except ValueError as error:  # optuna takes no other choices than those that a study began with
+                self._study.tell(asked, state=TrialState.FAIL)
+                raise UsageError(
+                    "The techniques are not those that this study began with, and the sampler tpe cannot go on from it. Use "
+                    "--sampler ladder, which can, another --out, or --fresh."
+                ) from error
+            known = done.get(recipe.hash)
+            if known is None:
+                self.pending = asked
+                return Ask("tpe", recipe)
+            if facts.feasible(known):
+                self._study.tell(asked, facts.value(known))
+            else:
+                self._study.tell(asked, state=TrialState.PRUNED)
+        return None
+
+    def declined(self, count: int) -> bool:
+        """There is always another suggestion, so a few that do not fit are enough."""
+        if self.pending is not None:
+            with self._storage.guard("written"):
+                self._study.tell(self.pending, state=TrialState.FAIL)
+            self.pending = None
+        return count >= MOST_DECLINED
+
+
+def _suggest(asked: optuna.Trial, facts: SearchState) -> Recipe:
+    """Turn optuna's suggestions into a recipe; only what the chosen backend carries out is asked about."""
+    backend_class = BACKENDS[asked.suggest_categorical("backend", sorted(BACKENDS))]
+    backend = backend_class(
+        **{
+            field: asked.suggest_categorical(f"{backend_class.name}.{field}", search_space.options(backend_class, field))
+            for field in backend_class.choices()
+        }
+    )
+    steps: list[Pass] = []
+    for name in PASSES:
+        cls = PASSES[name]
+        usable = "infer" in cls.modes and cls.sets <= backend.honours and (facts.throughput or "batch" not in cls.sets)
+        if usable and asked.suggest_categorical(f"pass.{name}", [False, True]):
+            fields = {f: asked.suggest_categorical(f"{name}.{f}", search_space.options(cls, f)) for f in cls.choices()}
+            steps.append(cls(**fields))
+    return Recipe(passes=tuple(steps), backend=backend)
