@@ -10,6 +10,7 @@ from torch import nn
 
 import trimtab
 from trimtab._internal.serialization import from_json, to_json
+from trimtab._internal.text import counted
 from trimtab.core.backend import BACKENDS
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, missing_package
@@ -71,10 +72,8 @@ def test_a_peak_that_was_not_measured_is_said(subject: Subject) -> None:
     found = explain(recipe, None, subject, peaks(float32=100.0, memory=20.0), seconds=1e-4)
     assert found.dtype == "bfloat16"
     assert found.roofline is None
-    threads = torch.get_num_threads()
-    assert found.notes == (
-        f"Not placed under the roofline: the bfloat16 peak at {threads} threads was not measured on this machine.",
-    )
+    threads = counted(torch.get_num_threads(), "thread")
+    assert found.notes == (f"Not placed under the roofline: the bfloat16 peak at {threads} was not measured on this machine.",)
     assert explain(recipe, None, subject, peaks()).notes == ("Not placed under the roofline: its time was not measured.",)
 
 

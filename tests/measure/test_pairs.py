@@ -107,6 +107,30 @@ def test_linear_drift_cancels() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
+def test_a_side_in_another_process_runs_unrecorded_where_its_turn_begins() -> None:
+    """The other side's threads still spin for a while, and its own were asleep: such calls took up to twice as long."""
+    calls: list[tuple[str, int]] = []
+
+    class Named:
+        def __init__(self, name: str, pid: int) -> None:
+            self.name, self.pid = name, pid
+
+        def block(self, count: int) -> list[int]:
+            calls.append((self.name, count))
+            time.sleep(0.001 * count)
+            return [1_000_000] * count
+
+        def pace(self) -> int:
+            return 1000
+
+    compare(Named("a", os.getpid()), Named("b", os.getppid()), seconds=5, min_quads=3, max_quads=3)
+    names, counts = zip(*calls[-6:], strict=True)
+    assert "".join(names) == "abbbaa", "the quad's first block goes on where the quad before ended"
+    assert 1 <= counts[1] <= 2000 * pairs.LEAD_S
+    assert 1 <= counts[4] <= 2000 * pairs.LEAD_S
+
+
+@pytest.mark.usefixtures("quiet")
 def test_order_is_a_b_b_a() -> None:
     order: list[str] = []
 
