@@ -1,1 +1,1 @@
-"""The entry functions: optimize, tune, compare, verify."""
+"""The functions optimize, tune, compare and verify."""

@@ -1,4 +1,4 @@
-"""Two things timed against each other, each in a process of its own: artifacts or workloads, in any mixture."""
+"""Time two artifacts or workloads against each other, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from trimtab.measure.remote import RemoteRunner
 from trimtab.study.samplers.ladder import as_written
 
 TIMED: tuple[Objective, ...] = ("latency", "throughput")
-"""Objectives that are a matter of time."""
+"""Objectives that :func:`compare` can time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What :func:`compare` found. Without a rival the subject was timed against itself, and the ratio shows the noise."""
+    """The result of :func:`compare`. Without a rival the subject is timed against itself, and the ratio shows the noise."""
 
     schema: ClassVar[int] = 1
 
@@ -42,9 +42,9 @@ class Timing:
     rival: str | None
     comparison: Comparison
     note: str | None = None
-    """Why the two should not be compared, if there is a reason."""
+    """Why the two are not comparable; ``None`` if they are."""
     energy: Energy | None = None
-    """What a call takes of it, where the machine counts that."""
+    """Energy per call; ``None`` if it was not measured."""
 
     def __str__(self) -> str:
         found = self.comparison
@@ -79,15 +79,24 @@ def compare(
     objective: Objective = "latency",
     trust: bool = False,
 ) -> Timing:
-    """Time ``subject`` against ``rival`` in turns, A B B A, until the ratio is known to ``width`` or ``seconds`` are over.
+    """Time ``subject`` against ``rival`` in the order A B B A.
 
-    Each is the folder of an artifact, which runs on its first test vector, or a workload or a reference to one, whose model is
-    run as written on its example inputs. ``trust`` allows artifacts that carry native code.
+    Both are artifact folders, workloads or references to workloads. An artifact runs on its first test vector, the model
+    of a workload as written on its example inputs.
+
+    Args:
+        subject: what is timed.
+        rival: what it is compared with; ``None`` compares ``subject`` with itself, which shows the noise.
+        seconds: longest timing.
+        width: timing ends once the 95% interval of the ratio is this narrow, relative to the ratio.
+        objective: ``latency`` or ``throughput``.
+        trust: allow artifacts with native code.
 
     Raises:
-        UsageError: a reference or folder is wrong.
-        MeasurementError: one of the processes ended; says its last words.
-        StorageError: there is no room for temporary files.
+        UsageError: a reference or an argument is wrong.
+        ArtifactError: a folder is no artifact.
+        MeasurementError: a process died; the message has the end of its log.
+        StorageError: temporary files cannot be written.
     """
     outside_workers("trimtab.compare")
     if objective not in TIMED:
@@ -122,12 +131,15 @@ def _words(sizes: Sequence[Sequence[int]]) -> str:
 def in_turns(
     jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float, power: Power | None = None
 ) -> tuple[Comparison, dict[str, list[list[int]]]]:
-    """Serve ``jobs["subject"]`` and ``jobs["rival"]``, each in its own process, and compare them; also says their sizes.
+    """Serve ``jobs["subject"]`` and ``jobs["rival"]`` in processes of their own and compare them.
 
-    Both are started several times, each time in new processes, unless calls are slow or ``seconds`` few.
+    Both are started several times in new processes, or once if calls are slow or ``seconds`` are few.
+
+    Returns:
+        The comparison, and the sizes of the input tensors of each side.
 
     Raises:
-        StorageError: there is no room for temporary files.
+        StorageError: temporary files cannot be written.
     """
     found, sizes = list[Comparison](), dict[str, list[list[int]]]()
     planned = most = max(1, min(STARTS, int(seconds / LEAST_START_S)))
@@ -154,7 +166,8 @@ def _start(
     width: float,
     power: Power | None,
 ) -> tuple[Comparison, dict[str, list[list[int]]], int]:
-    """One of ``count`` starts of both sides that share ``seconds`` of timing; tells how many share it where calls are slow."""
+    """One of ``count`` starts that share ``seconds`` of timing. Returns the comparison, the input sizes, and the number of
+    starts, which is lower if calls are slow."""
     with _scratch() as folder, BaselineServers({"objective": objective}, folder, workers) as sides:
         for name, job in jobs.items():
             sides.begin(name, job)
@@ -172,7 +185,7 @@ def _start(
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[pathlib.Path]:
-    """A folder for what the processes write: their logs, sockets and results."""
+    """A temporary folder for logs, sockets and results of the processes."""
     try:
         with tempfile.TemporaryDirectory(prefix="trimtab-compare-") as place:
             yield pathlib.Path(place)
@@ -184,12 +197,12 @@ def _scratch() -> Iterator[pathlib.Path]:
 
 
 def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib.Path) -> dict[str, Any]:
-    """The job that serves ``what``; ``folder`` is for what a worker needs of it."""
+    """The job that serves ``what``; ``folder`` is for files that the worker reads."""
     if isinstance(what, Workload):
         folder.mkdir()
         return {"workload": handed(what, folder), "recipe": as_written().to_json(), "fresh": False}
     path = path_of(what, "What is timed", "model.py:workload")
-    if os.path.exists(path / MANIFEST):  # which says no where pathlib's raises
+    if os.path.exists(path / MANIFEST):  # pathlib raises for some paths
         return {"artifact": os.fspath(what), "trust": trust, "baseline": False}
     if os.path.isdir(what):
         raise ArtifactError(f"{os.fspath(what)!r} is no artifact: it has no {MANIFEST}. Give the folder that has one.")
@@ -208,7 +221,7 @@ def _ratio(found: Comparison) -> str:
 
 
 def _verdict(ratio: Interval) -> str:
-    """Which of the two is faster; of bounds that may not hold, as beside busy neighbours, only what wider ones say too."""
+    """Words for the outcome. If load makes the bounds doubtful, a claim needs a clearer difference."""
     if ratio.faster and not ratio.doubtful:
         return "faster"
     if ratio.slower and not (ratio.vague and ratio.high * ratio.high > ratio.value):

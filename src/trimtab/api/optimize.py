@@ -1,4 +1,4 @@
-"""The whole of it: search, confirm the winner, ship it or the original, and say so."""
+"""Optimize a model for inference: search, confirm the winner, and write it or the original as an artifact."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from trimtab.study.study import Study
 
 Answer = TypeVar("Answer", bound=Result)
 OVER, LATE = 1.2, 1.5
-"""From so many times its budget on, a run says that it took longer, and leaves out what only explains the answer."""
+"""Multiples of the budget from which on a run notes the excess, and leaves out the explanations."""
 EXPLAINING = 0.5
-"""Dry runs of the workload that explaining the answer takes as long as."""
+"""Expected duration of the explanations, in dry runs of the workload."""
 RESERVED = 0.4
-"""The largest share of a budget that is kept for what comes after the search."""
+"""Largest share of a budget that is kept for the steps after the search."""
 
 
 class Interrupt:
-    """Counts Ctrl-C while a study runs: once ends the search cleanly, twice stops at once. A context; main thread only."""
+    """A context for Ctrl-C during a study: the first ends the search, the second stops at once. Works in the main thread only."""
 
     def __init__(self, progress: Progress) -> None:
         if not isinstance(progress, Progress):
@@ -91,33 +91,43 @@ def optimize(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Result:
-    """Search for the recipe that makes ``workload`` fastest within ``limits``, prove it, and write its artifact.
+    """Search for the recipe that makes ``workload`` fastest within ``limits``, confirm it, and write its artifact.
+
+    Example:
+        >>> import torch, trimtab
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        >>> workload = trimtab.Workload(model=model, inputs=torch.randn(32, 64))
+        >>> result = trimtab.optimize(workload, budget="30s", out="runs/mlp")
+        >>> print(result)
 
     Args:
         workload: a :class:`Workload`, or a reference such as ``"model.py:workload"``, ``"model.onnx"`` or ``"hf:FOLDER"``
-            (:func:`trimtab.load_workload` says which there are).
-        limits: what a recipe must keep; one percent of the score may be lost if nothing is said.
-        budget: time for everything, as ``"10m"`` or in seconds; ``None`` ends when the search has nothing left to try. Where
-            the first recipe that wins comes late, its confirmation may take the run beyond it.
-        trials: at most so many new trials.
+            (all forms: :func:`trimtab.load_workload`).
+        limits: limits that a recipe must keep; by default the score may drop by 1%.
+        budget: time for the whole run, as ``"10m"`` or in seconds. ``None`` ends when the search has tried everything. The
+            confirmation of a late winner may exceed the budget.
+        trials: largest number of new trials.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler: ``ladder``, or ``tpe`` for long budgets.
-        out: the run folder; ``runs/NAME`` if not said. A study found there goes on.
-        storage: URL of a database instead of an SQLite file in the run folder. Other studies may be in it: each is found by its
+        out: the run folder; default ``runs/NAME``. A study in it is resumed.
+        storage: URL of a database instead of an SQLite file in the run folder. Studies in a shared database are told apart by
             workload, objective, limits, machine and threads.
-        fresh: delete what is in the run folder, and this very study in ``storage``, first.
-        worker_memory_mb: memory limit of one worker process, in megabytes.
+        fresh: first delete the study in the run folder and in ``storage``.
+        worker_memory_mb: memory limit of one worker process, in MB.
         trial_seconds: time limit of one trial.
-        timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
-        seed: of the sampler.
-        progress: told what happens; if ``None`` it stands on standard error, in lines. ``trimtab.Progress()`` keeps silent.
+        timing_seconds: longest paired timing of one trial; a narrow interval ends it sooner.
+        seed: seed of the sampler.
+        progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
+
+    Returns:
+        The result: what ships, the ladder of speed-ups, and the paths of artifact and report.
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
-        ArtifactError: the run folder's artifact holds something of yours, or is none.
-        WorkloadError: the workload itself fails.
+        ArtifactError: the artifact folder in the run folder has foreign files.
+        WorkloadError: the workload fails.
         StorageError: the storage cannot be used; finished trials are kept.
-        KeyboardInterrupt: on the second Ctrl-C, or on the first where no trial was finished yet; finished trials are kept.
+        KeyboardInterrupt: on the second Ctrl-C, or on the first before any trial has finished; finished trials are kept.
     """
     began = time.monotonic()
     options = Options(
@@ -141,7 +151,7 @@ def optimize(
     with Interrupt(progress) as interrupt, disk_errors(folder), exclusive(folder), Workers() as workers:
         command = command_line(workload, options, budget, trials, folder)
         with starting_afresh(folder) if fresh else contextlib.nullcontext():
-            refuse_others(folder / ARTIFACT)  # before the search, and not when there is something to ship
+            refuse_others(folder / ARTIFACT)  # before the search, not after it
             study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
         study.record().write(folder)
         until = end = None
@@ -155,7 +165,7 @@ def optimize(
 
 
 def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:
-    """Confirm, ship, explain and report what the search found, by ``end``; what precedes the confirmation ends by ``until``."""
+    """Confirm, ship, explain and report the result by ``end``; steps before the confirmation end by ``until``."""
     status, sentence, best = finish(study, until=until, end=end)
     took, budget = time.monotonic() - began, math.inf if end is None else end - began
     peaks, explanations = explain(study, best, late=took > LATE * budget)
@@ -170,13 +180,13 @@ def _answer(study: Study, began: float, until: float | None, end: float | None) 
 
 
 def reported(result: Answer) -> Answer:
-    """``result`` with its report; both are in the run folder now, and the record beside them."""
+    """Write the record, the result and the report to the run folder. Returns ``result`` with the path of the report."""
     study = result.study
     result.record().write(study.folder)
     write_json(study.folder / RESULT_FILE, result)
     try:
         result = dataclasses.replace(result, report=write_report(study.folder))
-    except (TrimtabError, OSError) as error:  # the answer stands without it
+    except (TrimtabError, OSError) as error:  # the result is valid without a report
         study.progress.remark(f"There is no report. {error}")
     write_json(study.folder / RESULT_FILE, result)
     return result
@@ -185,7 +195,7 @@ def reported(result: Answer) -> Answer:
 def command_line(
     workload: Workload | str, options: Options, budget: str | float | None, trials: int | None, folder: pathlib.Path
 ) -> str:
-    """The command that goes on with a study, or makes it again; what it leaves out is at its default."""
+    """The command that resumes a study, or repeats it, without options at their defaults."""
     if isinstance(workload, Workload) and not workload.reference:
         return f"trimtab.optimize(workload, out={str(folder)!r})  # and its other arguments; {workload.name} was made in Python"
     limits, default = options.limits, Options()
@@ -212,16 +222,16 @@ def command_line(
 
 
 def _exact(value: float) -> str:
-    """``value`` in the fewest digits that are read back as the same number: a study goes on under its very limits only."""
+    """``value`` in the fewest digits that parse to the same number: a study is resumed only with equal limits."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
 
 def taken(workload: Workload | str | os.PathLike[str], caller: str) -> Workload | str:
-    """``workload`` as a study takes it, of which ``caller`` makes one.
+    """Check the argument ``workload`` of the function ``caller``; paths become strings.
 
     Raises:
-        UsageError: it is something else, such as a model; or a worker process of a study is what asks.
+        UsageError: ``workload`` has another type, for example a model; or a worker process of a study calls this.
     """
     outside_workers(caller)
     found = os.fspath(workload) if isinstance(workload, os.PathLike) else workload
@@ -234,13 +244,13 @@ def taken(workload: Workload | str | os.PathLike[str], caller: str) -> Workload 
 
 
 def confirm_s(study: Study, budget_s: float) -> float:
-    """Seconds to keep for the confirmation, and to explain the answer; never more than :data:`RESERVED`."""
+    """Seconds reserved for the confirmation and the explanations, at most the share :data:`RESERVED` of the budget."""
     likely_s = confirmation_starts.expected_s(study, study.leader, CONFIRM * study.options.timing_s)
     return min(likely_s + EXPLAINING * study.runner.startup_s, RESERVED * budget_s)
 
 
 def _reserve_s(study: Study, budget_s: float) -> float:
-    """Those, and what a runoff takes where the search has left one open."""
+    """Seconds of :func:`confirm_s`, and of a runoff if the search has left one open."""
     open_question = len(contenders(ahead(study), study.options.objective)) > 1
     return min(confirm_s(study, budget_s) + open_question * 1.5 * cost_s(study), RESERVED * budget_s)
 

@@ -1,4 +1,4 @@
-"""Find the settings that make a training fastest, prove that it learns the same, and say so."""
+"""Tune a training: find the fastest settings, and prove that the losses match."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ UPDATES, FEWEST_UPDATES = 24, 8
 
 @dataclasses.dataclass(frozen=True)
 class TrainingLadder:
-    """As written, the best exact settings, the best of all; ``str()`` of it is a table."""
+    """The ladder of a training: as written, best exact settings, best of all; ``str()`` gives a table."""
 
     rungs: tuple[Mapping[str, Any], ...]
     before: float | None = None
-    """The loss as written from the parameters of the confirmation, where that of the best is from these."""
+    """Final loss as written from the initial parameters of the confirmation, if that of the best is from them."""
 
     def __str__(self) -> str:
         speeds = speed_ups(self.rungs)
@@ -51,28 +51,28 @@ class TrainingLadder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuned(Result):
-    """The answer to :func:`tune`: a :class:`~trimtab.study.result.Result` with the settings in it."""
+    """The result of :func:`tune`: a :class:`~trimtab.study.result.Result` with the settings."""
 
     settings: Settings
-    """For ``Trainer(settings=...)``: those of the winner, or those as written, with what was ``"auto"`` off, where nothing was
-    proven to be faster."""
+    """For ``Trainer(settings=...)``: the settings of the winner. If nothing is proven faster, the settings as written, with
+    ``"auto"`` turned off."""
 
     def ladder(self) -> TrainingLadder:  # type: ignore[override]
-        """As written, the best exact settings, the best of all; a training has no tuned form beside these."""
+        """The ladder; a training has no rung ``tuned``."""
         whole = super().ladder()
         return TrainingLadder(tuple(rung for rung in whole.rungs if rung["rung"] != "tuned"), whole.before)
 
     def record(self) -> Record:
-        """All that a report shows, the settings included."""
+        """The record of the study with its result and settings."""
         return dataclasses.replace(super().record(), settings=self.spoken)
 
     def to_json(self) -> dict[str, Any]:
-        """The answer with its settings."""
+        """The result with its settings, as JSON."""
         return super().to_json() | {"settings": to_json(self.settings)}
 
     @property
     def spoken(self) -> str:
-        """The settings as Python writes them, without what is at its default."""
+        """The settings as Python source, without defaults."""
         changed = [f.name for f in dataclasses.fields(Settings) if getattr(self.settings, f.name) != f.default]
         return f"Settings({', '.join(f'{name}={getattr(self.settings, name)!r}' for name in changed)})"
 
@@ -95,33 +95,46 @@ def tune(
     timing_seconds: float = 5.0,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Search for the settings under which ``workload`` trains fastest, and prove that it learns the same.
+    """Search for the settings under which ``workload`` trains fastest, and prove that its losses match those as written.
 
-    Every trial is a process of its own that trains from the same parameters on the same batches. Exact settings must give the
-    losses as written, update by update, within what rounding explains on this very workload; others, such as bfloat16, must not
-    end up above the limit of the loss. Speed is measured in turns with the settings as written, at the same examples per
-    update, and the winner is judged and measured again in fresh processes, from other parameters and in another order of the
-    data: the lower end of its 95% interval must be above 1, or the settings as written stay.
+    Each trial is a process that trains from the same parameters on the same batches. Exact settings must give the losses as
+    written in each update, up to rounding on this workload. The final loss of lossy settings, such as bfloat16, must stay within
+    the limit. Speed is measured in turns with the settings as written, at equal examples per update. The winner is checked and
+    timed again in new processes, from other parameters and with another order of the data. If the lower end of its 95% interval
+    is not above 1, the settings as written stay.
+
+    Example:
+        >>> import torch, trimtab
+    >>> data = [(torch.randn(32, 64), torch.randn(32, 8)) for _ in range(32)]
+    >>> training = trimtab.Training(data=data, optimizer=torch.optim.AdamW, loss=torch.nn.MSELoss())
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    >>> workload = trimtab.Workload(mode="train", model=model, training=training)
+    >>> result = trimtab.tune(workload, budget="30s", out="runs/mlp-tune")
+    >>> print(result.settings)
 
     Args:
         workload: a :class:`Workload` with ``training=...``, or a reference such as ``"train.py:workload"``.
-        limits: ``max_drop`` is how much higher the loss may end up, in its own units; one percent of the loss as written if
-            nothing is said. ``memory_mb`` bounds the peak memory.
-        budget: time for everything, as ``"10m"`` or in seconds; ``None`` ends when there is nothing left to try.
-        trials: at most so many new trials.
-        updates: over how many the losses are compared.
-        out: the run folder; ``runs/NAME-tune`` if not said. A study found there goes on.
+        limits: ``max_drop`` is the largest rise of the final loss, in units of the loss, by default 1% of the loss as written.
+            ``memory_mb`` limits the peak memory.
+        budget: time for the whole run, as ``"10m"`` or in seconds. ``None`` ends when the search has tried everything.
+        trials: largest number of new trials.
+        updates: number of updates over which losses are compared.
+        out: the run folder; default ``runs/NAME-tune``. A study in it is resumed.
         storage: URL of a database instead of an SQLite file in the run folder.
-        fresh: delete what is in the run folder, and this very study in ``storage``, first.
-        worker_memory_mb: memory limit of one worker process, in megabytes; ``trial_seconds`` is the time limit of one trial.
-        timing_seconds: most time for the paired timing of one trial; it ends sooner where the interval is narrow.
-        progress: told what happens; if ``None`` it stands on standard error, in lines. ``trimtab.Progress()`` keeps silent.
+        fresh: first delete the study in the run folder and in ``storage``.
+        worker_memory_mb: memory limit of one worker process, in MB.
+        trial_seconds: time limit of one trial.
+        timing_seconds: longest paired timing of one trial; a narrow interval ends it sooner.
+        progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
+
+    Returns:
+        The result with its settings, for ``Trainer(settings=...)``.
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
-        WorkloadError: the training itself fails.
+        WorkloadError: the training fails.
         StorageError: the storage cannot be used; finished trials are kept.
-        KeyboardInterrupt: on the second Ctrl-C, or on the first where no trial was finished yet; finished trials are kept.
+        KeyboardInterrupt: on the second Ctrl-C, or on the first before any trial has finished; finished trials are kept.
     """
     began = time.monotonic()
     options = Options(
@@ -160,7 +173,7 @@ def tune(
 
 
 def _answer(study: Study, began: float) -> Tuned:
-    """Confirm and report what the search found."""
+    """Confirm and report the result of the search."""
     status, sentence, best = finish(study)
     settings = settings_of(study, study.baseline if best is None else best.trial.recipe)
     write_json(study.folder / SETTINGS_FILE, settings)
@@ -169,10 +182,10 @@ def _answer(study: Study, began: float) -> Tuned:
 
 
 def _limits(limits: Limits | None) -> Limits:
-    """The limits, of which only those of the loss and of the memory mean something here.
+    """Check that ``limits`` has only limits of loss and memory.
 
     Raises:
-        UsageError: another one is given.
+        UsageError: there is another limit.
     """
     found = limits or Limits()
     for name in ("latency_ms", "size_mb"):
@@ -184,7 +197,7 @@ def _limits(limits: Limits | None) -> Limits:
 
 
 def _spoken(workload: Workload | str, options: Options, **asked: Any) -> str:
-    """The call that goes on with a study; what it leaves out is at its default."""
+    """The Python call that resumes a study, without arguments at their defaults."""
     asked |= {"storage": options.storage and shown(options.storage), "worker_memory_mb": options.worker_mb}
     asked |= {"trial_seconds": options.trial_s, "timing_seconds": options.timing_s}
     defaults = inspect.signature(tune).parameters

@@ -1,4 +1,4 @@
-"""Verify an artifact where it is deployed: files, outputs, environment, and speed against the original that travels with it."""
+"""Verify an artifact on the machine that runs it: files, outputs, environment, and speed against the original in it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from trimtab.evaluation.evaluate import Objective
 
 
 def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = True, seconds: float = 10.0) -> Verification:
-    """Replay what the artifact in ``path`` claims, here and now.
+    """Check the claims of an artifact on this machine: hashes, outputs on its test vectors, environment and speed.
 
-    With ``speed``, its model and the original are timed in turns, each in a process of its own, for up to ``seconds``: call by
-    call, or several requests at once where throughput was what it was made for.
+    Args:
+        path: the folder of the artifact.
+        trust: allow machine code from the artifact.
+        speed: also time the model and the original in turns, each in a process of its own: single calls, or concurrent requests
+            if the objective was throughput.
+        seconds: longest timing.
 
     Raises:
-        UsageError: ``path`` is no path, or ``seconds`` no number above zero.
-        ArtifactError: there is no artifact that could be verified.
-        UntrustedError: verifying would run machine code from the artifact, and ``trust`` is not given.
+        UsageError: ``path`` is no path, or ``seconds`` is not above 0.
+        ArtifactError: ``path`` has no artifact that can be verified.
+        UntrustedError: the artifact has machine code, and ``trust`` is not given.
     """
     positive(seconds, "seconds")
     found = artifact.verify(path, trust=trust)

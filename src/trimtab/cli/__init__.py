@@ -1,1 +1,1 @@
-"""The command line: a command parses, calls one function of the API, prints."""
+"""The command line: each command parses its options, calls one function of the API, and prints the result."""

@@ -1,4 +1,4 @@
-"""Where everything that a command raises ends: one sentence on standard error, and an exit code."""
+"""Turn exceptions and signals of a command into one sentence on standard error and an exit code."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from trimtab.errors import BUG, EXIT_BUG, TrimtabError, UsageError
 
 EXIT_INTERRUPTED = 130
 ENDING = ("SIGTERM", "SIGHUP")
-"""Signals that ask a command to end: of a batch system, of a service manager, of a terminal that is closed."""
+"""Signals that end a command: from a batch system, a service manager or a closed terminal."""
 KEEPS = frozenset({"optimize"})
-"""Commands that keep what they have finished when they are interrupted."""
+"""Commands that keep their finished work when they are interrupted."""
 PASSWORD = re.compile(r"(://[^:/@]*:).*@")
 DEBUG = "TRIMTAB_DEBUG"
-"""Environment variable: ``1`` prints the traceback of whatever goes wrong."""
+"""Environment variable: ``1`` prints the traceback of every error."""
 
 
 class Boundary:
     """A context that turns an exception into ``error[code]: sentence`` and :attr:`code`.
 
-    Ctrl-C and ``SystemExit`` pass. An exception that is not one of ours is a bug: its traceback goes into a file.
+    ``KeyboardInterrupt`` and ``SystemExit`` pass. Exceptions other than ``TrimtabError`` are bugs; a file gets their
+    traceback.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Boundary:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-            error = error.__context__  # typer takes every broken pipe for that of our output, which breaks none (_streams.py)
+            error = error.__context__  # typer exits on every broken pipe, but our output ignores them (_streams.py)
         if not isinstance(error, Exception):
             return False
         if os.environ.get(DEBUG, "") not in ("", "0"):
@@ -59,14 +60,14 @@ class Boundary:
 
 
 class Ending:
-    """A context that a signal to end interrupts, as Ctrl-C does, so that workers and temporary files go with the command.
+    """A context in which the signals :data:`ENDING` raise ``KeyboardInterrupt``, so that workers and temporary files go.
 
-    A second one ends it at once. One that is ignored, as nohup has it, stays so.
+    A second signal ends the process at once. Ignored signals, as under nohup, stay ignored.
     """
 
     def __init__(self) -> None:
         self.code = EXIT_INTERRUPTED
-        """The exit code of a command that was interrupted: a shell's for the signal."""
+        """The exit code of an interrupted command: 128 plus the number of the signal."""
         self._met = list[int]()
 
     def __enter__(self) -> Self:
@@ -88,7 +89,7 @@ class Ending:
 
 
 def _told(error: Exception) -> tuple[str, int, str]:
-    """The code, the exit code and the sentence of ``error``."""
+    """The error code, the exit code and the sentence for ``error``."""
     if isinstance(error, TrimtabError):
         return error.code, error.exit_code, str(error)
     if isinstance(error, TyperException):
@@ -106,10 +107,10 @@ def _told(error: Exception) -> tuple[str, int, str]:
 
 
 def standing() -> None:
-    """Refuse to work in a folder that is gone: what lies in it, and libraries of processes that begin there, are not found.
+    """Check that the working directory exists. Without it, relative paths and the imports of new processes fail.
 
     Raises:
-        UsageError: it is.
+        UsageError: it was deleted.
     """
     try:
         os.getcwd()
@@ -118,7 +119,7 @@ def standing() -> None:
 
 
 def _kept(error: Exception) -> str:
-    """Write the traceback of ``error`` into a file, with what one needs to know about it; says where."""
+    """Write the traceback of ``error``, the versions and the command to a file. Returns a sentence with its path."""
     where = f"trimtab {version('trimtab')}, Python {platform.python_version()}, {platform.platform()}"
     head = f"{where}\n$ {again(sys.argv[1:])}\n\n"
     try:
@@ -131,13 +132,12 @@ def _kept(error: Exception) -> str:
 
 
 def interrupted(arguments: Sequence[str]) -> str:
-    """What Ctrl-C left of the command with ``arguments``."""
+    """A sentence about what remains of an interrupted command with ``arguments``."""
     if KEEPS.isdisjoint(arguments[:1]):
         return f"interrupted; nothing was kept. Again: {again(arguments)}"
     return f"interrupted; what was finished is kept. To go on from it: {again(arguments)}"
 
 
 def again(arguments: Sequence[str]) -> str:
-    """The command with ``arguments`` that goes on where this one ended; ``--fresh`` would begin anew and is left out, and so is
-    the password of a database."""
+    """The command line that continues the command with ``arguments``: without ``--fresh`` and without database passwords."""
     return shlex.join(["trimtab", *(PASSWORD.sub(r"\1***@", word) for word in arguments if word != "--fresh")])

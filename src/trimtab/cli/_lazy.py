@@ -1,4 +1,4 @@
-"""Commands that are imported when somebody needs them: torch takes seconds, which ``--help`` and completion must not cost."""
+"""Import commands on first use: importing torch takes seconds, which ``--help`` and completion do not need."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typer.core import TyperCommand, TyperGroup
 
 
 def late(module: str) -> Any:
-    """The module ``trimtab.<module>``, imported now."""
+    """Import and return the module ``trimtab.<module>``."""
     return importlib.import_module(f"trimtab.{module}")
 
 
 class LazyCommand(TyperCommand):
-    """A command of which the name and a summary are known; all else comes from ``module:function`` when it is asked for."""
+    """A command with a known name and summary; ``module:function`` is imported when anything else is read."""
 
     def __init__(self, name: str, place: str, summary: str) -> None:
         super().__init__(name, short_help=summary)
         self._place = place
-        for attribute in ("params", "callback", "help"):  # which are those of the real command, see __getattr__
+        for attribute in ("params", "callback", "help"):  # __getattr__ reads them from the real command
             delattr(self, attribute)
 
     def __getattr__(self, attribute: str) -> Any:
@@ -36,7 +36,7 @@ class LazyCommand(TyperCommand):
         raise AttributeError(f"a LazyCommand has no {attribute!r}")
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """The context of the real command, which does the rest."""
+        """The context of the real command."""
         return self._real.make_context(*args, **kwargs)
 
 

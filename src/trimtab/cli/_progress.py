@@ -1,4 +1,4 @@
-"""Progress in the terminal: a live view where there is one, lines of text elsewhere, and a spinner for shorter waits."""
+"""Progress output: a live view on a terminal, lines of text elsewhere, and a spinner for short waits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from trimtab._internal.text import plain as cleaned
 from trimtab.cli._lazy import late
 from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome
 
-if TYPE_CHECKING:  # which bring torch, and a command line that only prints does without
+if TYPE_CHECKING:  # these import torch, which takes seconds
     from trimtab.core.trial import Trial
     from trimtab.study.record import Record
     from trimtab.study.samplers.ladder import Ask
 
 REFRESHES = 4
-"""Pictures a second. Drawing one takes about a millisecond, which must stay far below what is being measured."""
+"""Refreshes per second. One takes about 1 ms of CPU time, which must not disturb the measurements."""
 LONGEST_REASON = 240
-"""Characters of a reason that a live line shows; the log and the report have all of it."""
+"""Characters of a reason that the live view shows; the log and the report show all."""
 MARKS = {"COMPLETE": "✓", "SKIPPED": "–", "FAILED": "✗", "MISMATCH": "≠", "STOPPED": "■"}
 PLAIN_MARKS = {"COMPLETE": "+", "SKIPPED": "-", "FAILED": "x", "MISMATCH": "!", "STOPPED": "."}
 STYLES = {"COMPLETE": "green", "SKIPPED": "dim", "FAILED": "red", "MISMATCH": "yellow", "STOPPED": "dim"}
@@ -42,43 +42,43 @@ STAGES = {
     "knobs": "turning the knobs of the best so far",
     "tpe": "searching the whole space, guided by what was found",
 }
-"""Stages of the search in plain words."""
+"""Descriptions of the stages of the search."""
 
 
 def clock(seconds: float) -> str:
-    """``1:02`` or ``1:02:03``."""
+    """``seconds`` as ``1:02`` or ``1:02:03``."""
     minutes, rest = divmod(max(round(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class View(Progress):
-    """What every view knows. A context; what it shows is gone or finished when it is left."""
+    """Base class of all progress views. A context, which ends the display on exit."""
 
     def __init__(self, console: Console, budget_s: float | None, trials: int | None) -> None:
         self.console = console
         self.budget_s = budget_s
         self.trials = trials
-        """At most so many new trials."""
+        """The largest number of new trials."""
         self.cut_short = False
-        """Whether Ctrl-C came."""
+        """Whether Ctrl-C was pressed."""
         self.told: set[str] = set()
-        """The remarks that were shown."""
+        """The remarks shown so far."""
         self.since = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def remark(self, sentence: str) -> None:
-        """Keep in mind what is shown."""
+        """Record that ``sentence`` is shown."""
         self.told.add(sentence)
         super().remark(sentence)
 
     def interrupted(self) -> None:
-        """Say so."""
+        """Show that the study ends."""
         self.cut_short = True
         super().interrupted()
 
@@ -87,7 +87,7 @@ class Quiet(View):
     """Shows nothing."""
 
     def remark(self, sentence: str) -> None:
-        """It is for the end."""
+        """Show nothing: the remark is printed with the result."""
 
 
 class Lines(View, Printed):
@@ -98,21 +98,21 @@ class Lines(View, Printed):
         Printed.__init__(self, budget_s=budget_s)
 
     def write(self, line: str) -> None:
-        """Print one line as it is, however wide."""
+        """Print one line, unwrapped and without markup."""
         self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class Reflowing(Live):
-    """A live display that survives a terminal made narrower, which breaks each of its lines into several.
+    """A live display that also clears its lines after the terminal was made narrower, which wraps them.
 
-    What is printed meanwhile stands above it, unless standard output is a file: then it belongs there.
+    Text printed meanwhile appears above the display, unless standard output is redirected.
     """
 
     def __init__(self, renderable: RenderableType, **options: Any) -> None:
         super().__init__(renderable, redirect_stdout=sys.stdout.isatty(), **options)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Tell rich how many lines its last picture has become; it counts those that it wrote."""
+        """Correct the number of lines that rich clears: it counts the lines written, not the wrapped ones."""
         render = getattr(self, "_live_render", None)
         shape = getattr(render, "_shape", None)
         if render is not None and shape is not None and self.console.width < shape[0]:
@@ -121,7 +121,7 @@ class Reflowing(Live):
 
 
 class Board(View):
-    """A live view: finished trials scroll away above it, and below stands what runs, the best so far and the time left."""
+    """A live view of the running trial, the best trial and the remaining time; finished trials scroll above it."""
 
     def __init__(self, console: Console, budget_s: float | None, trials: int | None) -> None:
         super().__init__(console, budget_s, trials)
@@ -142,34 +142,34 @@ class Board(View):
         self._live.__exit__(kind, error, trace)
 
     def stage(self, words: str) -> None:
-        """Show it at the next picture; nothing is drawn here, for a signal handler may have called."""
+        """Show ``words`` at the next refresh. Draws nothing itself: a signal handler may call this."""
         if not self.cut_short or words == INTERRUPTED:
             self._words = words
         if words != "searching":
             self._running = None
 
     def interrupted(self) -> None:
-        """Say so, and go on showing what runs."""
+        """Show that the study ends, and keep showing what runs."""
         self.cut_short, self._words = True, INTERRUPTED
 
     def opened(self, record: Record) -> None:
-        """The best of an earlier run is the best so far."""
+        """Show the best trial of an earlier run."""
         self._earlier = len(record.trials)
         self._tally(record)
 
     def remark(self, sentence: str) -> None:
-        """Above the view, where it stays."""
+        """Print the remark above the view."""
         super().remark(sentence)
         self.console.print(Text(cleaned(f"note: {sentence}"), style="yellow"))
 
     def began(self, ask: Ask, finished: int) -> None:
-        """Which recipe is tried now."""
+        """Show the recipe that is tried now."""
         if not self.cut_short:
             self._words = STAGES.get(ask.stage, ask.stage)
         self._running = (finished, str(ask.recipe), time.monotonic())
 
     def ended(self, trial: Trial, record: Record) -> None:
-        """Move it above the view, where it stays."""
+        """Print the finished trial above the view."""
         self._running = None
         self._tally(record)
         self.console.print(self._row(trial))
@@ -231,7 +231,7 @@ def _unicode(console: Console) -> bool:
 
 
 def _grid(console: Console) -> Table:
-    """Three columns of one-line cells: a mark, words that are cut where they do not fit, and a time."""
+    """A table of one-line cells: a mark, text that is cut to the width, and a time."""
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(width=1)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis" if _unicode(console) else "crop")
@@ -240,12 +240,12 @@ def _grid(console: Console) -> Table:
 
 
 def on_terminal(stream: TextIO | None) -> bool:
-    """Whether ``stream`` leads to a terminal, and not to a file that ``FORCE_COLOR`` makes one for rich, as it is for CI."""
+    """Whether ``stream`` is a terminal, whatever ``FORCE_COLOR`` says, which makes rich treat files as terminals."""
     return stream is not None and stream.isatty()
 
 
 def view(console: Console, *, plain: bool, quiet: bool, budget_s: float | None, trials: int | None) -> View:
-    """The view that fits: live only on a terminal that can move its cursor."""
+    """The progress view for ``console``: live only on a terminal that can move its cursor."""
     live = console.is_terminal and not console.is_dumb_terminal and not plain
     kind = Quiet if quiet else Board if live else Lines
     return kind(console, budget_s, trials)
@@ -253,7 +253,7 @@ def view(console: Console, *, plain: bool, quiet: bool, budget_s: float | None, 
 
 @contextlib.contextmanager
 def waiting(words: str) -> Iterator[None]:
-    """A spinner with ``words`` and the seconds on standard error while the context lasts; nothing where no one watches."""
+    """A context that shows a spinner, ``words`` and the elapsed seconds on standard error, if that is a terminal."""
     console = Console(stderr=True)
     if not on_terminal(sys.stderr) or not console.is_terminal or console.is_dumb_terminal:
         yield

@@ -1,4 +1,4 @@
-"""Standard output and error as the commands have them: they outlive whoever reads them."""
+"""Standard output and error that ignore closed pipes, closed terminals and full disks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from typing import Any
 from trimtab.errors import StorageError
 
 GONE = (errno.EPIPE, errno.EIO, errno.ENOSPC)
-"""What a pipe, a terminal and a disk say that take nothing any more."""
+"""Error numbers of a closed pipe, a closed terminal and a full disk."""
 
 
 class _Lasting(io.FileIO):
-    """A file descriptor that leads nowhere once its reader has gone, as `head` does when it has enough and a terminal that is
-    closed, or once the disk that it leads to is full.
+    """A file descriptor that discards writes once its reader is gone (``| head``, a closed terminal) or its disk is full.
 
-    Nothing is raised: typer and rich make exit code 1 of a broken pipe, which means something else here, and a search that is
-    under way is worth its result, which lies in the run folder too. That a disk is full is told in the end (:func:`check`).
+    It raises nothing. typer and rich would turn a broken pipe into exit code 1, which here means that limits are not met, and
+    the result of a search is in the run folder anyway. :func:`check` reports a full disk at the end.
     """
 
     full = False
 
     def write(self, data: Any, /) -> int:
-        """Write, or pretend to."""
+        """Write ``data``, or discard it."""
         try:
-            while (written := super().write(data)) is None:  # what else leads there has made it one that never waits
+            while (written := super().write(data)) is None:  # the descriptor may be non-blocking
                 select.select([], [self], [])
             return written
         except OSError as error:
@@ -36,19 +35,21 @@ class _Lasting(io.FileIO):
                 raise
             self.full = self.full or error.errno == errno.ENOSPC
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # so that child processes are spared it too
+            os.dup2(nowhere, self.fileno())  # child processes inherit the descriptor
             os.close(nowhere)
             return len(data)
 
 
 def prepare() -> None:
-    """Make both streams last, and take any text."""
+    """Make both streams ignore the errors above, and accept any text."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
             continue
-        stream.reconfigure(errors="replace")  # names and reasons are the user's, and may not fit an old terminal
-        if isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):  # no test's, and not Windows's console
+        stream.reconfigure(errors="replace")  # the terminal may lack characters of names and reasons
+        if isinstance(
+            getattr(stream.buffer, "raw", stream.buffer), io.FileIO
+        ):  # neither a stream of a test nor the console of Windows
             setattr(sys, name, _lasting(stream))
 
 
@@ -56,9 +57,9 @@ def check() -> None:
     """Flush standard output.
 
     Raises:
-        StorageError: it was cut short, because the disk that it leads to is full.
+        StorageError: the disk is full, so that the output is incomplete.
     """
-    if sys.stdout is not None:  # as it is where the shell closed it: >&-
+    if sys.stdout is not None:  # None if the shell closed it: >&-
         sys.stdout.flush()
     if getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "full", False):
         raise StorageError(

@@ -22,10 +22,10 @@ from trimtab.errors import UsageError
 
 INDENT = "  "
 NARROWEST = 20
-"""Columns that a description is broken to at least: fewer leave no room for a word, or none at all."""
+"""The least width of a description, in columns."""
 _USES = {"infer": "inference", "train": "training"}
 _MARKUP = re.compile(r"(?::[a-z]+:)?`+~?([^`]+)`+")
-"""Of docstrings, which a terminal shows as it stands."""
+"""Markup in docstrings, which a terminal does not render."""
 
 if TYPE_CHECKING:
     from trimtab.hardware.environment import Environment, Peaks
@@ -70,7 +70,7 @@ def _table(*headings: str) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    """A row whose cells stand as they are: a compiler's name may hold what is markup to rich."""
+    """Add a row of plain text: the name of a compiler may contain rich's markup."""
     table.add_row(*map(Text, cells))
 
 
@@ -126,7 +126,7 @@ def list_command(
     with waiting(f"looking for {kind}"):
         home = {"passes": "core.technique", "backends": "core.backend", "checks": "core.check"}[kind]
         registry = getattr(late(home), kind.upper())
-        with late("backends.common.foreign").quiet():  # some packages talk to their developers when they are imported
+        with late("backends.common.foreign").quiet():  # some packages print on import
             rows = [_row(cls, late("core.technique")) for cls in registry.values()]
     for note in registry.broken.values():
         typer.echo(f"note: {note}", err=True)
@@ -143,7 +143,7 @@ def list_command(
 
 
 def _show(console: Console, row: dict[str, Any]) -> None:
-    """A technique in a few lines, which a table would break into slivers."""
+    """Print a technique in a few lines; the columns of a table would be too narrow."""
     head = [", ".join(_USES[mode] for mode in row["modes"]), *(["may lose accuracy"] if row["exact"] is False else [])]
     console.print(Text.assemble((row["name"], "bold"), f": {'; '.join(head)}"))
     fields = [f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items()]
@@ -171,16 +171,16 @@ def _row(cls: Any, contracts: Any) -> dict[str, Any]:
 
 
 def _not_here(technique: Any) -> dict[str, str]:
-    """The values of fields with which it cannot run here, such as ``kernel=cudnn``, and why."""
+    """Field values with which ``technique`` cannot run here, such as ``kernel=cudnn``, and why."""
     found = {}
     for name, values in technique.choices().items():
         for value in values:
-            with contextlib.suppress(UsageError):  # a combination that means nothing is refused when it is made
+            with contextlib.suppress(UsageError):  # an invalid combination of fields
                 found[f"{name}={value}"] = dataclasses.replace(technique, **{name: value}).blocked_here()
     return {way: reason for way, reason in found.items() if reason is not None}
 
 
 def _here(row: dict[str, Any]) -> str:
-    """Whether it can run here, in words; two fields may have one reason."""
+    """Words that say whether a technique can run here; fields with one reason are listed together."""
     but = " ".join(dict.fromkeys(row["not_here"].values()))
     return row["why_not"] or (f"can run, but: {but}" if but else "can run")

@@ -1,7 +1,7 @@
 """The ``trimtab`` command.
 
-Exit codes: 0 done, 1 limits not met or not verified, 2 wrong use, 3 the workload itself fails, 70 a bug in trimtab,
-130 interrupted, which is 143 where SIGTERM did it and 129 where SIGHUP did.
+Exit codes: 0 success, 1 limits not met or not verified, 2 wrong usage, 3 the workload fails, 70 a bug in trimtab, 130
+interrupted (143 by SIGTERM, 129 by SIGHUP).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMANDS = {
     "env": ("trimtab.cli.environment:env_command", "What this machine can do, and what is installed."),
     "list": ("trimtab.cli.environment:list_command", "What there is, and why one cannot run here."),
 }
-"""Name -> where the command is, and the first line of its docstring. Nothing of it is imported before it is invoked."""
+"""Name -> the function of the command, imported on use, and the first line of its docstring."""
 
 FIRST_STEPS = """\
 trimtab makes a PyTorch model fast, proves that it is still right, and ships it.
@@ -75,7 +75,7 @@ def _version(package: str) -> str:
 
 
 def main() -> None:
-    """Run the command line; whatever goes wrong becomes one sentence and an exit code."""
+    """Run the command line; each error becomes one sentence and an exit code."""
     _streams.prepare()
     with Ending() as ending, Boundary() as boundary:
         standing()
@@ -83,7 +83,7 @@ def main() -> None:
         boundary.code = code if isinstance(code, int) else 0
         if not boundary.code:
             _streams.check()
-    if boundary.code == EXIT_INTERRUPTED:  # typer turns the KeyboardInterrupt into this code
+    if boundary.code == EXIT_INTERRUPTED:  # typer's code for KeyboardInterrupt
         print(f"\n{interrupted(sys.argv[1:])}", file=sys.stderr)
         boundary.code = ending.code
     sys.exit(boundary.code)

@@ -53,7 +53,7 @@ def measure_command(
     most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width", "2%")
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
         given = [one for one in (subject, vs) if one is not None]
-        is_python = late("importers.load").is_python  # which says itself what it needs
+        is_python = late("importers.load").is_python  # imports torch
         takes = [one for one in given if not _is_folder(one) and not is_python(one)] or given
         sides = [brought(one, inputs, shape, task) if one in takes and not _is_folder(one) else one for one in given]
         found = trimtab.compare(sides[0], sides[1] if vs is not None else None, seconds=most, width=narrow, trust=trust)
@@ -62,8 +62,8 @@ def measure_command(
 
 
 def _is_folder(what: str) -> bool:
-    """Whether it is an artifact's, which has inputs of its own."""
-    return os.path.isdir(what)  # which says no where pathlib raises
+    """Whether ``what`` is a folder, that is, an artifact, which has inputs of its own."""
+    return os.path.isdir(what)  # pathlib raises for some paths
 
 
 def verify_command(
@@ -87,7 +87,7 @@ def verify_command(
 
 
 def _lines(found: Verification) -> Iterator[str]:
-    """What was verified, for reading; every finding is a sentence of its own."""
+    """The lines of the verification for the terminal."""
     yield "files:       " + ("as written, every hash checked" if not found.integrity else found.integrity[0])
     yield from (f"             {sentence}" for sentence in found.integrity[1:])
     if found.parity is not None:
@@ -113,7 +113,7 @@ def _lines(found: Verification) -> Iterator[str]:
 
 
 def _promised(found: Verification) -> str:
-    """The speed-up that was measured when the artifact was written, to stand behind that of here."""
+    """Words about the speed-up measured when the artifact was written; empty if it is unknown."""
     if not found.promised:
         return ""
     then = from_json(Interval, found.promised)

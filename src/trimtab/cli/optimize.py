@@ -123,7 +123,7 @@ def optimize_command(
 
 
 def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None, task: str | None) -> Workload | str:
-    """The workload with its options, where it has any."""
+    """The workload, loaded with its options if there are any; else its reference."""
     if inputs is None and not shape and task is None:
         return workload
     shapes: dict[str, str] = {}
@@ -136,18 +136,18 @@ def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None,
 
 
 def _find(workload: str) -> None:
-    """Miss a file before torch is imported, which takes seconds.
+    """Check that the file of ``workload`` exists before torch is imported, which takes seconds.
 
     Raises:
         UsageError: the reference names a Python file that does not exist.
     """
     path = pathlib.Path(re.sub(r":[A-Za-z_]\w*$", "", workload))
-    if path.suffix == ".py" and not os.path.isfile(path):  # which says no where pathlib raises
+    if path.suffix == ".py" and not os.path.isfile(path):  # pathlib raises for some paths
         raise no_file(path, "Check the path, or write a file to start from: trimtab init.")
 
 
 def show(result: Result, told: Collection[str] = ()) -> None:
-    """The answer, for reading, without the notes that were ``told`` before."""
+    """Print the result, without the notes in ``told``, which were printed before."""
     console, terminal = Console(highlight=False, emoji=False), on_terminal(sys.stdout)
 
     def say(line: str = "") -> None:

@@ -73,5 +73,5 @@ def compare_command(
 
 
 def _columns() -> int | None:
-    """Of the terminal, if one is written to."""
+    """The width of the terminal in columns; ``None`` if standard output is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

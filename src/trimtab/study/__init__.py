@@ -1,1 +1,1 @@
-"""Searching: what to try, in which order, in which process, and where it is kept."""
+"""Studies: search for recipes, store trials, confirm and select the winner."""

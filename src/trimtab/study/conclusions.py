@@ -1,4 +1,4 @@
-"""The sentences that end a study."""
+"""The sentences that state the outcome of a study."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from trimtab.study.study import Study
 
 
 def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> str:
-    """What won, by how much and at what cost. ``lost`` says why those before it did not; ``eager`` is the tuned original."""
+    """The sentence about a winner: its gain and its cost. ``lost`` has the reasons against better candidates; ``eager`` is the
+    tuned original."""
     confirmation = found.confirmation
     ratio = confirmation.speedup
     assert ratio is not None
@@ -33,7 +34,7 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
 
 
 def _cost(study: Study, found: Best) -> str:
-    """What was lost for it, and what it needs where that was to be made less."""
+    """The loss of score, and the memory or size if the objective is one of them."""
     confirmation, limits, words = found.confirmation, study.options.limits, ""
     parity = confirmation.parity
     error = None if parity is None else parity.centred_error
@@ -55,7 +56,7 @@ def _cost(study: Study, found: Best) -> str:
 
 
 def kept(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[str]) -> str:
-    """Why nothing won, and what ships: the ``original`` as it was confirmed, or ``best``, which computes the same."""
+    """Why nothing won, and what ships: the confirmed ``original``, or ``best``, which computes the same function."""
     ratio, own = best.confirmation.speedup, best.trial.recipe.backend.name == "eager"
     why = " ".join(lost).rstrip(".") or _nothing_won(study.trials, eager, study.options.objective)
     own_words = "The original ships" if best.artifact is not None else "The original stays, for which there is no artifact"
@@ -93,8 +94,7 @@ def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) ->
 
 
 def speed(ratio: Interval) -> str:
-    """What may be claimed of ``ratio`` over the original: a figure, or a bound where the interval is wide; neither where it
-    holds 1."""
+    """Words for a speed-up ``ratio``: a figure, or a bound if the interval is wide; neither if the interval contains 1."""
     if ratio.unclear:
         return f"faster or slower than as written, which the timings leave unclear ({ratio.bounds()})"
     return f"{ratio.quoted()} as fast as written (95% interval {ratio.bounds()})"

@@ -1,4 +1,4 @@
-"""A trial measured again in fresh processes on the test data, its artifact written with it."""
+"""Confirmation: measure a trial again in new processes on the test data, and write its artifact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimtab.study.result import ARTIFACT, TRIED, Best
 from trimtab.study.study import Study
 
 CONFIRM = 2
-"""All starts of a confirmation together may be timed for this many times as long as a trial."""
+"""Timing of all starts of a confirmation together, in multiples of the timing of a trial."""
 CONFIRM_FOLDER, ORIGINAL, PROBE = "confirm", "original", "probe"
 
 
@@ -31,16 +31,16 @@ def confirm(
     end: float | None = None,
     once_more: bool = True,
 ) -> Best:
-    """Measure ``trial`` again and write the artifact; what an earlier run of this study confirmed is not done twice.
+    """Measure ``trial`` again and write its artifact, unless an earlier run of this study has confirmed it.
 
-    Where neighbours disturbed it so much that it proves nothing in either direction, it is done ``once_more``: they pass, and
-    the next best should not win because of them.
+    If load on the machine leaves the result undecided, the measurement is repeated once (``once_more``), lest the next best
+    trial win by accident.
 
     Raises:
-        StorageError: the artifact cannot be written, which is no reason to ship anything else.
+        StorageError: the artifact cannot be written. No other trial ships instead.
     """
     key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
-    key += "" if must_win else " without a gain"  # what is refused for want of one may be what ships all the same
+    key += "" if must_win else " without a gain"  # a trial refused for lack of gain may still ship as the original
     if (before := _confirmed_before(study, trial, key)) is not None:
         return before
     wanted = {"as_written": study.baseline} | ({} if eager.recipe == study.baseline else {"tuned": eager.recipe})
@@ -85,22 +85,22 @@ def confirm(
 
 
 def _confirmed_before(study: Study, trial: Trial, key: str) -> Best | None:
-    """What an earlier run noted under ``key``, if that still holds: an artifact that was written then must still be there."""
+    """The result that an earlier run stored under ``key``; ``None`` if there is none, or if its artifact is gone."""
     known = study.storage.noted(key)
     if known is None:
         return None
     found = from_json(Confirmation, known)
     if not (found.ok and study.task.ships):
-        return Best(trial=trial, confirmation=found, artifact=None)  # no second throw of the dice
+        return Best(trial=trial, confirmation=found, artifact=None)  # a refusal is final: repeating it would select by luck
     artifact = shipped(study, trial)
     return None if artifact is None else Best(trial=trial, confirmation=found, artifact=artifact)
 
 
 def _failed(trial: Trial, outcome: Outcome, log: str, *, original: bool) -> Confirmation:
-    """What is said of a trial whose confirmation came to no end.
+    """The confirmation of a trial whose process failed.
 
     Raises:
-        WorkloadError: it is the ``original`` that failed, and so the workload.
+        WorkloadError: the ``original`` failed, and so the workload.
         StorageError: the artifact cannot be written.
     """
     if original and outcome.error == WorkloadError.__name__:
@@ -112,7 +112,7 @@ def _failed(trial: Trial, outcome: Outcome, log: str, *, original: bool) -> Conf
 
 
 def _noted(study: Study, trial: Trial, key: str, found: Confirmation, log: str) -> Best:
-    """Note ``found`` for the next run of this study, unless it is undecided, and that ``trial`` saw the test data."""
+    """Store ``found``, unless it is undecided, and that ``trial`` has seen the test data."""
     at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     found = dataclasses.replace(found, measured_at=at, log=log)
     _note_tried(study, trial)
@@ -128,7 +128,7 @@ def _note_tried(study: Study, trial: Trial) -> None:
 
 
 def _costs(study: Study, trial: Trial, rival: Trial | None) -> dict[str, float | None]:
-    """What fresh processes need for ``trial`` and, if it has to need less of it, the memory of its ``rival``."""
+    """Cold start and memory of ``trial`` in new processes; if memory is the objective, also the memory of ``rival``."""
     folder = study.folder / CONFIRM_FOLDER
     cold_s, peak_mb = study.runner.costs(trial, folder / trial.recipe.hash / PROBE)
     original_mb = None if rival is None else study.runner.costs(rival, folder / ORIGINAL)[1]
@@ -136,7 +136,7 @@ def _costs(study: Study, trial: Trial, rival: Trial | None) -> dict[str, float |
 
 
 def shipped(study: Study, trial: Trial) -> Artifact | None:
-    """The artifact in the run folder, if it is that of ``trial`` and as it was written."""
+    """The artifact in the run folder, if it is that of ``trial`` and unchanged; else ``None``."""
     try:
         artifact = open_artifact(study.folder / ARTIFACT)
         artifact.check()

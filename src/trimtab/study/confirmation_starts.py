@@ -1,6 +1,6 @@
-"""The starts before a confirmation: the winner is timed in several pairs of freshly started processes, since no two run alike.
+"""Starts before a confirmation: time the winner in several pairs of new processes, because speed differs between processes.
 
-The first of them judges its outputs for the test data before anything is timed: what these refuse costs no more time.
+The first start checks the outputs on the test data before any timing, so that a refused recipe costs no timing.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from trimtab.study.study import Study
 
 FOLDER = "starts"
 FINAL = 2.5
-"""Dry runs of the workload that the confirmation takes as long as, whose processes are new interpreters and which writes the
-artifact (2.2 were seen)."""
+"""Duration of a confirmation without its timing, in dry runs of the workload (2.2 were measured). It starts new
+interpreters and writes the artifact."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """What the starts before the confirmation found so far."""
+    """Results of the starts before the confirmation."""
 
     comparisons: Mapping[str, list[Comparison]]
-    """Those with each rival, one of each start."""
+    """Comparisons with each rival, one per start."""
 
     judged: Confirmation | None = None
-    """What the first said of the outputs for the test data; where these refuse the recipe, it was the last."""
+    """Verdict of the first start on the outputs for the test data. No start follows a refusal."""
 
 
 def expected(study: Study, trial: Trial, seconds: float) -> int:
-    """How many starts, the confirmation's own included, ``seconds`` of timing are divided among; slow calls have one."""
+    """The number of starts, the confirmation included, that share ``seconds`` of timing; slow calls have one."""
     found = trial.comparison
     if found is None or not study.task.ships:
         return 1
@@ -49,9 +49,9 @@ def expected(study: Study, trial: Trial, seconds: float) -> int:
 
 
 def expected_s(study: Study, trial: Trial | None, seconds: float) -> float:
-    """Seconds that a confirmation of ``trial`` with ``seconds`` of timing is likely to take, or of any where none is known.
+    """Expected duration in seconds of a confirmation of ``trial`` with ``seconds`` of timing; ``None`` stands for any trial.
 
-    Where most blocks of the trial were thrown away, because others had the CPU, timing takes as long as it may.
+    If most blocks of the trial were discarded because of load on the CPU, timing takes its full time.
     """
     count = STARTS if trial is None else expected(study, trial, seconds)
     load_s = START_S if trial is None or trial.cold_s is None else trial.cold_s
@@ -64,11 +64,11 @@ def expected_s(study: Study, trial: Trial | None, seconds: float) -> float:
 def earlier(
     study: Study, trial: Trial, wanted: Mapping[str, Recipe], job: Mapping[str, Any], count: int, end: float | None
 ) -> Earlier:
-    """``count`` starts that time ``trial`` against the recipes ``wanted``, and more where their interval is still wide.
+    """Time ``trial`` against the recipes ``wanted`` in ``count`` starts, and in more while the interval is wide.
 
-    None begins that is likely to go on after ``end``, of ``time.monotonic``, nor once the study is interrupted. Every process
-    is forked with its memory shifted (:mod:`trimtab.execution.forkserver`); only the confirmation's own are new interpreters,
-    whose imports take longer than all timing. What fails here ends the starts; the confirmation tells why.
+    No start begins that is expected to last beyond ``end`` (``time.monotonic``), or after an interrupt. Processes are forked
+    with shifted memory (:mod:`trimtab.execution.forkserver`); only the confirmation uses new interpreters, whose imports take
+    longer than the timing. A failure ends the starts; the confirmation then reports the reason.
     """
     found = Earlier({name: [] for name in wanted})
     longest, timed = study.runner.load_s + START_S, found.comparisons["as_written"]
@@ -103,10 +103,10 @@ def beside(
     *,
     anew: bool,
 ) -> Outcome:
-    """Run ``job``, which times something against the recipes ``wanted``; those that do not run are started with it.
+    """Run ``job``, which times a recipe against the recipes ``wanted``, and start the rivals that are not running.
 
-    The rivals and what is timed start and load side by side; ``anew`` says that the job has an interpreter of its own. Where a
-    rival cannot be had, the outcome says why, as it does of the job itself.
+    Job and rivals start in parallel. With ``anew`` the job has an interpreter of its own. If the job or a rival fails, the
+    outcome has the reason.
     """
     begun = time.monotonic()
     absent = [name for name in wanted if not rivals.alive(name)]
@@ -117,7 +117,7 @@ def beside(
             for name in absent:
                 rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)
         except StorageError:
-            raise  # which is no reason to ship anything else
+            raise  # no other recipe ships for that
         except TrimtabError as error:
             return Outcome(reason=str(error), seconds=time.monotonic() - begun, error=type(error).__name__)
         return study.runner.wait_for(worker, final=True)

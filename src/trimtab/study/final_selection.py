@@ -1,4 +1,4 @@
-"""The end of a study: confirm the winner, or ship the original, say so, and explain it."""
+"""The end of a study: confirm the winner or ship the original, and explain the result."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from trimtab.study.samplers.ladder import as_written
 from trimtab.study.study import KEEP, Study
 
 NEAR = 1.2
-"""An original that misses a limit by less than this factor may keep it: the search measured it once, beside others."""
+"""An original that misses a limit by less than this factor is measured again: the search measured it only once."""
 EXPLAIN = "explain"
 
 Answer = tuple[ranking.Status, str, Best | None]
 
 
 def ahead(study: Study, again: Mapping[str, Trial] | None = None) -> list[Trial]:
-    """The trials that keep the limits and seem to beat the tuned original, best first; the model as written is none of them.
+    """The trials, except the model as written, that keep the limits and seem to beat the tuned original, best first.
 
-    ``again`` are those that were measured again since, by their recipes' hashes.
+    Args:
+        again: trials with newer measurements, by the hash of their recipe.
     """
     options, latest = study.options, again or {}
     trials = [latest.get(trial.recipe.hash, trial) for trial in study.trials]
@@ -45,7 +46,7 @@ def ahead(study: Study, again: Mapping[str, Trial] | None = None) -> list[Trial]
     eager = latest.get(eager.recipe.hash, eager)
     found = ranking.ahead(trials, options.limits, options.objective, eager)
     others = [trial for trial in found if trial.recipe != study.baseline]
-    if not ranking.feasible(eager, options.limits):  # an original that misses a limit is no alternative
+    if not ranking.feasible(eager, options.limits):  # an original that misses a limit cannot ship
         return others
     known = [trial for trial in trials if ranking.value(trial, options.objective) is not None]
     written = [t for t in known if t.recipe == study.baseline and ranking.feasible(t, options.limits)]
@@ -53,8 +54,12 @@ def ahead(study: Study, again: Mapping[str, Trial] | None = None) -> list[Trial]
 
 
 def finish(study: Study, *, until: float | None = None, end: float | None = None) -> Answer:
-    """Confirm the winner, or the next best, or ship the original; a runoff is held where there is time ``until`` then, and
-    the winner is timed in so many rounds as are over by ``end``."""
+    """Confirm the winner or the next best, or ship the original.
+
+    Args:
+        until: latest end of the runoff, of ``time.monotonic``.
+        end: latest end of the starts before the confirmation, of ``time.monotonic``.
+    """
     eager = study.to_beat
     if eager is None and study.interrupted():
         raise KeyboardInterrupt
@@ -67,17 +72,17 @@ def finish(study: Study, *, until: float | None = None, end: float | None = None
 
 
 class _Ending:
-    """The end of one study: what was measured again so far, and what follows from it."""
+    """The final selection of one study, with the measurements made for it."""
 
     def __init__(self, study: Study, eager: Trial, rivals: BaselineServers, end: float | None) -> None:
         self.study, self.eager, self.rivals, self.end = study, eager, rivals, end
         self.limits, self.objective = study.options.limits, study.options.objective
         self.found: dict[str, Best] = {}
         self.again: dict[str, Trial] = {}
-        """What was measured again, by the hash of its recipe: how it did, and the trial with the figures of that."""
+        """Trials with the figures of their confirmation, by the hash of their recipe."""
 
     def answer(self, until: float | None) -> Answer:
-        """Confirm the winner, or the next best, or ship the original."""
+        """Confirm the winner or the next best, or ship the original; a runoff ends by ``until``."""
         study, must_win = self.study, self.original_keeps()
         if not must_win and not ranking.ranked(self.known(), self.limits, self.objective):
             return "limits_not_met", self.unmet(), None
@@ -98,14 +103,14 @@ class _Ending:
         if not ranking.misses(self.latest(best.trial), self.limits):
             words = f"Nothing better was confirmed, and the original cannot ship: {best.confirmation.reason}"
             return "kept_original", words, best
-        # it is no alternative then, and what keeps the limits need not be faster
+        # the original cannot ship, so that a trial within the limits need not be faster
         found, lost = self.holding(_first(ahead(study, self.again), without=self.refused()), must_win=False)
         if found is not None:
             return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
         return "limits_not_met", self.unmet(), None
 
     def measure(self, trial: Trial, *, must_win: bool) -> Best:
-        """Confirm ``trial``, and remember how it did."""
+        """Confirm ``trial``, and store its new figures."""
         trial = next(each for each in self.study.trials if each.recipe == trial.recipe)  # with the figures of the search
         found = confirm(self.study, trial, self.eager, self.rivals, must_win=must_win, end=self.end)
         self.found[trial.recipe.hash] = found
@@ -114,7 +119,7 @@ class _Ending:
         return found
 
     def holding(self, trials: Sequence[Trial], *, must_win: bool) -> tuple[Best | None, list[str]]:
-        """The first of ``trials`` that is confirmed, and why those before it were not."""
+        """The first of ``trials`` that is confirmed, and the reasons against those before it."""
         lost: list[str] = []
         for trial in trials:
             found = self.measure(trial, must_win=must_win)
@@ -124,7 +129,7 @@ class _Ending:
         return None, lost
 
     def original_keeps(self) -> bool:
-        """Whether the original keeps the limits. Where the search saw it miss them by a little it is measured again."""
+        """Whether the original keeps the limits. It is measured again if the search saw it narrowly miss one."""
         missed = ranking.misses(self.eager, self.limits)
         if missed and all(miss.limit in ("latency", "memory") and miss.excess < NEAR for miss in missed):
             self.study.progress.stage("measuring the original again, which misses a limit by a little")
@@ -132,11 +137,11 @@ class _Ending:
         return ranking.feasible(self.latest(self.eager), self.limits)
 
     def latest(self, trial: Trial) -> Trial:
-        """``trial`` with the figures that are known best."""
+        """``trial`` with its latest figures."""
         return self.again.get(trial.recipe.hash, trial)
 
     def refused(self) -> set[str]:
-        """What failed when it was measured again for another reason than a limit or a gain: before it was timed."""
+        """Hashes of the recipes whose confirmation failed before the timing."""
         untimed = {name for name, found in self.found.items() if found.confirmation.latency_ms is None}
         return {
             name
@@ -145,12 +150,12 @@ class _Ending:
         }
 
     def known(self) -> list[Trial]:
-        """The trials that were not refused."""
+        """The trials without :meth:`refused`, with their latest figures."""
         refused = self.refused()
         return [self.latest(trial) for trial in self.study.trials if trial.recipe.hash not in refused]
 
     def unmet(self) -> str:
-        """Why nothing keeps the limits, as far as was looked."""
+        """Why no trial keeps the limits."""
         tried = [trial for trial in self.study.trials if trial.state is not State.SKIPPED]
         if all(trial.recipe.backend.name == "eager" for trial in tried):
             missed = " ".join(miss.words for miss in ranking.misses(self.latest(self.eager), self.limits))
@@ -164,8 +169,8 @@ class _Ending:
         return words
 
     def fastest(self, kept: Best) -> Best:
-        """``kept``, or where its form is surely slower than the model as written what is fastest of those that compute the
-        same: the form as written, where another was kept, and the best exact recipe."""
+        """``kept``; if it is surely slower than the model as written, the fastest exact alternative: the form as written
+        or the best exact recipe."""
         ratio = kept.confirmation.speedup
         slower = kept.artifact is not None and ratio is not None and ratio.high < 1
         if not slower or ratio is None or self.objective not in ("latency", "throughput") or self.study.interrupted():
@@ -186,8 +191,9 @@ class _Ending:
 
 @contextlib.contextmanager
 def _kept_beside(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
-    """A block that may write another ``artifact``, which is what it was afterwards, unless the block gives it up."""
-    beside = artifact.with_name(f".{artifact.name}.kept.tmp")  # which the next run deletes if this one is killed
+    """A block that may write another ``artifact``. The old one is restored after it, unless the block calls the yielded
+    function."""
+    beside = artifact.with_name(f".{artifact.name}.kept.tmp")  # the next run deletes it if this one is killed
     removed(beside)
     os.replace(artifact, beside)
     try:
@@ -199,8 +205,7 @@ def _kept_beside(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
 
 
 def _first(trials: Sequence[Trial], *, without: Collection[str] = ()) -> list[Trial]:
-    """Those that are confirmed: three that may lose accuracy can all fail on the test data, and the best lossless one deserves
-    its turn."""
+    """The trials to confirm: the first few, and the best lossless one, because all lossy ones may fail on the test data."""
     found = [trial for trial in trials if trial.recipe.hash not in without]
     return [*found[:KEEP], *[trial for trial in found[KEEP:] if trial.recipe.exact][:1]]
 
@@ -210,13 +215,15 @@ def _sure(found: Best) -> float:
 
 
 def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
-    """Whether the confirmation is worth its time: of speed it decides itself, in intervals."""
+    """Whether ``trial`` is worth a confirmation. For speed always: the confirmation decides by its interval."""
     return objective in ("latency", "throughput") or ranking.surely_better(trial, eager, objective)
 
 
 def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Peaks | None, dict[str, Explanation]]:
-    """Where the time of the model as written and of what ships goes. It explains the answer and decides nothing, so where it
-    fails the study has a note more, and where the user wants to stop, or it is ``late``, it is left out."""
+    """Profile the model as written and what ships; return the peaks of the machine and the explanations.
+
+    Explanations decide nothing. A failure only adds a note; after an interrupt, or if it is ``late``, they are left out.
+    """
     first = next((trial for trial in study.trials if trial.recipe == as_written()), None)
     if first is None or first.comparison is None:
         return None, {}
@@ -228,7 +235,7 @@ def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Pea
     if best is not None and found is not None:
         files, seconds = str(study.runner.files(best.trial)), found.candidate.median / 1e3
         asked["best"] = {"recipe": best.trial.recipe.to_json(), "files": files, "seconds": seconds}
-    key = f"explained {hashlib.sha256(dumps(asked, indent=None).encode()).hexdigest()[:16]}"  # databases bound its length
+    key = f"explained {hashlib.sha256(dumps(asked, indent=None).encode()).hexdigest()[:16]}"  # databases limit its length
     known = study.storage.noted(key)
     if known is None and late:
         study.notes.append(
@@ -252,7 +259,7 @@ def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Pea
 
 
 def no_baseline(study: Study) -> str:
-    """Why there is nothing to measure anything against."""
+    """Why the baseline could not be measured."""
     first = next((trial for trial in study.trials if trial.recipe == study.baseline), None)
     if first is None:
         return "The model as written was not among the finished trials. Start again with --fresh (in Python, fresh=True)."

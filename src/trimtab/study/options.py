@@ -1,4 +1,4 @@
-"""How a study goes about its work."""
+"""Options of a study."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from trimtab.errors import UsageError
 from trimtab.evaluation.evaluate import Objective
 
 SEEDS = 2**32
-"""What the seed of a sampler is below."""
+"""Seeds of samplers are below this number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a study goes about its work, apart from what it is about."""
+    """Options of a study, apart from its workload."""
 
     objective: Objective = "latency"
     limits: Limits = Limits()
     sampler: Literal["ladder", "tpe"] = "ladder"
     storage: str | None = None
-    """URL of a database; ``None`` is an SQLite file in the run folder."""
+    """URL of a database; ``None`` stands for an SQLite file in the run folder."""
     trial_s: float = 600.0
-    """Time limit of one trial."""
+    """Time limit of one trial, in seconds."""
     timing_s: float = 5.0
-    """Most time for the paired timing of one trial."""
+    """Longest paired timing of one trial, in seconds."""
     worker_mb: float | None = None
-    """Memory limit of one worker; ``None`` is 80% of what is available when the study starts."""
+    """Memory limit of one worker, in MB; ``None`` stands for 80% of the memory available at the start."""
     seed: int = 0
     fresh: bool = False
-    """Whether a study of that name in the storage is forgotten first."""
+    """Whether to delete a study of that name in the storage first."""
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):

@@ -1,4 +1,4 @@
-"""What a study tells about its progress. The base class keeps silent; lines of text are what a study in Python prints."""
+"""Progress callbacks of a study: a silent base class, and one that prints lines, the default in Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typing
 
 from trimtab._internal.text import counted, plain
 
-if typing.TYPE_CHECKING:  # which bring torch, and a command line that only prints does without
+if typing.TYPE_CHECKING:  # these import torch, which takes seconds
     from trimtab.core.trial import Trial
     from trimtab.study.record import Record
     from trimtab.study.samplers.ladder import Ask
@@ -19,33 +19,33 @@ INTERRUPTED = "interrupted: finishing with the best so far; press Ctrl-C again t
 
 
 class Progress:
-    """Called by a study as it goes; override what you want to show. This one shows nothing.
+    """Callbacks for the progress of a study, which do nothing. Override those whose events you want to show.
 
-    Calls come from the thread that runs the study, :meth:`interrupted` from within a signal handler.
+    The thread of the study calls them; a signal handler calls :meth:`interrupted`.
     """
 
     def stage(self, words: str) -> None:
-        """The study has come to another stage of its work, in plain words."""
+        """Another stage of the study begins, described by ``words``."""
 
     def opened(self, record: Record) -> None:
-        """The workload is sound and the study can begin; it may hold trials of an earlier run."""
+        """The workload was checked and the search begins. ``record`` may have trials of an earlier run."""
 
     def remark(self, sentence: str) -> None:
-        """Something that the user should know before the end."""
+        """A note for the user during the study."""
 
     def began(self, ask: Ask, finished: int) -> None:
-        """A trial began after ``finished`` others."""
+        """A trial begins after ``finished`` others."""
 
     def ended(self, trial: Trial, record: Record) -> None:
-        """A trial ended and is kept."""
+        """A trial has ended and is stored."""
 
     def interrupted(self) -> None:
-        """The first Ctrl-C came: the study ends cleanly with the best so far."""
+        """The first Ctrl-C: the study ends with the best trial so far."""
         self.stage(INTERRUPTED)
 
 
 class Printed(Progress):
-    """Lines of text: what runs, what came out, the time that has passed."""
+    """Print a line per event, with the elapsed time."""
 
     def __init__(self, stream: typing.TextIO | None = None, budget_s: float | None = None) -> None:
         self.budget_s = budget_s
@@ -56,31 +56,31 @@ class Printed(Progress):
         self._printing = False
 
     def write(self, line: str) -> None:
-        """Print one line, on standard error if no stream was given; that nobody reads it any more ends no search."""
+        """Print one line to the given stream, or to standard error. A closed stream does not end the search."""
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stderr if self._stream is None else self._stream, flush=True)
 
     def stage(self, words: str) -> None:
-        """Say it once."""
+        """Print ``words``, once each."""
         if words != self._stage:
             self._stage = words
             self._say(f"{self._clock()} {words}")
 
     def opened(self, record: Record) -> None:
-        """What is there already."""
+        """Print the number of trials of earlier runs."""
         if record.trials:
             self._say(f"{self._clock()} going on from {counted(len(record.trials), 'trial')} of an earlier run")
 
     def remark(self, sentence: str) -> None:
-        """A line of its own."""
+        """Print the note."""
         self._say(f"note: {sentence}")
 
     def began(self, ask: Ask, finished: int) -> None:
-        """Which recipe is tried now."""
+        """Print the recipe that is tried now."""
         self._say(f"{self._clock()} trial {finished}: {ask.stage}: {ask.recipe}")
 
     def ended(self, trial: Trial, record: Record) -> None:
-        """How it came out."""
+        """Print the result of the trial."""
         if trial.state == "SKIPPED":
             self._say(f"{self._clock()} trial {trial.number}: {trial.recipe}: skipped: {trial.reason}")
             return
@@ -94,7 +94,7 @@ class Printed(Progress):
 
     def _say(self, text: str) -> None:
         self._waiting.append(plain(text))
-        if self._printing:  # a signal handler spoke while a line was being printed; streams do not take that
+        if self._printing:  # called by a signal handler during a write, which streams do not allow
             return
         self._printing = True
         try:
@@ -105,7 +105,7 @@ class Printed(Progress):
 
 
 def outcome(trial: Trial) -> str:
-    """The figures of a trial: speed-up, drop, and size where it is known."""
+    """The figures of a trial: speed-up, drop, and size if known."""
     parts = [trial.speedup.times()] if trial.speedup else []
     if trial.drop:
         lost = trial.drop

@@ -1,4 +1,4 @@
-"""From finished trials to an answer: who keeps the limits, who stands on which rung, and what binds where nobody does."""
+"""Rank finished trials: which keep the limits, which is best, and which limit no trial keeps."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from trimtab.evaluation.evaluate import Objective
 Status = Literal["improved", "kept_original", "limits_not_met"]
 Rung = Literal["as_written", "tuned", "lossless", "best"]
 HOPEFUL = 1.05
-"""How much faster than the tuned original a recipe has to seem that is not surely so, to be looked at again."""
+"""Least apparent speed-up over the tuned original for a confirmation, if no speed-up is sure."""
 LARGE_DROP = 0.2
-"""Who means to lose a fifth of the score, or to be off by a fifth, is rare; who forgets the percent sign is not."""
+"""A larger limit of drop or error is probably a missing percent sign."""
 TINY_DROP, BEYOND_SHARES = 1e-3, 10.0
-"""Who means to lose less than a thousandth is rare; who gives percent of a score that goes to 100, or far beyond 1, is not."""
+"""A limit below this share of a score above the second number is probably meant in percent."""
 NAMED = 5
-"""Recipes that a note names one by one."""
+"""The largest number of recipes that a note names."""
 MORE = 1.1
-"""How much more time or memory than before is worth another try; what memory is free is never the same twice."""
+"""Least growth of a time or memory limit for another try. Free memory varies from run to run."""
 DEARER = 1.2
-"""How much longer a backend may take than another that is said to cost as much."""
+"""Factor on the longest trial of a cost class, as an estimate for another backend of that class."""
 QUALITY = ("accuracy", "loss")
-"""Limits of what a model, or a training, may lose."""
+"""Names of the limits on the score of a model and the loss of a training."""
 WORTH = 0.05
-"""By how much another might be faster than the first for the question to be worth the time, and a loss worth taking."""
+"""Least possible gain that is worth a comparison, and least gain that is worth a loss of score."""
 HOPELESS = 0.5
-"""A recipe that is surely below this share of the best so far ends after its first timing; no later stage gains twice."""
+"""A recipe surely below this share of the best speed ends after its first timing; later stages do not gain a factor of 2."""
 OPEN = 2
-"""Recipes that are timed against the first, at most."""
+"""Largest number of recipes in a runoff against the first."""
 LEAST_TIMING_S, TIMED = 1.0, 0.2
-"""What is timed however short the time is has so many seconds, or this share of what the budget leaves."""
+"""Least seconds of a timing that must be made, and its share of the remaining budget."""
 RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
 
 
 @dataclasses.dataclass(frozen=True)
 class Miss:
-    """One limit that a trial misses: its name, by which factor, and a sentence about it."""
+    """A limit that a trial misses: its name, the factor, and a sentence."""
 
     limit: str
     excess: float
@@ -54,17 +54,15 @@ class Miss:
 
 
 def doubts(limits: Limits, score: float | None, share: bool, least: Mapping[str, Drop]) -> list[str]:
-    """What to say of the limits before the search: of their units, and of what the data can prove; see :func:`doubt` and
-    :func:`unproven`."""
+    """Notes on the limits before the search, from :func:`doubt` and :func:`unproven`."""
     return [words for words in (doubt(limits, score, share), unproven(limits, score, least)) if words]
 
 
 def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
-    """What to say of a limit on the accuracy that is so large or small for this ``score`` that another unit was probably meant,
-    or that nothing can be held against, because there are no labels and so no score.
+    """A note if the limit on the score seems to be in the wrong unit, or has no effect because there are no labels.
 
     Raises:
-        UsageError: the limit lets everything pass.
+        UsageError: the limit allows any loss.
     """
     if score is None:
         return " ".join(words for words in (_unseen(limits), _generous(limits)) if words) or None
@@ -85,11 +83,11 @@ def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
 
 
 def unproven(limits: Limits, score: float | None, least: Mapping[str, Drop]) -> str | None:
-    """What to say where nothing that may lose accuracy can pass, whatever it loses: the data cannot prove so small a drop.
+    """A note if no lossy recipe can pass, because the data are too few to prove so small a drop.
 
     Args:
-        score: of the model as written.
-        least: the drop of the model as written against itself, on the selection data and on the test data.
+        score: score of the model as written.
+        least: drop of the model as written against itself, on the selection data and on the test data.
     """
     limit = None if score is None else limits.drop_limit(score)
     beyond = [(found.upper, where, found) for where, found in least.items() if limit is not None and 0 < limit < found.upper]
@@ -134,7 +132,7 @@ def _generous(limits: Limits) -> str | None:
 
 
 def misses(trial: Trial, limits: Limits) -> list[Miss]:
-    """The limits that a measured trial misses."""
+    """The limits that a measured ``trial`` misses."""
     found = [miss for miss in (_accuracy(trial, limits),) if miss is not None]
     for name, unit, limit, value in (
         ("latency", "ms", limits.latency_ms, trial.latency_ms.median if trial.latency_ms else None),
@@ -157,7 +155,7 @@ def _accuracy(trial: Trial, limits: Limits) -> Miss | None:
     if drop is None and limits.max_drop == 0 and trial.state is State.COMPLETE and not trial.recipe.exact:
         return Miss("accuracy", float("inf"), "It may lose accuracy, and without labels nobody sees that it keeps max_drop 0.")
     if drop is None or drop.limit is None or drop.decided or (drop.decided is None and trial.recipe.exact):
-        return None  # an exact recipe was held to floating-point noise already, which proves more than a score can
+        return None  # exact recipes passed the stricter check against floating-point noise
     excess = drop.upper / drop.limit if drop.limit else float("inf")
     if drop.of == "loss":
         return Miss("loss", excess, _risen(drop, drop.limit))
@@ -176,36 +174,33 @@ def _risen(rise: Drop, limit: float) -> str:
 
 
 def ships(trial: Trial) -> bool:
-    """Whether ``trial`` has a form that ships; the original may stay where it is."""
+    """Whether ``trial`` can become an artifact; the original need not."""
     return trial.size_mb is not None or trial.recipe.backend.name == "eager"
 
 
 def feasible(trial: Trial, limits: Limits) -> bool:
-    """Whether ``trial`` was measured to the end, has a form that ships, and keeps every limit."""
+    """Whether ``trial`` is measured, can ship, and keeps every limit."""
     return trial.state is State.COMPLETE and ships(trial) and not misses(trial, limits)
 
 
 def seen_again(trial: Trial, found: Confirmation) -> Trial:
-    """``trial`` with the figures of its confirmation, as far as it got."""
+    """``trial`` with the figures of its confirmation, as far as they were measured."""
     figures = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb", "cold_s")
     again = {name: getattr(found, name) for name in figures}
     return dataclasses.replace(trial, **{name: figure for name, figure in again.items() if figure is not None})
 
 
 def value(trial: Trial, objective: Objective) -> float | None:
-    """The objective of ``trial``, more is better; ``None`` where it was not measured."""
+    """The objective of ``trial``, higher is better; ``None`` if unmeasured."""
     if objective == "memory":
         return None if trial.peak_mb is None else -trial.peak_mb
     if objective == "size":
         return None if trial.size_mb is None else -trial.size_mb
-    return None if trial.speedup is None else trial.speedup.low  # what is sure; a noisy one must not win by luck
+    return None if trial.speedup is None else trial.speedup.low  # the lower end, lest a noisy trial win by luck
 
 
 def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> list[Trial]:
-    """The trials that keep the limits, best first.
-
-    A recipe that may lose accuracy has to pay for it: it stands before the best exact one only if it is surely better.
-    """
+    """The trials that keep the limits, best first. A lossy recipe precedes the best exact one only if it is surely better."""
     kept = [trial for trial in trials if feasible(trial, limits) and value(trial, objective) is not None]
     kept.sort(key=lambda trial: -(value(trial, objective) or 0.0))
     exact = next((trial for trial in kept if trial.recipe.exact), None)
@@ -216,8 +211,8 @@ def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> lis
 
 
 def to_reach(recipe: Recipe, trials: Iterable[Trial], limits: Limits, objective: Objective) -> dict[str, float]:
-    """What the first timing of ``recipe`` is held against: below a share of the best so far it is stopped, and behind the best
-    that it could take the place of, which for an exact one is the best exact one, it needs no longer timing."""
+    """Thresholds for the first timing of ``recipe``: a speed below which the trial stops, and one below which timing is not
+    extended. The latter is that of the best trial, for an exact recipe of the best exact trial."""
     if objective not in ("latency", "throughput"):
         return {}
     order = [trial for trial in ranked(trials, limits, objective) if trial.speedup is not None]
@@ -227,8 +222,10 @@ def to_reach(recipe: Recipe, trials: Iterable[Trial], limits: Limits, objective:
 
 
 def unsettled(ranked: Sequence[Trial]) -> list[Trial]:
-    """Those behind the first of ``ranked`` that may well be faster, as far as the search can tell, the likeliest first: one
-    that a busy machine left in the dark stands far behind, since what counts is what is sure."""
+    """The trials behind the first of ``ranked`` that may be faster, the likeliest first.
+
+    A trial with a wide interval ranks low, because ranks go by the lower end.
+    """
     if not ranked or (first := ranked[0].speedup) is None:
         return []
     found = [(trial.speedup.high, trial) for trial in ranked[1:] if trial.speedup is not None]
@@ -237,9 +234,10 @@ def unsettled(ranked: Sequence[Trial]) -> list[Trial]:
 
 
 def surely_better(trial: Trial, other: Trial, objective: Objective) -> bool:
-    """Whether ``trial`` is better than ``other`` by more than chance explains. Memory and size are single figures without an
-    interval, so that a gain has to be larger than what they differ by from one process to the next. What was not measured
-    proves nothing."""
+    """Whether ``trial`` is better than ``other`` by more than chance; false if either is unmeasured.
+
+    Memory and size have no interval: the gain must exceed their variation between processes.
+    """
     one, than = value(trial, objective), value(other, objective)
     if one is None or than is None:
         return False
@@ -251,11 +249,10 @@ def surely_better(trial: Trial, other: Trial, objective: Objective) -> bool:
 def ahead(
     trials: Iterable[Trial], limits: Limits, objective: Objective, eager: Trial | None, *, tuned: bool = True
 ) -> list[Trial]:
-    """The trials that keep the limits and seem to beat ``eager``, best first: the tuned original, which is the best of its
-    kind already, or if not ``tuned`` the one as written.
+    """The trials that keep the limits and seem to beat ``eager``, best first.
 
-    Where none surely does, it is the one that does by the most, if the machine was just too busy to tell: the confirmation
-    measures for longer, and a gain is not to be given away for want of a second look.
+    ``eager`` is the tuned original, or without ``tuned`` the original as written. If no trial is surely better, the list
+    has the trial with the largest apparent gain, if that exceeds :data:`HOPEFUL`: the confirmation measures for longer.
     """
     order = ranked(trials, limits, objective)
     found = order[: order.index(eager)] if eager in order else order
@@ -268,14 +265,16 @@ def ahead(
 
 
 def surely_ahead(trial: Trial, eager: Trial, objective: Objective) -> bool:
-    """Whether ``trial`` is among :func:`ahead` because it beat ``eager``, and not because the machine was too busy to tell."""
+    """Whether ``trial`` surely beats ``eager``, and is in :func:`ahead` for more than its apparent gain."""
     one, other = value(trial, objective), value(eager, objective)
     return one is not None and (other is None or one >= other)
 
 
 def best_eager(trials: Iterable[Trial], limits: Limits | None = None, objective: Objective = "latency") -> Trial | None:
-    """The original, tuned: the fastest exact eager trial of those that keep ``limits`` and whose ``objective`` is known, or of
-    all where no trial does. Where memory or size counts, only those are looked at that none surely undercuts."""
+    """The tuned original: the fastest exact eager trial that keeps ``limits`` and has a known ``objective``.
+
+    If none does, the fastest of all exact eager trials. For memory and size, only trials that no other surely undercuts count.
+    """
     found = [t for t in trials if t.recipe.backend.name == "eager" and t.recipe.exact and t.state is State.COMPLETE]
     found = [trial for trial in found if feasible(trial, limits or Limits())] or found
     found = [trial for trial in found if value(trial, objective) is not None] or found
@@ -284,7 +283,7 @@ def best_eager(trials: Iterable[Trial], limits: Limits | None = None, objective:
 
 
 def unmet(trials: Sequence[Trial], limits: Limits) -> str:
-    """The answer to an impossible wish: the nearest recipe, which limit binds, and what keeps the limits but cannot ship."""
+    """The sentence if no trial keeps the limits: the nearest recipe, the binding limit, and recipes that cannot ship."""
     complete = [t for t in trials if t.state is State.COMPLETE and t.latency_ms is not None]
     stopped = [t for t in trials if t.state is State.STOPPED and t.latency_ms is not None]
     shipping = [t for t in complete if ships(t)]
@@ -313,7 +312,7 @@ def unmet(trials: Sequence[Trial], limits: Limits) -> str:
 
 
 def _binding(trials: Sequence[Trial], limits: Limits) -> str:
-    """Which single limit, if it were lifted, would let somebody through."""
+    """Words for the single limit without which a trial would pass."""
     alone: dict[str, Trial] = {}
     for trial in trials:
         missed = {miss.limit for miss in misses(trial, limits)}
@@ -331,7 +330,7 @@ def _binding(trials: Sequence[Trial], limits: Limits) -> str:
 
 
 def entry(trial: Trial, limits: Limits, *, rung: Rung | None = None, confirmed: Confirmation | None = None) -> dict[str, Any]:
-    """A trial as the command line's JSON shows it; with ``confirmed``, its figures are those of the confirmation."""
+    """A trial as a rung in the JSON output; with ``confirmed``, the figures are those of the confirmation."""
     source = confirmed if confirmed is not None else trial
     reason = trial.reason or (" ".join(miss.words for miss in misses(trial, limits)) or None)
     head = {"rung": rung} if rung else {}
@@ -364,14 +363,14 @@ def _drop(drop: Drop | None) -> Mapping[str, float | None]:
 
 
 def has_more(trial: Trial, *, seconds: float, memory_mb: float) -> bool:
-    """Whether a limit ended ``trial`` that is a higher one now."""
+    """Whether a time or memory limit ended ``trial`` that is higher now."""
     now = {"time": seconds, "memory": memory_mb}.get(trial.ended_by or "", 0.0)
     return trial.limit is not None and now > MORE * trial.limit
 
 
 def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startup_s: float) -> float:
-    """Seconds that a trial of ``backend`` is likely to take, going by those of its own, by those of backends that cost as much,
-    or by what it usually costs."""
+    """Expected duration of a trial of ``backend`` in seconds: from its own trials, from those of its cost class, or its usual
+    cost."""
     timed = [trial for trial in trials if trial.seconds > 1]
     same = [t.seconds for t in timed if t.recipe.backend.name == backend.name]
     alike = [t.seconds for t in timed if t.recipe.backend.cost == backend.cost and t.recipe.backend.name != "eager"]
@@ -381,13 +380,13 @@ def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startu
 
 
 def in_time(seconds: float, end: float | None) -> float:
-    """Of ``seconds`` of timing, what the time until ``end``, of ``time.monotonic``, allows: what must be measured is timed for
-    shorter where the budget is short, and other work is left a share of it."""
+    """``seconds`` of timing, shortened to a share of the time until ``end`` (``time.monotonic``), but at least
+    :data:`LEAST_TIMING_S`."""
     return seconds if end is None else min(seconds, max(LEAST_TIMING_S, TIMED * (end - time.monotonic())))
 
 
 def too_short(left_out: Sequence[Trial]) -> str:
-    """A sentence about recipes for which there was no time."""
+    """A sentence about the recipes that the budget left no time for."""
     names = [str(trial.recipe) for trial in left_out]
     more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
     return f"The budget was too short to try {', '.join([*names[:NAMED], *more])}."

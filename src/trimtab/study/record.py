@@ -1,4 +1,4 @@
-"""Everything about one study that a report shows, in one file of its run folder."""
+"""The record of a study: all that a report shows, as one JSON file in the run folder."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ SEED_IT = " If you changed nothing, something in it is random: seed torch, numpy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What the dry run of the workload found."""
+    """Results of the dry run of the workload."""
 
     name: str
     fingerprint: str
-    """Of weights, inputs, data and what the model makes of them here, to the last bit: what a study that goes on is held to."""
+    """Hash of weights, inputs, data and outputs on this machine. A resumed study must have the same."""
     identity: str
-    """Of weights and example inputs alone, which are the same on every machine."""
+    """Hash of weights and example inputs, the same on every machine."""
     score: float | None
     n: int | None
     blocked: Mapping[str, str]
-    """Technique as canonical JSON -> why it cannot be used on this workload, here."""
+    """Technique as canonical JSON -> why this workload cannot use it on this machine."""
     notes: tuple[str, ...]
-    """What was assumed, and what the checks found, in sentences."""
+    """Assumptions and findings of the checks, in sentences."""
     inputs: str
     threads: int
     splits: Mapping[str, int]
-    """Examples in each of calibration, selection and test."""
+    """Number of examples in calibration, selection and test."""
     share: bool = False
-    """Whether the score is a share, such as an accuracy, so that drops of it are shown in percent."""
+    """Whether the score is a share, such as an accuracy, whose drops are shown in percent."""
     least: Mapping[str, Drop] = dataclasses.field(default_factory=dict)
-    """The drop of the model as written against itself, on the selection data and on the test data: no less can be proven."""
+    """Smallest drop that can be proven on the selection data and on the test data: the model as written against itself."""
     convolves: bool = False
-    """Whether most weights are kernels of convolutions."""
+    """Whether most weights belong to convolutions."""
     findings: tuple[Finding, ...] = ()
-    """What is slow or risky about the workload as it is."""
+    """Findings of the checks about the workload as written."""
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of the parameters and of the buffers alone: other processes have to find the same ones."""
+    """Hashes of the parameters and of the buffers, which must be the same in all processes."""
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of the code by its file's name (:mod:`trimtab.evaluation.code_fingerprint`), which decides how long the same outputs
-    take."""
+    """Hashes of the user's code by file name (:mod:`trimtab.evaluation.code_fingerprint`): code may change speed
+    without outputs."""
 
     def why_not(self, recipe: Recipe) -> str | None:
-        """The first reason against a recipe that was known before it was tried."""
+        """The first reason in :attr:`blocked` against ``recipe``; ``None`` if there is none."""
         steps: Sequence[Technique] = (*recipe.passes, recipe.backend)
         return next((why for step in steps if (why := self.blocked.get(dumps(step, indent=None)))), None)
 
@@ -84,7 +84,7 @@ class Times(TypedDict):
 
 
 class Score(TypedDict):
-    """The score on the data that the rung was judged by."""
+    """The score on the data by which a rung was judged."""
 
     value: float | None
 
@@ -97,7 +97,7 @@ class Lost(TypedDict):
 
 
 class Rung(TypedDict):
-    """A rung of the ladder as :func:`trimtab.study.ranking.entry` writes it; figures that were not measured are ``None``."""
+    """A rung of the ladder, written by :func:`trimtab.study.ranking.entry`; unmeasured figures are ``None``."""
 
     rung: str
     recipe: str
@@ -114,17 +114,17 @@ class Rung(TypedDict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """A study as far as it has come; what is not known yet is ``None`` or empty. It round-trips through JSON."""
+    """The state of a study; unknown fields are ``None`` or empty. It round-trips through JSON."""
 
     schema: ClassVar[int] = 1
 
     workload: str
     command: str
-    """What goes on with the study, or makes it again elsewhere."""
+    """The command that resumes the study, or repeats it elsewhere."""
     started: str
-    """Date and time in UTC, ISO 8601, of the run that ended last."""
+    """Start of the last run, in UTC, ISO 8601."""
     seconds: float
-    """That run took so far."""
+    """Duration of the last run."""
     objective: Objective
     sampler: str
     limits: Limits
@@ -134,7 +134,7 @@ class Record:
     mode: Mode = "infer"
     """Whether a model was optimized or a training tuned."""
     status: Status | None = None
-    """``None`` while the study runs, and where it was cut off."""
+    """``None`` while the study runs, or if it was killed."""
     sentence: str = ""
     """The verdict."""
     ladder: tuple[Rung, ...] = ()
@@ -142,7 +142,7 @@ class Record:
     """Hash of the recipe that ships."""
     confirmation: Confirmation | None = None
     artifact: str | None = None
-    """Its folder, relative to the run folder."""
+    """Folder of the artifact, relative to the run folder."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Files of the artifact -> SHA-256."""
     peaks: Peaks | None = None
@@ -150,28 +150,28 @@ class Record:
     """``as_written`` and ``best``."""
     notes: tuple[str, ...] = ()
     settings: str | None = None
-    """Of a tuned training: those it is to have, as Python writes them."""
+    """The settings for a tuned training, as Python source."""
     tried: tuple[str, ...] = ()
-    """The recipes that were confirmed, in that order: those that saw the test data."""
+    """Recipes that were confirmed, and so have seen the test data, in order."""
     refused: tuple[Confirmation, ...] = ()
-    """What did not hold when it was measured again, in that order."""
+    """Confirmations that failed, in order."""
 
     @property
     def winner(self) -> Trial | None:
-        """The trial whose recipe ships; none does that did not hold when it was measured again."""
+        """The trial whose recipe ships; ``None`` if no recipe was confirmed."""
         if self.confirmation is not None and not self.confirmation.ok:
             return None
         return next((trial for trial in self.trials if trial.recipe.hash == self.best), None)
 
     @property
     def options(self) -> tuple[str, str]:
-        """What asks for the study from its beginning, and for that with more time to each timing; a training has no command."""
+        """The options or arguments that begin the study again, and those that also lengthen each timing."""
         if self.mode == "train":
             return "fresh=True", "timing_seconds=60, fresh=True"
         return "--fresh", "--timing 60s --fresh"
 
     def write(self, folder: pathlib.Path) -> None:
-        """Keep it in run folder ``folder``."""
+        """Write the record to run folder ``folder``."""
         write_json(folder / RECORD, self)
 
     @classmethod
@@ -179,8 +179,8 @@ class Record:
         """The record in run folder ``folder``.
 
         Raises:
-            UsageError: there is no study in it.
-            StorageError: there is one, but its record is damaged or of another version.
+            UsageError: ``folder`` has no study.
+            StorageError: the record is damaged, or of another version.
         """
         path = folder / RECORD
         try:
@@ -198,11 +198,11 @@ class Record:
 
 
 def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, identity: Mapping[str, Any]) -> None:
-    """Make the run folder this study's own, so that no two share trials and artifact. ``identity`` is what it is about.
+    """Mark the run folder as that of the study with ``identity``, so that no two studies share trials and artifact.
 
     Raises:
-        UsageError: it is another's.
-        StorageError: whose it is cannot be read.
+        UsageError: the folder belongs to another study.
+        StorageError: the mark cannot be read.
     """
     python = ".".join(environment.python.split(".")[:2])
     owner = {
@@ -226,7 +226,7 @@ def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, id
 
 
 def _read(path: pathlib.Path, owner: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands in ``path``, whose values are of the types that those of ``owner`` have."""
+    """The mark in ``path``, whose values must have the types of those of ``owner``."""
     try:
         known = dict(json.loads(path.read_text(encoding="utf-8")))
         if odd := [name for name in owner if name in known and type(known[name]) is not type(owner[name])]:
@@ -240,12 +240,12 @@ def _read(path: pathlib.Path, owner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(known: Mapping[str, Any], owner: Mapping[str, Any]) -> tuple[str, str] | None:
-    """For what or where a folder was made, and a hint: what explains the other differences comes first."""
+    """What the folder was made for instead, and a hint. Differences that explain others come first; ``None`` if none."""
     same = {key for key in owner if known[key] == owner[key]}
     another = f"for another workload ({known['name']}, {known['fingerprint']}; this is {owner['name']}, {owner['fingerprint']})"
     if not {"name", "identity"} <= same:
         return another, SEED_IT * ("name" in same)
-    if "environment" not in same:  # which changes the last bits of what a model says, too
+    if "environment" not in same:  # another environment also changes the last bits of outputs
         there, here = known["environment"], owner["environment"]
         return f"on another machine, or with other versions of Python, trimtab or a runtime ({there}; this is {here})", ""
     if "threads" not in same:

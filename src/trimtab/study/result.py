@@ -1,4 +1,4 @@
-"""The answer of a study: what ships, the ladder, and all of it as JSON."""
+"""The result of a study: what ships, the ladder, and their JSON form."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from trimtab.study.study import Study
 ARTIFACT = "artifact"
 """Folder of the artifact in the run folder."""
 TRIED = "tried"
-"""In the storage: the recipes that were confirmed, and so saw the test data, in whichever run of the study."""
+"""Key in the storage: recipes that any run of the study has confirmed, and which so have seen the test data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Best:
-    """What ships: the winner as it was measured again, or the original where nothing beat it."""
+    """What ships: the confirmed winner, or the original if nothing beat it."""
 
     trial: Trial
-    """As the search measured it."""
+    """The trial of the search."""
     confirmation: Confirmation
-    """As it was measured again, on the test data."""
+    """The confirmation, on the test data."""
     artifact: Artifact | None
-    """``None`` where it has no form that stands alone, as a training has none."""
+    """``None`` without a standalone form, for example of a training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """The four rungs, as written to best; ``str()`` of it is a table."""
+    """The four rungs, from the model as written to the best; ``str()`` gives a table."""
 
     rungs: tuple[Mapping[str, Any], ...]
     share: bool = False
-    """Whether the score is a share, so that its drop is shown in percent."""
+    """Whether the score is a share, whose drop is shown in percent."""
     examples: tuple[int, ...] = ()
-    """With how many examples the call of each latency was, where recipes take different numbers of them."""
+    """Examples per call of each rung, if the rungs differ in it."""
     before: float | None = None
-    """The original's score on the test data, where that of the best is of those."""
+    """Score of the original on the test data, if the score of the best is on them."""
 
     def __str__(self) -> str:
         speeds = speed_ups(self.rungs)
@@ -62,7 +62,7 @@ class Ladder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """The answer of a study."""
+    """The result of a study."""
 
     schema: ClassVar[int] = 1
 
@@ -70,28 +70,28 @@ class Result:
     status: ranking.Status
     """``improved``, ``kept_original`` or ``limits_not_met``."""
     sentence: str
-    """The verdict in words."""
+    """The outcome in words."""
     best: Best | None
-    """The winner, or the original; ``None`` where nothing keeps the limits."""
+    """The winner, or the original; ``None`` if nothing keeps the limits."""
     seconds: float
-    """What this run took; earlier ones of the study are not in it."""
+    """Duration of this run, without earlier runs of the study."""
     peaks: Peaks | None = None
-    """The measured peaks of this machine; ``None`` where it was not looked where the time goes."""
+    """The measured peaks of this machine; ``None`` without explanations."""
     explanations: Mapping[str, Explanation] = dataclasses.field(default_factory=dict)
-    """Where the time of a call goes, of ``as_written`` and of ``best``."""
+    """Where the time of a call goes, for ``as_written`` and ``best``."""
     report: pathlib.Path | None = None
-    """The HTML file; ``None`` where it could not be written."""
+    """The HTML report; ``None`` if it could not be written."""
 
     def __str__(self) -> str:
         return f"{self.sentence}\n\n{self.ladder()}"
 
     @property
     def trials(self) -> list[Trial]:
-        """Every finished trial."""
+        """All finished trials."""
         return self.study.trials
 
     def ladder(self) -> Ladder:
-        """As written, tuned, lossless, best."""
+        """The ladder: as written, tuned, lossless, best."""
         limits, trials = self.study.options.limits, self.study.trials
         exact = [t for t in ranking.ranked(trials, limits, self.study.options.objective) if t.recipe.exact]
         found: dict[ranking.Rung, Trial | None] = {
@@ -119,24 +119,24 @@ class Result:
         )
 
     def _before(self) -> float | None:
-        """The original's score where the best was confirmed, if that was on other data than the search's."""
+        """Score of the original on the data of the confirmation, if these are not the data of the search."""
         if self.best is None or not self.best.confirmation.ok or self.best.confirmation.before == self.study.prepared.score:
             return None
         return self.best.confirmation.before
 
     def _again(self, trial: Trial) -> Confirmation | None:
-        """What ``trial`` showed when it was measured again, if it is what ships: one recipe has one figure on the ladder. What
-        was written has none but its own, for everything is relative to it."""
+        """The confirmation of ``trial`` if it ships and is not the model as written, which figures are relative to; else
+        ``None``."""
         if self.best is None or trial.recipe != self.best.trial.recipe or trial.recipe == self.study.baseline:
             return None
         return self.best.confirmation if self.best.confirmation.speedup is not None else None
 
     def all_notes(self) -> list[str]:
-        """What was assumed, what went on, and whether the machine was quiet, in sentences."""
+        """Notes on assumptions, events of the study and load on the machine, in sentences."""
         return [*self.study.prepared.notes, *self.study.notes, *busy(self.study.record())]
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as ``trimtab optimize --json`` prints it."""
+        """The result as ``trimtab optimize --json`` prints it."""
         study, best = self.study, self.best
         limits = study.options.limits
         return {
@@ -154,7 +154,7 @@ class Result:
         }
 
     def record(self) -> Record:
-        """All that a report shows."""
+        """The record of the study with its result."""
         best, known = self.best, self.study.record()
         found = dataclasses.replace(
             known,
@@ -197,7 +197,7 @@ class Result:
 
 
 def busy(record: Record) -> list[str]:
-    """Sentences where the machine was too busy, or the calls too slow, for many of the trials."""
+    """Sentences if the machine was too busy, or the calls too slow, for many trials."""
     timed = [t.comparison for t in record.trials if t.comparison is not None and t.state is State.COMPLETE]
     poor = [found for found in timed if found.doubt]
     if len(poor) <= len(timed) / 4:
@@ -216,7 +216,7 @@ def busy(record: Record) -> list[str]:
 
 
 def speed_ups(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table's column of them, with its head, all as wide as the widest."""
+    """The table column of speed-ups with its head, padded to one width."""
     found = [rung["speedup"] for rung in rungs]
     told = ["speed-up", *("-" if each["value"] is None else Interval(**each).times() for each in found)]
     wide = max(22, *map(len, told))

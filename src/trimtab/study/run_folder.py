@@ -1,4 +1,4 @@
-"""The run folder of a study: its lock, what may lie in it, and how another study begins there."""
+"""The run folder of a study: its lock, its files, and replacing one study by another."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ ENTRIES = {
     ),
     *("study.db", "study.db-journal", "workload.pkl", "report.html", "settings.json", SETTINGS_FOLDER),
 }
-"""What a run folder may hold; whatever else lies there is somebody's own."""
+"""Files of a study in its run folder. Other files belong to the user."""
 LEFT = re.compile(r"\..*\.tmp")
-"""What a process that was killed while it wrote may leave there."""
+"""Names of temporary files of killed processes."""
 FRESH, DONE = ".fresh.", ".done."
-"""How the names begin of what holds the old study while another begins in its folder, and of what is left of it after that."""
+"""Prefixes of the folders with the old study: while a new one begins, and after that, until it is deleted."""
 
 
 @contextlib.contextmanager
 def disk_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Turns the system's complaints, most of which are about the run folder, into a sentence."""
+    """A block whose ``OSError`` becomes a ``StorageError`` about the run folder."""
     try:
         yield
     except OSError as error:
@@ -62,12 +62,12 @@ def disk_errors(folder: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def starting_afresh(folder: pathlib.Path) -> Iterator[None]:
-    """A block that begins another study in ``folder``: what is there is set aside, and deleted once the new one has begun.
+    """A block that begins another study in ``folder``. The old study is moved aside, and deleted after the block.
 
-    A block that raises, as over a misspelt limit or a workload that fails, leaves the old study as it was.
+    If the block raises, for example because the workload fails, the old study is restored.
 
     Raises:
-        UsageError: the folder holds something that no study made.
+        UsageError: the folder has files that no study made.
     """
     strange = sorted(path.name for path in folder.iterdir() if path.name not in ENTRIES and not LEFT.fullmatch(path.name))
     if strange:
@@ -81,21 +81,21 @@ def starting_afresh(folder: pathlib.Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if os.path.lexists(folder / PREPARE):  # what the dry run wrote explains the error
+            if os.path.lexists(folder / PREPARE):  # the log of the dry run explains the error
                 removed(aside / PREPARE)
             raise
     done = aside.with_name(aside.name.replace(FRESH, DONE, 1))
-    aside.rename(done)  # from here on nothing is put back
+    aside.rename(done)  # from here on the old study is not restored
     shutil.rmtree(done, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def exclusive(folder: pathlib.Path) -> Iterator[None]:
-    """A block in which no other process works in run folder ``folder``; the lock goes with the process, however that ends.
+    """A block with an exclusive lock on run folder ``folder``. The lock ends with the process.
 
     Raises:
-        UsageError: another one does.
-        StorageError: nobody can tell, because files cannot be locked there.
+        UsageError: another process holds the lock.
+        StorageError: the file system has no locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as held:
@@ -118,7 +118,7 @@ def exclusive(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _tidy(folder: pathlib.Path) -> None:
-    """Put back what a killed process had set aside for a study that never began, and delete what others left."""
+    """Restore the study that a killed process had moved aside, and delete temporary files."""
     for left in folder.glob(f"{FRESH}*.tmp"):
         put_back(left, folder)
     for left in (*folder.glob(f"{DONE}*.tmp"), *folder.glob(f".{ARTIFACT}.*.tmp")):
@@ -126,14 +126,14 @@ def _tidy(folder: pathlib.Path) -> None:
 
 
 def run_folder(workload: Workload | str, out: str | pathlib.Path | None, suffix: str = "") -> pathlib.Path:
-    """Where a study lives: as said, else ``runs/`` and the name of the workload or of its file, and ``suffix``.
+    """The run folder: ``out``, or else ``runs/`` with the name of the workload or of its file, and ``suffix``.
 
     Raises:
-        UsageError: it is no path, a file is there, or the name is no UTF-8, which some libraries cannot write to.
+        UsageError: ``out`` is no path, is a file, or its name is no UTF-8, which some libraries require.
     """
     if out is not None:
         folder = path_of(out, "out", "runs/model")
-        if os.path.exists(folder) and not os.path.isdir(folder):  # which say no where pathlib's raise
+        if os.path.exists(folder) and not os.path.isdir(folder):  # pathlib raises for some paths
             raise UsageError(f"The run folder {folder} is a file. Give a folder with --out (in Python, out=...).")
         if (readable := str(folder).encode(errors="replace").decode()) != str(folder):
             raise UsageError(

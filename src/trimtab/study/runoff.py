@@ -1,7 +1,7 @@
-"""The runoff: recipes that the search could not tell apart are timed against each other.
+"""Runoff: time recipes directly against each other whose speed the search could not distinguish.
 
-The search times each against the model as written, at another minute, so that the error of two ratios and whatever the machine
-did meanwhile stand between them. Directly they are compared in one go, which decides what the search left open.
+The search times each recipe against the model as written, at different times. Two such ratios differ by two errors and by the
+load of the machine. A direct comparison has neither.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from trimtab.study.study import Study
 
 RUNOFF = "runoff"
 NEAR = 1.25
-"""A recipe that may lose accuracy and seems less than so many times as fast as the best exact one is timed beside that one."""
+"""A lossy recipe is also timed against the best exact one if its speed-up over that is below this factor."""
 ENOUGH = 0.5
-"""Of what a comparison is expected to take, so much must be left for it to begin."""
+"""A comparison begins if this share of its expected duration is left."""
 
 
 def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
-    """The first of ``ahead``, the best first, and those behind it that may well be faster, as far as the search can tell.
+    """The first of the ranked trials ``ahead``, and those behind it that may be faster.
 
-    One that may lose accuracy has the best exact one beside it, too, unless that is far behind: a loss has to be paid for.
+    A lossy first is joined by the best exact trial, unless that is much slower: a loss must bring a gain.
     """
     if objective not in ("latency", "throughput") or not ahead or ahead[0].speedup is None:
         return list(ahead[:1])
@@ -36,19 +36,19 @@ def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
     free = None if first.recipe.exact else next((trial for trial in ahead if trial.recipe.exact), None)
     near = free is not None and free.speedup is not None and NEAR * free.speedup.value > speed
     others = [trial for trial in unsettled(ahead) if trial is not free]
-    # a loss is weighed last, and once: against what is the fastest of those that take one
+    # the exact trial meets the fastest lossy one, last and once
     return [first, *others, *([free] if free is not None and (near or free in unsettled(ahead)) else [])]
 
 
 def cost_s(study: Study) -> float:
-    """Seconds that one comparison takes: two processes begin, and take turns."""
+    """Expected duration of one comparison in seconds: two processes start and are timed in turns."""
     return study.runner.startup_s + study.options.timing_s
 
 
 def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None) -> list[Trial]:
-    """``ahead`` with the winner of the runoff in front; no comparison goes on after ``until``, of ``time.monotonic``.
+    """``ahead`` with the winner of the runoff in front. No comparison lasts beyond ``until`` (``time.monotonic``).
 
-    What does not work here costs nothing but the answer: the order of the search then stands.
+    If a comparison fails, the order of the search stays.
     """
     found = contenders(ahead, study.options.objective)
     if len(found) < 2:
@@ -56,7 +56,7 @@ def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None)
     first, *others = found
     with study.runner.servers(RUNOFF) as rivals:
         for other in others:
-            ratio = _known(study, other, first)  # a second run is not to decide otherwise, however little time it has
+            ratio = _known(study, other, first)  # a later run must decide the same
             late = until is not None and time.monotonic() + ENOUGH * cost_s(study) > until
             if ratio is None and not late and not study.interrupted():
                 ratio = _measured(study, other, first, rivals, until)
@@ -71,8 +71,11 @@ def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None)
 
 
 def _displaces(other: Trial, first: Trial, ratio: Interval) -> bool:
-    """Whether ``other``, at ``ratio`` of the speed of ``first``, is better. One that may lose accuracy must surely be faster
-    than an exact one, and gives way to one that may be as fast, unless that seems to cost more than a loss is worth."""
+    """Whether ``other``, with ``ratio`` times the speed of ``first``, is better.
+
+    A lossy trial must surely be faster than an exact one. An exact trial displaces a lossy one that it may equal in speed,
+    unless it seems slower by more than :data:`~trimtab.study.ranking.WORTH`.
+    """
     if ratio.vague:
         return ratio.low > 1
     if other.recipe.exact == first.recipe.exact:
@@ -81,13 +84,13 @@ def _displaces(other: Trial, first: Trial, ratio: Interval) -> bool:
 
 
 def _known(study: Study, other: Trial, first: Trial) -> Interval | None:
-    """What an earlier run of this study found out."""
+    """The ratio that an earlier run of this study measured; ``None`` if there is none."""
     known = study.storage.noted(_key(other, first))
     return None if known is None else from_json(Comparison, known).ratio
 
 
 def _measured(study: Study, other: Trial, first: Trial, rivals: BaselineServers, until: float | None) -> Interval | None:
-    """How many times faster ``other`` is than ``first``; ``None``, with a note, if that cannot be found out."""
+    """The speed-up of ``other`` over ``first``; ``None``, with a note, if the comparison fails."""
     study.progress.stage("timing against each other what the search could not tell apart")
     name, seconds = first.recipe.hash, study.options.trial_s
     if not rivals.alive(name):
@@ -107,11 +110,11 @@ def _measured(study: Study, other: Trial, first: Trial, rivals: BaselineServers,
             outcome = study.runner.wait_for(worker, deadline=until)
             reason = outcome.reason
     except TrimtabError as error:
-        lines = str(error).splitlines()  # a process that died left a traceback, which its log keeps
+        lines = str(error).splitlines()  # the log has the traceback
         outcome, reason = None, " ".join([lines[0], *lines[1:][-1:]])
     if outcome is not None and outcome.result is not None:
         found = from_json(Comparison, outcome.result)
-        if not found.ratio.vague:  # which another run may tell better
+        if not found.ratio.vague:  # a later run may measure it again
             study.storage.note(_key(other, first), outcome.result)
         return found.ratio
     if not study.interrupted():

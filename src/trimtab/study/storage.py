@@ -1,4 +1,4 @@
-"""Where trials are kept: optuna's storage, so that its dashboard opens our studies and PostgreSQL works by URL."""
+"""Store trials in an optuna database, which optuna's dashboard can open: SQLite, or any other by URL."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from trimtab.errors import StorageError, TrimtabError, UsageError
 STATES = {State.COMPLETE: TrialState.COMPLETE, State.STOPPED: TrialState.PRUNED}
 TRIAL = "trial"
 COMPLAINTS = (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, KeyError)
-"""What is raised where a database cannot be used; a KeyError is all that optuna says of what somebody deleted meanwhile."""
+"""Exceptions of an unusable database. Optuna raises KeyError for a study that was deleted meanwhile."""
 ODD = (RuntimeError, AssertionError, LookupError, ValueError, TypeError, AttributeError)
-"""What else optuna raises on reading a database that another version of it made, somebody changed, or a disk damaged."""
+"""Exceptions of optuna on reading a database of another version, or a changed or damaged one."""
 DAMAGED = "Put back a copy of it, or begin anew with --fresh or another --out (in Python, fresh=True or out=...)."
 
 
 class Storage:
-    """The finished trials of one study. Each is written in one transaction: it is there whole, or not at all.
+    """The finished trials of one study, each written in one transaction.
 
     With ``fresh``, a study of that name is deleted first.
 
     Raises:
-        StorageError: the database cannot be opened, read or written; finished trials in it stay.
-        UsageError: it holds a study of something else, as told by ``identity``.
+        StorageError: the database cannot be opened, read or written; its trials are unchanged.
+        UsageError: the study of that name has another ``identity``.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Storage:
         fresh: bool = False,
     ) -> None:
         self.url = shown(url)
-        """As it may be shown: without its password."""
+        """The URL without its password."""
         self.notes: list[str] = []
-        """What there is to say about the trials that :meth:`trials` gave."""
+        """Notes on the trials of the last call of :meth:`trials`."""
         if not _is_read(url):
             raise StorageError(
                 f"The study's storage {self.url} cannot be opened: it cannot be read as a URL. Write signs such as @ : / {{ in "
@@ -65,7 +65,7 @@ class Storage:
             verbosity = optuna.logging.get_verbosity()
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             try:
-                # which fills in what stands between braces; a connection that lay idle may have been cut by then
+                # optuna formats braces in the URL; pre-ping replaces connections that were closed while idle
                 storage = RDBStorage(re.sub("([{}])", r"\1\1", url), engine_kwargs={"pool_pre_ping": True})
                 if fresh and name in optuna.get_all_study_names(storage):
                     optuna.delete_study(study_name=name, storage=storage)
@@ -81,7 +81,7 @@ class Storage:
             self._identify(name, to_json(identity))
 
     def add(self, trial: Trial, value: float | None) -> Trial:
-        """Keep a finished trial; gives it back with its number."""
+        """Store a finished trial. Returns it with its number."""
         values, spaces = parameters(trial.recipe)
         with self.guard("written"):
             number = len(self.study.get_trials(deepcopy=False))
@@ -96,12 +96,12 @@ class Storage:
             }
             try:
                 self.study.add_trial(create_trial(**facts, params=values, distributions=dict(spaces)))
-            except ValueError:  # there are other techniques than when the study began, and optuna takes no other choices
+            except ValueError:  # techniques were added since the study began, and optuna allows no new choices
                 self.study.add_trial(create_trial(**facts))
         return trial
 
     def finish(self, asked: optuna.Trial, trial: Trial, value: float | None) -> Trial:
-        """Keep a finished trial that optuna's own sampler asked for."""
+        """Store a finished trial that optuna's sampler asked for. Returns it with its number."""
         trial = _numbered(trial, asked.number)
         with self.guard("written"):
             asked.set_user_attr("recipe", str(trial.recipe))
@@ -109,21 +109,20 @@ class Storage:
             asked.set_user_attr(TRIAL, json.dumps(to_json(trial)))
             if value is not None and trial.state is State.COMPLETE:
                 self.study.tell(asked, value)
-            else:  # optuna's sampler takes a pruned trial for a bad one, and a failed one for none at all
+            else:  # optuna's sampler avoids pruned trials, and ignores failed ones
                 bad = trial.state in (State.COMPLETE, State.STOPPED, State.MISMATCH)
                 self.study.tell(asked, state=TrialState.PRUNED if bad else TrialState.FAIL)
         return trial
 
     def trials(self) -> list[Trial]:
-        """All finished trials, in the order of their numbers. One that was running when its study was killed is none, nor is
-        one whose recipe was tried again later, nor one of a technique that is gone."""
+        """All finished trials, by number, without those that were tried again later or whose technique no longer exists."""
         with self.guard("read"):
             kept = [item for item in self.study.get_trials(deepcopy=False) if _is_finished(item)]
         found, unread = list[Trial](), list[str]()
         for item in kept:
             try:
                 found.append(from_json(Trial, json.loads(item.user_attrs[TRIAL])))
-            except (ValueError, TypeError) as error:  # a UsageError is one
+            except (ValueError, TypeError) as error:  # includes UsageError
                 unread.append(str(error).rstrip("."))
         count = "One trial is" if len(unread) == 1 else f"{len(unread)} trials are"
         self.notes = [f"{count} left out, because this installation cannot read what was tried: {unread[0]}."] if unread else []
@@ -131,12 +130,12 @@ class Storage:
         return [trial for trial in found if last[trial.recipe.hash] is trial]
 
     def note(self, key: str, value: Any) -> None:
-        """Keep a fact about the whole study."""
+        """Store a value of the whole study under ``key``."""
         with self.guard("written"):
             self.study.set_user_attr(key, json.dumps(to_json(value)))
 
     def noted(self, key: str) -> Any:
-        """A fact that :meth:`note` kept, or ``None``."""
+        """The value that :meth:`note` stored under ``key``, or ``None``."""
         with self.guard("read"):
             text = self.study.user_attrs.get(key)
             return None if text is None else json.loads(text)
@@ -155,10 +154,10 @@ class Storage:
 
     @contextlib.contextmanager
     def guard(self, verb: str) -> Iterator[None]:
-        """A block that uses the database, whose complaints become a sentence.
+        """A block that uses the database, and whose database errors become a ``StorageError``.
 
         Raises:
-            StorageError: it cannot be used.
+            StorageError: the database cannot be used.
         """
         met = COMPLAINTS + (() if verb == "written" else ODD)
         try:
@@ -173,7 +172,7 @@ class Storage:
             raise
         except met as error:
             cause = error.__cause__ or error
-            cause = getattr(cause, "orig", None) or cause  # the driver's own, without SQLAlchemy's advice to who writes code
+            cause = getattr(cause, "orig", None) or cause  # the driver's error, without SQLAlchemy's advice for developers
             reason = next(iter(str(cause).splitlines()), type(error).__name__)
             fix = "If the disk is full, free space." if verb == "written" else "Mend that, or choose another with --storage."
             fix += " Finished trials are kept, and the same command goes on from them."
@@ -183,29 +182,29 @@ class Storage:
 
 
 def in_file(path: pathlib.Path) -> str:
-    """The URL of the SQLite file ``path``, whose name may hold what means something in a URL."""
+    """The URL of the SQLite file ``path``, with special characters escaped."""
     quoted = re.sub("[%?#{}]", lambda sign: f"%{ord(sign[0]):X}", str(path))
     url = f"sqlite:///{quoted}"
-    # before its version 2.1 SQLAlchemy takes such a name as it stands, and SQLite itself has to read it
+    # SQLAlchemy before 2.1 does not unescape the path, so that SQLite must read it as a URI
     return url if make_url(url).database == str(path) else f"sqlite:///file:{quoted}?uri=true"
 
 
 def shown(url: str) -> str:
-    """``url`` as it may be shown and kept: without its password."""
+    """``url`` without its password, for output and records."""
     try:
         text = make_url(url.encode(errors=ESCAPED).decode()).render_as_string(hide_password=True)
-    except (ArgumentError, ValueError):  # not a URL at all, which opening it will say
+    except (ArgumentError, ValueError):  # no URL: opening it gives the error
         return re.sub(r"(?s)^(\w*)\b.*@", r"\1://***@", url)
     return re.sub("(?<=[?&]password=)[^&]*", "***", text)
 
 
 def _is_read(url: str) -> bool:
-    """Whether the parts of ``url`` can be told apart. What cannot be has a password in it, which the error repeats."""
+    """Whether ``url`` can be parsed. The error of an unparsable one may repeat its password."""
     try:
         make_url(url)
-    except ArgumentError:  # which says of itself what is wrong
+    except ArgumentError:  # its message says what is wrong
         return True
-    except ValueError:  # what follows the last colon is no port
+    except ValueError:  # the text after the last colon is no port
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""A study: the trials of one workload under one objective and its limits. Verbs: ask, tell, optimize."""
+"""A study: the trials of one workload for one objective and its limits."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ from trimtab.study.storage import Storage, in_file
 from trimtab.study.task import InferenceTask, Task
 
 KEEP = 3
-"""Trials whose files are kept on disk: the best few, so that the next one can ship if the first does not hold."""
+"""Number of best trials whose files stay on disk, so that the next one can ship if a confirmation fails."""
 
 
 class Study:
-    """One search. It lives in a run folder, and goes on from there when it is made again with the same workload.
+    """One search, stored in a run folder. A study with the same workload and folder resumes it.
 
-    ``workload`` is a :class:`Workload`, or a reference such as ``"model.py:workload"`` that every worker loads for itself.
-    ``workers`` forks what need not be an interpreter of its own; without them everything is one.
+    Args:
+        workload: a :class:`Workload`, or a reference such as ``"model.py:workload"``, which every worker loads itself.
+        workers: forks processes that need no interpreter of their own; without it every process is a new interpreter.
 
     Raises:
-        UsageError: the workload or an option is wrong, or the folder holds a study of something else.
-        WorkloadError: the workload itself fails in a dry run.
+        UsageError: the workload or an option is wrong, or the folder has another study.
+        WorkloadError: the workload fails in the dry run.
         StorageError: the storage cannot be opened, or the disk is full.
     """
 
@@ -64,13 +65,13 @@ class Study:
         self.folder = folder
         self.task = task or InferenceTask()
         self.command = command
-        """What makes this study again; for its record."""
+        """The command that repeats this study, for its record."""
         self.options = options
         self.progress = progress or Progress()
         self.interrupted = interrupted
         self.notes: list[str] = []
         self.refused: list[Confirmation] = []
-        """What did not hold when it was measured again."""
+        """Confirmations that failed."""
         self._began, self._started = time.monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         folder.mkdir(parents=True, exist_ok=True)
         self.runner = TrialRunner(
@@ -85,7 +86,7 @@ class Study:
             workers=workers,
             server_tells_costs=self.task.server_tells_costs,
         )
-        """Its processes."""
+        """Runs the processes of the study."""
         self.environment = Environment.capture()
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
@@ -105,18 +106,18 @@ class Study:
         self.notes += self.storage.notes
         self._end: float | None = None
         self._left_out: list[Trial] = []
-        """Recipes that the time left was too short for; they are not finished, and the next run asks for them again."""
+        """Recipes that the budget left no time for. The next run asks for them again."""
         self.sampler = self.task.sampler(self.storage, options)
         self.progress.opened(self.record())
 
     @property
     def baseline(self) -> Recipe:
-        """What everything is measured against: the workload as written."""
+        """The workload as written, which everything is measured against."""
         return self.task.baseline
 
     @property
     def stored_as(self) -> str:
-        """The study's name in its storage. In one that others share it tells what the study is about, lest two meet."""
+        """Name of the study in its storage; in a shared storage the name includes the identity of the study."""
         if self.options.storage is None:
             return f"{self.prepared.name}{self.task.suffix}"
         digest = hashlib.blake2b(dumps(self._identity(), indent=None).encode(errors=ESCAPED), digest_size=4).hexdigest()
@@ -124,25 +125,25 @@ class Study:
 
     @property
     def to_beat(self) -> Trial | None:
-        """What a winner has to beat."""
+        """The trial that a winner must beat; ``None`` if it was not measured."""
         return self.task.to_beat(self._trials, self.options)
 
     @property
     def leader(self) -> Trial | None:
-        """The best finished trial that keeps the limits, as far as the search can tell."""
+        """The best finished trial that keeps the limits; ``None`` if there is none."""
         return next(iter(ranking.ranked(self._trials, self.options.limits, self.options.objective)), None)
 
     @property
     def trials(self) -> list[Trial]:
-        """The finished trials."""
+        """All finished trials."""
         return list(self._trials)
 
     def ask(self) -> Ask | None:
-        """The next recipe to try; ``None`` when there is nothing left."""
+        """The next recipe to try; ``None`` at the end of the search."""
         return self.sampler.ask([*self._trials, *self._left_out], self._facts())
 
     def tell(self, trial: Trial) -> Trial:
-        """Keep a finished trial. It is on disk when this returns."""
+        """Store a finished trial. It is on disk on return."""
         value = ranking.value(trial, self.options.objective)
         usable = value if ranking.feasible(trial, self.options.limits) else None
         if isinstance(self.sampler, Tpe) and self.sampler.pending is not None:
@@ -155,9 +156,9 @@ class Study:
         return trial
 
     def search(self, *, deadline: float | None = None, reserve: Callable[[], float] = float, most: int | None = None) -> None:
-        """Ask, evaluate and tell until nothing is left, ``deadline`` (of ``time.monotonic``) or ``most`` new trials.
+        """Ask, evaluate and tell until the search ends, until ``deadline`` (``time.monotonic``), or for ``most`` new trials.
 
-        As soon as something beats the original, the last ``reserve()`` seconds are kept for its confirmation.
+        Once a trial beats the original, the last ``reserve()`` seconds are kept for its confirmation.
         """
         new, self._end, self._left_out = 0, deadline, []
         with self.runner.servers(RIVALS) as rivals:
@@ -173,8 +174,8 @@ class Study:
                     self._left_out.append(Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short."))
                     if self.sampler.declined(len(self._left_out)):
                         break
-                    continue  # what comes after it may be cheaper
-                # without the model as written there would be no answer at all, however short the time
+                    continue  # later recipes may be cheaper
+                # the baseline is measured however short the time: without it there is no result
                 trial = self._try(ask, rivals, None if ask.recipe == self.baseline else end)
                 if trial is None:
                     self.sampler.declined(0)
@@ -186,7 +187,7 @@ class Study:
             self.notes.append(ranking.too_short(self._left_out))
 
     def record(self) -> Record:
-        """What is known so far."""
+        """The record of the study so far."""
         return Record(
             workload=self.prepared.name,
             command=self.command,
@@ -204,7 +205,7 @@ class Study:
         )
 
     def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None) -> Trial | None:
-        """A trial of what the sampler asked for; ``None`` if the study had to end meanwhile."""
+        """The trial of what the sampler asked for; ``None`` if the study was ended meanwhile."""
         if reason := self.prepared.why_not(ask.recipe):
             return Trial(recipe=ask.recipe, state=State.SKIPPED, reason=reason, stage=ask.stage)
         self.progress.began(ask, len(self._trials))
@@ -212,20 +213,20 @@ class Study:
         return None if trial is None else dataclasses.replace(trial, stage=ask.stage)
 
     def plan(self, *, seconds: float | None = None, width: float = 0.03, **reach: float) -> Plan:
-        """How trials are judged and measured; ``reach`` is what a first timing is held against."""
+        """How trials are checked and timed; ``reach`` has the thresholds for the first timing."""
         options, timing = self.options, seconds or self.options.timing_s
         times = {"quick_s": timing / 4, "seconds": timing, "width": width}
         return Plan(objective=options.objective, limits=options.limits, **times, **reach)
 
     def _deserves_another(self, trial: Trial) -> bool:
-        """Whether a finished trial is to be forgotten: what it lacked then, a package or time or memory, is there now."""
+        """Whether to repeat a finished trial, because the package, time or memory that it lacked is available now."""
         if trial.state is State.SKIPPED:
             return not self.prepared.why_not(trial.recipe)
         return ranking.has_more(trial, seconds=self.options.trial_s, memory_mb=self.runner.memory_mb)
 
     def _to_reach(self, ask: Ask) -> dict[str, float]:
-        """What a first timing is held against: nothing where the figure is that of a rung, which is timed in full, as far as
-        the budget allows."""
+        """Thresholds for the first timing. The stages as_written and tuned have none, except that the budget limits the
+        baseline's timing."""
         if ask.stage in ("as_written", "tuned"):
             return {"seconds": ranking.in_time(self.options.timing_s, self._end)} if ask.recipe == self.baseline else {}
         return ranking.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
@@ -239,8 +240,7 @@ class Study:
         )
 
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
-        """Whether a trial of ``ask`` is likely to end in time. As long as nothing has won there is nothing to lose by one that
-        is cut off."""
+        """Whether a trial of ``ask`` is expected to end before ``deadline``; true as long as nothing beats the original."""
         if deadline is None or not self._found_something() or self.prepared.why_not(ask.recipe):
             return True
         likely = ranking.likely_s(ask.recipe.backend, self._trials, self.baseline, self.runner.startup_s)
@@ -251,11 +251,11 @@ class Study:
         return self.task.lost(self._trials, self.to_beat)
 
     def _found_something(self) -> bool:
-        """Whether there is anything to confirm but the original."""
+        """Whether a trial other than the original may be confirmed."""
         return self.leader is not None and self.leader is not self.to_beat
 
     def _sweep(self) -> None:
-        """Delete the built files of every trial that cannot become the artifact any more."""
+        """Delete the built files of trials that can no longer become the artifact."""
         ranked = ranking.ranked(self._trials, self.options.limits, self.options.objective)
         exact = [trial for trial in ranked if trial.recipe.exact]
         keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *ranking.unsettled(ranked))}
@@ -281,6 +281,6 @@ class Study:
             "number of threads": self.prepared.threads,
             "objective": self.options.objective,
             "machine or version of a runtime": self.environment.fingerprint,
-            "limits": to_json(self.options.limits),  # early stops were decided by them
+            "limits": to_json(self.options.limits),  # they decided early stops
             **self.task.identity(),
         }

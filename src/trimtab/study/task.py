@@ -1,6 +1,6 @@
-"""What a study is about: inference or a training, with its baseline, its sampler and the jobs of its workers.
+"""Tasks of a study: inference or training, each with its baseline, its sampler and the jobs of its workers.
 
-Another kind of search brings a :class:`Task` of its own and hands it to :class:`~trimtab.study.study.Study`.
+Another kind of search defines a :class:`Task` and passes it to :class:`~trimtab.study.study.Study`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from trimtab.study.storage import Storage
 
 
 class Task(abc.ABC):
-    """What a study is about."""
+    """The task of a study."""
 
     mode: ClassVar[Literal["infer", "train"]]
     jobs: ClassVar[str]
-    """The module with the table ``JOBS`` of what the workers can be asked to do."""
+    """The module with the table ``JOBS`` of the functions that workers run."""
     ships: ClassVar[bool]
-    """Whether a winner leaves an artifact; else its settings are the answer."""
+    """Whether a winner is written as an artifact; else its settings are the result."""
     suffix: ClassVar[str] = ""
-    """What the study's name in its storage ends with: one workload may be optimized and trained."""
+    """Suffix of the study's name in its storage, because one workload may have a study of each task."""
     server_tells_costs: ClassVar[bool] = False
-    """Whether the server of the baseline tells its cold start and peak memory, and no job of its own does."""
+    """Whether the server of the baseline measures its cold start and peak memory, instead of a job of its own."""
     prepare_by: float | None = None
-    """When, of ``time.monotonic``, the dry run has to be over."""
+    """Latest end of the dry run, of ``time.monotonic``."""
     overdue: str | None = None
-    """What is said where it is not."""
+    """The message if the dry run takes longer."""
 
     @property
     @abc.abstractmethod
@@ -47,27 +47,27 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def sampler(self, storage: Storage, options: Options) -> Sampler:
-        """What asks for recipes."""
+        """The sampler, which asks for recipes."""
 
     @abc.abstractmethod
     def to_beat(self, trials: Sequence[Trial], options: Options) -> Trial | None:
-        """What a winner has to beat; ``None`` where it was not measured."""
+        """The trial that a winner must beat; ``None`` if it was not measured."""
 
     @abc.abstractmethod
     def lost(self, trials: Sequence[Trial], to_beat: Trial | None) -> bool:
-        """Whether the baseline was tried in vain: without it nothing can win."""
+        """Whether the baseline failed: without it nothing can win."""
 
     def job(self, folder: pathlib.Path) -> dict[str, Any]:
-        """What every job of a study in run folder ``folder`` has besides the workload."""
+        """Entries of every job of a study in run folder ``folder``, besides the workload."""
         return {"jobs": self.jobs}
 
     def identity(self) -> dict[str, Any]:
-        """What else makes two studies of one workload different."""
+        """Entries that distinguish studies of one workload, besides options and limits."""
         return {}
 
 
 class InferenceTask(Task):
-    """The fastest form of a model: what wins ships as an artifact."""
+    """Find the fastest form of a model; the winner ships as an artifact."""
 
     mode, ships, jobs = "infer", True, inference.__name__
 
@@ -77,25 +77,25 @@ class InferenceTask(Task):
         return as_written()
 
     def sampler(self, storage: Storage, options: Options) -> Sampler:
-        """The ladder, or optuna's estimator where that is asked for."""
+        """The ladder, or optuna's TPE if the options ask for it."""
         return Ladder() if options.sampler == "ladder" else Tpe(storage, options.seed)
 
     def to_beat(self, trials: Sequence[Trial], options: Options) -> Trial | None:
-        """The original, tuned as far as the limits allow."""
+        """The tuned original."""
         return ranking.best_eager(trials, options.limits, options.objective)
 
     def lost(self, trials: Sequence[Trial], to_beat: Trial | None) -> bool:
-        """Whether it was tried as written and in eager's own form."""
+        """Whether the model as written and the eager backend were both tried without a measurement."""
         plain = {self.baseline.hash, Recipe(backend=BACKENDS["eager"]()).hash}
         return to_beat is None and plain <= {trial.recipe.hash for trial in trials}
 
 
 class TrainingTask(Task):
-    """The settings under which a training is fastest: the objective is its updates per second, the guard its losses.
+    """Find the settings with the most updates per second whose losses match those of the training as written.
 
     Args:
-        updates: over how many updates the losses are compared.
-        prepare_by: when, of ``time.monotonic``, the dry run has to be over.
+        updates: number of updates over which losses are compared.
+        prepare_by: latest end of the dry run, of ``time.monotonic``.
     """
 
     mode, ships, jobs, suffix, server_tells_costs = "train", False, training.__name__, "-tune", True
@@ -113,19 +113,19 @@ class TrainingTask(Task):
         return trained_as_written()
 
     def sampler(self, storage: Storage, options: Options) -> Sampler:
-        """One change of the settings at a time, the best kept."""
+        """The greedy sampler: one change of the settings at a time, the best kept."""
         return GreedySampler()
 
     def to_beat(self, trials: Sequence[Trial], options: Options) -> Trial | None:
-        """The training as written: there is no other original."""
+        """The trial of the training as written."""
         return next((trial for trial in trials if trial.recipe == self.baseline), None)
 
     def lost(self, trials: Sequence[Trial], to_beat: Trial | None) -> bool:
-        """Whether it could not be timed."""
+        """Whether the training as written could not be timed."""
         return to_beat is not None and to_beat.comparison is None
 
     def job(self, folder: pathlib.Path) -> dict[str, Any]:
-        """The updates, and where the losses as written lie."""
+        """The number of updates, and the file with the losses as written."""
         written = str(folder.absolute() / PREPARE / training.WRITTEN)
         return super().job(folder) | {"updates": self.updates, "written": written}
 

@@ -1,4 +1,4 @@
-"""The end of a study of a training: which settings are confirmed, and which stay."""
+"""The end of a training study: confirm the best settings, or keep those as written."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SETTINGS_FOLDER = "settings"
 
 
 def settings_of(study: Study, recipe: Recipe) -> Settings:
-    """What ``recipe`` makes of the settings as written; a worker that has the model finds out.
+    """The settings as written with the changes of ``recipe``, computed by a worker, which has the model.
 
     Raises:
-        WorkloadError: it failed.
+        WorkloadError: the worker failed.
     """
     key = f"settings {recipe.hash}"
     known = study.storage.noted(key)
@@ -38,7 +38,7 @@ def settings_of(study: Study, recipe: Recipe) -> Settings:
 
 
 def finish(study: Study) -> tuple[ranking.Status, str, Best | None]:
-    """Confirm the winner, or the next best; else the settings as written stay."""
+    """Confirm the winner or the next best; else keep the settings as written."""
     limits, original = study.options.limits, study.to_beat
     if original is None and study.interrupted():
         raise KeyboardInterrupt
@@ -61,7 +61,7 @@ def finish(study: Study) -> tuple[ranking.Status, str, Best | None]:
     if not ranking.feasible(original, limits):
         return "limits_not_met", ranking.unmet(study.trials, limits), None
     measured = sum(trial.state is State.COMPLETE and trial.recipe != original.recipe for trial in study.trials)
-    # what the search found out about it stands: there is nothing that it was picked from by luck
+    # the figures of the search stand: the baseline was not selected
     shared = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb")
     figures = {name: getattr(original, name) for name in shared} | {"baseline_score": original.score}
     kept = Confirmation(recipe=original.recipe, ok=True, loaded=False, again=False, **figures)
@@ -69,7 +69,7 @@ def finish(study: Study) -> tuple[ranking.Status, str, Best | None]:
 
 
 def stay(lost: list[str], measured: int) -> str:
-    """Why the settings as written do: what ``lost`` when it was confirmed, or none of so many others that were measured won."""
+    """Why the settings as written stay: the reasons in ``lost``, or that none of ``measured`` others won."""
     if lost:
         return f"The settings as written stay. {' '.join(lost)}"
     if not measured:

@@ -25,8 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from trimtab import Settings, Trainer
 from trimtab._internal.user_code import IN_WORKER
 from trimtab.errors import StorageError, UsageError
-from trimtab.train.checkpoint import folder_lock
-from trimtab.train.checkpoint.checkpoints import HASHES, STATE, TENSORS, Checkpoints
+from trimtab.train.checkpoint.checkpoints import HASHES, LOCK, STATE, TENSORS, Checkpoints
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim.schedules import one_cycle
 from trimtab.train.telemetry.events import Event, Progressed, Saved
@@ -319,36 +318,7 @@ def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path: pathlib.Path) -
         process.kill()
         process.wait()
     made.resume(missing_ok=True).fit([batch], epochs=1)  # at once, though workers of the one that was killed may live on
-    assert all(path.name.startswith("update-") for path in folder.iterdir())
-
-
-def test_a_folder_that_is_let_go_while_another_run_asks_for_it_is_kept_from_a_third(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lock of a file that was removed keeps nobody off the one that the next run makes."""
-    fcntl, took = pytest.importorskip("fcntl"), []
-    real = fcntl.lockf
-
-    def lock(file: int, how: int) -> None:
-        if not took:
-            (tmp_path / folder_lock.NAME).unlink()
-        took.append(real(file, how))
-
-    monkeypatch.setattr(fcntl, "lockf", lock)
-    ours = folder_lock.hold(tmp_path)
-    assert ours is not None
-    assert len(took) == 2
-    assert os.path.samestat(os.fstat(ours.fileno()), (tmp_path / folder_lock.NAME).stat())
-    folder_lock.let_go(tmp_path, ours)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_let_go_hides_no_other_error(tmp_path: pathlib.Path) -> None:
-    ours = folder_lock.hold(tmp_path)
-    (tmp_path / folder_lock.NAME).unlink(missing_ok=True)
-    (tmp_path / folder_lock.NAME).mkdir()  # as little to be removed as in a folder that is read-only by now
-    folder_lock.let_go(tmp_path, ours)
-    assert ours is None or ours.closed
+    assert all(path.name.startswith("update-") or path.name == LOCK for path in folder.iterdir())
 
 
 def test_a_kill_between_two_renames_leaves_a_checkpoint(tmp_path: pathlib.Path) -> None:

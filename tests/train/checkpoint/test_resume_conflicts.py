@@ -182,12 +182,9 @@ def cut(schedule: Any, folder: pathlib.Path, **options: Any) -> Trainer:
     return made
 
 
-def differs(name: str, now: Any, was: Any) -> str:
-    return f"{name} is {now} in the script, and was {was} in the run so far: it stays so. "
-
-
-def changes(name: str, now: Any, was: Any) -> str:
-    return differs(name, now, was) + f"resume(override={{'{name}': {now}}}) changes it."
+def note(*differences: str, override: Any = None, others: str = "") -> str:
+    fix = f"resume(override={override}) takes the script's values." if override else "Only a new run can change that."
+    return f"The checkpoint wins over the script: {', '.join(differences)}. {fix}{others}"
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -197,7 +194,7 @@ def test_the_rate_of_the_checkpoint_goes_before_that_of_the_script_unless_it_is_
     slow, fast = functools.partial(SGD, lr=RATE / 4), functools.partial(SGD, lr=RATE)
     want = told(whole := trainer(optimizer=fast, schedule=CHAINS[name]), "rate")
     whole.fit(loader(), epochs=2)
-    for script, notes in ((fast, ()), (slow, (changes("lr", RATE / 4, RATE),))):
+    for script, notes in ((fast, ()), (slow, (note(f"lr={RATE} (script: {RATE / 4})", override={"lr": RATE / 4}),))):
         folder = tmp_path / str(len(notes))
         cut(CHAINS[name], folder, optimizer=fast)
         rest = told(resumed := trainer(optimizer=script, schedule=CHAINS[name], checkpoint=folder).resume(), "rate")
@@ -231,7 +228,7 @@ def test_the_largest_rate_of_a_cycle_is_what_is_overridden_and_stays_so_in_a_lon
     whole.fit(loader(), epochs=3)
     longer = trainer(schedule=one_cycle(RATE), checkpoint=tmp_path).resume()
     rest = told(longer, "rate")
-    said = differs("max_lr", RATE, RATE / 4) + f"resume(override={{'lr': {RATE}}}) changes it."
+    said = note(f"max_lr={RATE / 4} (script: {RATE})", override={"lr": RATE})
     assert longer.fit(loader(), epochs=3).notes == (said,)
     assert rest == pytest.approx(want[2 * EPOCH :])
 
@@ -247,9 +244,13 @@ def test_other_options_are_told_of_and_can_be_overridden(tmp_path: pathlib.Path)
     trainer(**options(0.0, (0.9, 0.99))).fit(loader(), epochs=1)
     resumed = trainer(**options(0.25, (0.8, 0.99), maximize=True)).resume()
     assert resumed.fit(loader(), steps=EPOCH + 1).notes == (
-        changes("betas", (0.8, 0.99), (0.9, 0.99)),
-        differs("maximize", True, False) + "A new run can have it.",
-        changes("weight_decay", 0.25, 0.0),
+        note(
+            "betas=(0.9, 0.99) (script: (0.8, 0.99))",
+            "maximize=False (script: True)",
+            "weight_decay=0.0 (script: 0.25)",
+            override={"betas": (0.8, 0.99), "weight_decay": 0.25},
+            others=" Only a new run can change the others.",
+        ),
     )
     group = resumed.optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"], group["maximize"]) == (0.003, (0.9, 0.99), 0.0, False)
@@ -272,7 +273,7 @@ def test_of_several_groups_the_one_that_differs_is_named_and_all_are_overridden(
 
     made(0.25).fit(loader(), steps=1)
     assert made(0.125).resume().fit(loader(), steps=2).notes == (
-        differs("lr of the optimizer's group 1", 0.125, 0.25) + "resume(override={'lr': 0.125}) changes it.",
+        note("param_groups[1].lr=0.25 (script: 0.125)", override={"lr": 0.125}),
     )
     over = made(0.25).resume(override={"lr": 0.0625})
     over.fit(loader(), steps=3)

@@ -1,1 +1,1 @@
-"""What a study tries next."""
+"""Samplers: which recipe a study tries next."""

@@ -1,4 +1,4 @@
-"""What to try next on a training."""
+"""The greedy sampler for training settings."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from trimtab.study.samplers.ladder import Ask, Sampler, SearchState
 
 
 def trained_as_written() -> Recipe:
-    """The training as its script says it."""
+    """The recipe of the training as written."""
     return Recipe(backend=BACKENDS["eager"]())
 
 
 class GreedySampler(Sampler):
-    """One technique at a time, then those that pay together: exact ones first, then those that may change what is learnt.
+    """Try techniques one at a time, then combine those that gain: exact ones first, then lossy ones.
 
-    Techniques of training seldom hinder each other, so adding them up one by one, the best first, comes close to the best
-    combination for the price of a few trials. Like the ladder for inference it is a straight line through what is finished, so
-    that a study that was killed goes on where it stopped.
+    Training techniques seldom hinder each other, so that greedy addition, best first, comes close to the best combination with
+    few trials. Each step depends only on finished trials, so that a killed study resumes where it stopped.
     """
 
     name = "climb"
 
     def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
-        """The first step of the walk that has no finished trial yet."""
+        """The first step without a finished trial."""
         done = {trial.recipe.hash: trial for trial in trials}
         return next((ask for ask in self._walk(done, facts) if ask.recipe.hash not in done), None)
 
     def _walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
         yield Ask("as_written", trained_as_written())
-        steps = sorted(search_space.training(), key=lambda step: "compile" in step.sets)  # which costs most, and so comes last
+        steps = sorted(search_space.training(), key=lambda step: "compile" in step.sets)  # compilation takes longest
         best = yield from _added("lossless", [step for step in steps if step.exact], trained_as_written(), done, facts)
         yield from _added("precision", [step for step in steps if not step.exact], best, done, facts)
 
@@ -43,9 +42,9 @@ class GreedySampler(Sampler):
 def _added(
     stage: str, steps: Sequence[Pass], base: Recipe, done: Mapping[str, Trial], facts: SearchState
 ) -> Generator[Ask, None, Recipe]:
-    """Each of ``steps`` on ``base``; then, on the best of these, the others that paid, the best first. Gives the best of all.
+    """Ask for each of ``steps`` on ``base``, then for the other gains on top of the best one. Returns the best recipe.
 
-    Of many that do nothing some always come out a little ahead. So what is sure of a gain must be above what it is added to.
+    Noise makes some useless steps look faster. So the lower end of a step's speed-up must exceed the speed-up of its base.
     """
     alone = [_with(base, step) for step in steps]
     for recipe in alone:
@@ -69,13 +68,13 @@ def _with(recipe: Recipe, step: Pass) -> Recipe:
 
 
 def _speed(recipe: Recipe, done: Mapping[str, Trial], facts: SearchState) -> float:
-    """What is sure of the speed-up of a recipe that keeps the limits; 0 for any other."""
+    """Lower end of the speed-up of ``recipe``; 0 if it is unmeasured or misses a limit."""
     trial = done.get(recipe.hash)
     return (facts.value(trial) or 0.0) if trial is not None and facts.feasible(trial) else 0.0
 
 
 def _measured(recipe: Recipe, done: Mapping[str, Trial], facts: SearchState) -> float:
-    """The speed-up of such a recipe as it was measured; that of the training as written is 1 by definition."""
+    """Measured speed-up of ``recipe``; 1 for the training as written."""
     sure, trial = _speed(recipe, done, facts), done.get(recipe.hash)
     if recipe == trained_as_written():
         return 1.0 if sure else 0.0

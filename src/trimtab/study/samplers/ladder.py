@@ -1,4 +1,4 @@
-"""What to try next. A sampler looks at the finished trials and asks for one more recipe, or for none."""
+"""Samplers for inference. A sampler reads the finished trials and asks for one more recipe, or for none."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from trimtab.core.technique import Pass, technique_from_json
 from trimtab.core.trial import State, Trial
 
 MOST_DECLINED = 10
-"""Suggestions of optuna's that do not fit into the budget any more, after which no other is asked for."""
+"""Suggestions of optuna beyond the remaining budget after which the search ends."""
 QUICK_MS = 5.0
-"""Calls that take longer are seldom faster with fewer threads."""
+"""Calls above this latency in ms are seldom faster with fewer threads."""
 PROMISING = 0.5
-"""A backend whose lossless form reaches this share of the best lossless speed is worth the price of trying less precision."""
+"""Least share of the best lossless speed at which a backend is tried with less precision."""
 
 
 @functools.cache
 def as_written() -> Recipe:
-    """The model as people write it: eager, gradients off, every default."""
+    """The recipe of the model as written: eager, without gradients, all defaults."""
     return Recipe(backend=technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"}))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A recipe to try, and the stage of the search that wants it."""
+    """A recipe to try, and the stage of the search that asks for it."""
 
     stage: str
     recipe: Recipe
@@ -37,43 +37,42 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchState:
-    """What a sampler may know about the study."""
+    """What a sampler knows about the study."""
 
     throughput: bool
-    """Whether the objective is examples per second, so that batch and overlapping requests matter."""
+    """Whether the objective is throughput, which batch size and overlapping requests affect."""
     feasible: Callable[[Trial], bool]
     """Whether a finished trial keeps every limit."""
     value: Callable[[Trial], float | None]
-    """The objective of a finished trial, more is better; ``None`` if it was not measured."""
+    """The objective of a finished trial, higher is better; ``None`` if unmeasured."""
     convolves: bool = False
-    """Whether most weights are kernels of convolutions, which gain by 8 bits only where these are calibrated."""
+    """Whether most weights belong to convolutions, which gain from 8 bits only with calibration."""
 
 
 class Sampler(abc.ABC):
-    """Asks for recipes. It must never ask for one that is among the finished trials."""
+    """Asks for recipes, never for one among the finished trials."""
 
     name: str
 
     @abc.abstractmethod
     def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
-        """The next recipe to try, given all finished trials; ``None`` when the search is done."""
+        """The next recipe to try, given all finished trials; ``None`` at the end of the search."""
 
     def declined(self, count: int) -> bool:
-        """Told that what it asked for last was not tried, the ``count``-th so far; returns whether to ask no more."""
+        """The last recipe was not tried for lack of time, the ``count``-th so far. Returns whether to end the search."""
         return False
 
 
 class Ladder(Sampler):
-    """Climb rung by rung: as written, tuned eager, every backend lossless, less precision where it promises to pay, then knobs.
+    """Try in order: as written, tuned eager, every backend lossless, less precision where promising, then knobs.
 
-    Its walk is a straight line that reads the outcome of what it asked for before, so a study that was killed goes on where it
-    stopped: walking again over the finished trials leads to the same place.
+    Each step depends only on the finished trials, so that a killed study resumes where it stopped.
     """
 
     name = "ladder"
 
     def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
-        """The first step of the walk that has no finished trial yet."""
+        """The first step without a finished trial."""
         done = {trial.recipe.hash: trial for trial in trials}
         return next((ask for ask in self._walk(done, facts) if ask.recipe.hash not in done), None)
 
@@ -84,11 +83,11 @@ class Ladder(Sampler):
         runtimes, relatives = [b for b in cheap if b.own_graph], [b for b in cheap if not b.own_graph]
         yield Ask("as_written", as_written())
         yield Ask("tuned", plain)
-        # runtimes with a graph of their own owe nothing to the tuning of eager, and bring most of what there is to gain
+        # runtimes with their own graph do not depend on the tuning of eager, and bring most of the gain
         yield from _lossless(runtimes, plain)
         yield from _precision(runtimes, plain, done, facts)
         threads = [knob for knob in search_space.knobs() if "threads" in knob.sets]
-        for exact_only in (False, True):  # the best may owe its place to noise
+        for exact_only in (False, True):  # the best may be best by noise
             if _is_quick(_best(done, facts, exact_only=exact_only)):
                 yield from _with_each(_best(done, facts, exact_only=exact_only), threads)
         yield from _fields(_best(done, facts, exact_only=False), facts)
@@ -104,7 +103,7 @@ class Ladder(Sampler):
 
 
 def _tuned(eager: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
-    """Rewrites one by one, those that help together, then threads."""
+    """Ask for rewrites one by one, for those that gain together, then for thread counts."""
     everything = dataclasses.replace(eager, passes=_honoured(search_space.rewrites(), eager.backend))
     for step in everything.passes:
         yield Ask("tuned", dataclasses.replace(eager, passes=(step,)))
@@ -128,7 +127,7 @@ def _lossless(backends: Sequence[Backend], tuned: Recipe) -> Iterator[Ask]:
 def _precision(
     backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState, *, everyone: bool = False
 ) -> Iterator[Ask]:
-    """Inexact variants of each backend and inexact passes in front of it, most promising backend first."""
+    """Ask for lossy variants of each backend and lossy passes before it, most promising backend first."""
     lossless = [Recipe(passes=_inherited(tuned, backend), backend=backend) for backend in backends]
     top = max((_speed(trial) for trial in done.values() if trial.recipe.exact), default=0.0)
     lossless.sort(key=lambda recipe: -_speed(done.get(recipe.hash)))
@@ -144,13 +143,13 @@ def _precision(
 
 
 def _late(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
-    """The order in which what has less precision is tried, the most promising first, for the budget may end in between."""
+    """Sort key for lossy backends, most promising first, because the budget may end in between."""
     calibrated, eight_bits = "calibration" in backend.needs, str(getattr(backend, "precision", "")).startswith("int8")
     return (not calibrated,) if facts.convolves else (not eight_bits, calibrated)
 
 
 def _knobs(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
-    """Fields of the backend that keep its precision, then threads and, where it counts, batch: on the best, exact or not."""
+    """Ask for lossless fields of the backend, then threads and, for throughput, batch sizes, on the best recipe."""
     for exact_only in (False, True):
         yield from _fields(_best(done, facts, exact_only=exact_only), facts)
         best = _best(done, facts, exact_only=exact_only)
@@ -158,12 +157,12 @@ def _knobs(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
 
 
 def _is_quick(best: Trial | None) -> bool:
-    """Whether calls are so short that fewer threads, which wait for each other less, may well be faster."""
+    """Whether calls are so short that fewer threads may be faster, because they synchronize less."""
     return best is not None and best.latency_ms is not None and best.latency_ms.median < QUICK_MS
 
 
 def _fields(best: Trial | None, facts: SearchState) -> Iterator[Ask]:
-    """The best recipe with each other value of the fields of its backend that keep its precision."""
+    """Ask for the best recipe with each other value of its backend's lossless fields."""
     if best is None:
         return
     ignored = frozenset() if facts.throughput else best.recipe.backend.overlap
@@ -173,7 +172,7 @@ def _fields(best: Trial | None, facts: SearchState) -> Iterator[Ask]:
 
 
 def _with_each(best: Trial | None, knobs: Sequence[Pass]) -> Iterator[Ask]:
-    """The best recipe with each of ``knobs`` that its backend honours and that it has not chosen yet."""
+    """Ask for the best recipe with each of ``knobs`` that its backend supports and the recipe lacks."""
     if best is None:
         return
     taken = {step.name for step in best.recipe.passes}
@@ -187,7 +186,7 @@ def _same_precision(one: Backend, other: Backend) -> bool:
 
 
 def _inherited(tuned: Recipe, backend: Backend) -> tuple[Pass, ...]:
-    """The tuned passes that matter to ``backend``: a runtime with a graph of its own folds and lays out by itself."""
+    """The tuned passes that affect ``backend``: a runtime with its own graph folds and lays out itself."""
     return () if backend.own_graph else _honoured(tuned.passes, backend)
 
 
@@ -196,7 +195,7 @@ def _honoured(steps: Sequence[Pass], backend: Backend) -> tuple[Pass, ...]:
 
 
 def _best_eager(done: Mapping[str, Trial]) -> Recipe:
-    """The fastest exact eager recipe so far whose passes leave nothing to choose."""
+    """The fastest exact eager recipe so far whose passes have no open choices."""
     found = [
         trial
         for trial in done.values()

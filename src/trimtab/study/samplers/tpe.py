@@ -1,4 +1,4 @@
-"""The tree-structured Parzen estimator of optuna, over the whole search space."""
+"""Optuna's tree-structured Parzen estimator over the whole search space."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from trimtab.study.storage import Storage
 
 
 class Tpe(Sampler):
-    """Optuna's tree-structured Parzen estimator over the whole space, for long budgets, after the model as written and tuned.
+    """Optuna's tree-structured Parzen estimator, for long budgets. The original, as written and tuned, comes first.
 
     Source: Bergstra et al., Algorithms for Hyper-Parameter Optimization, NeurIPS 2011.
     """
 
     name = "tpe"
     attempts = 200
-    """Suggestions in a row that may repeat finished trials before the space counts as exhausted."""
+    """Suggestions in a row that repeat finished trials before the space counts as exhausted."""
 
     def __init__(self, storage: Storage, seed: int = 0) -> None:
         storage.study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=False)
         self._storage, self._study = storage, storage.study
         self.pending: optuna.Trial | None = None
-        """The optuna trial behind the last ask; the storage finishes it."""
+        """The optuna trial of the last ask, which the storage finishes."""
 
     def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
-        """A recipe that optuna suggests and that is not finished yet.
+        """A recipe that optuna suggests and that was not tried yet.
 
         Raises:
-            StorageError: the database, where optuna keeps every word of it, cannot be used.
+            StorageError: optuna's database cannot be used.
         """
         with self._storage.guard("written"):
             return self._ask(trials, facts)
@@ -53,10 +53,10 @@ class Tpe(Sampler):
             asked = self._study.ask()
             try:
                 recipe = _suggest(asked, facts)
-            except UsageError:  # a combination that the technique refuses
+            except UsageError:  # an invalid combination of fields
                 self._study.tell(asked, state=TrialState.FAIL)
                 continue
-            except ValueError as error:  # optuna takes no other choices than those that a study began with
+            except ValueError as error:  # optuna allows no other choices than at the start of the study
                 self._study.tell(asked, state=TrialState.FAIL)
                 raise UsageError(
                     "The techniques are not those that this study began with, and the sampler tpe cannot go on from it. Use "
@@ -73,7 +73,7 @@ class Tpe(Sampler):
         return None
 
     def declined(self, count: int) -> bool:
-        """There is always another suggestion, so a few that do not fit are enough."""
+        """End the search after :data:`MOST_DECLINED` suggestions: optuna always has another one."""
         if self.pending is not None:
             with self._storage.guard("written"):
                 self._study.tell(self.pending, state=TrialState.FAIL)
@@ -82,7 +82,7 @@ class Tpe(Sampler):
 
 
 def _suggest(asked: optuna.Trial, facts: SearchState) -> Recipe:
-    """Turn optuna's suggestions into a recipe; only what the chosen backend carries out is asked about."""
+    """A recipe of optuna's suggestions for the techniques that the suggested backend supports."""
     backend_class = BACKENDS[asked.suggest_categorical("backend", sorted(BACKENDS))]
     backend = backend_class(
         **{

@@ -1,1 +1,1 @@
-"""Checkpoints of a run, and what a resumed run takes from them."""
+"""Save checkpoints of a training run, and resolve conflicts with the script on resume."""

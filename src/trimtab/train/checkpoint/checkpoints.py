@@ -1,8 +1,8 @@
-"""A training run on disk: everything that the next step depends on, written whole or not at all, and never a pickle.
+"""Checkpoints: the state of a training run on disk, written atomically, without pickle.
 
-A folder holds one folder per checkpoint, ``update-00000120``, each with ``tensors.safetensors``, ``state.json`` (the structure
-around the tensors) and ``sha256.json``. A checkpoint is written beside its place and renamed into it, so that one that is there
-is complete; the newest whose hashes are right is the one to go on from.
+The checkpoint folder has one folder per checkpoint, such as ``update-00000120``, with ``tensors.safetensors``, ``state.json``
+(the structure around the tensors) and ``sha256.json``. A checkpoint is written to a temporary folder, which is then renamed. A
+run resumes from the newest checkpoint whose hashes match.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import platform
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -25,19 +26,20 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trimtab._internal.files import path_of
+from trimtab._internal.locks import locked
 from trimtab._internal.serialization import dumps
 from trimtab.errors import StorageError, UsageError
 from trimtab.tensors.weights import in_bytes
-from trimtab.train.checkpoint.folder_lock import hold
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
+LOCK = ".lock"
 SCHEMA = 5
 SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-"""What tensors of other layouts are made of: methods that give strided ones."""
+"""The tensors that a sparse tensor is made of: names of methods, by layout."""
 LAYOUTS = {str(layout): layout for layout in SPARSE}
 PLAIN = frozenset(
     {
@@ -46,17 +48,20 @@ PLAIN = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     }
 )
-"""The types that safetensors has; tensors of others are kept as their bytes."""
+"""The dtypes of safetensors; tensors of other dtypes are saved as bytes."""
 _NAME = re.compile(r"update-(\d{8})|\.update-(\d{8})\.old")
-"""A checkpoint, or one that was on its way out when its writer was killed: it is one until another has taken its place."""
+"""Names of checkpoints. One named ``.old`` was being replaced when the process was killed, and is still valid."""
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: made when the first one is written.
-        keep: how many of the newest stay.
+        folder: the checkpoint folder, created by the first checkpoint.
+        keep: how many of the newest checkpoints to keep.
+
+    Raises:
+        UsageError: ``keep`` is below 1, or ``folder`` is no path.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
@@ -64,15 +69,19 @@ class Checkpoints:
             raise UsageError(f"keep is {keep}; at least one checkpoint must stay.")
         self.folder, self.keep = path_of(folder, "checkpoint", "checkpoints"), keep
         self._whole: set[pathlib.Path] = set()
-        """Those that were written here or found whole, so that large files are not hashed with every checkpoint."""
+        """Checkpoints known to be whole, so that their files are not hashed again."""
         self.damaged: dict[str, str] = {}
-        """What is wrong with those that are newer than the newest whole one, as :meth:`newest` last found."""
+        """What is wrong with the checkpoints after the newest whole one, by name, as :meth:`newest` last found."""
 
     def save(self, update: int, state: Mapping[str, Any]) -> pathlib.Path:
         """Write ``state``, nested mappings and sequences of tensors and plain values, as the checkpoint after ``update``.
 
+        Returns:
+            The folder of the checkpoint.
+
         Raises:
-            StorageError: it cannot be written; what was there before still is.
+            StorageError: the files cannot be written; earlier checkpoints are unchanged.
+            UsageError: ``state`` has a value that can be saved neither as a tensor nor as JSON.
         """
         place = self.folder / f"update-{update:08d}"
         partial = self.folder / f".{place.name}.{os.getpid()}"
@@ -80,7 +89,7 @@ class Checkpoints:
             self._sweep()
             partial.mkdir(parents=True)
             _write(partial, state)
-            if place.exists():  # the same update again, after a run was gone on with
+            if place.exists():  # the resumed run has made the update again
                 os.replace(place, self.folder / f".{place.name}.old")
             os.replace(partial, place)
             _sync(self.folder)
@@ -97,25 +106,37 @@ class Checkpoints:
         return place
 
     def hold(self) -> IO[str] | None:
-        """Make the folder, try to write there, so that a run does not find out after hours, and keep other runs off it.
+        """Create the folder, check that files can be written there, and lock it against other runs.
+
+        The lock ends when the returned file is closed, or with the process. Forked processes, such as loader workers, do not
+        inherit the lock: they may outlive the run. Closing another handle of the file in this process ends the lock too.
+
+        Returns:
+            The locked file; ``None`` on file systems without locks.
 
         Raises:
-            StorageError: nothing can be written.
-            UsageError: another run writes there.
+            StorageError: the folder cannot be written.
+            UsageError: another run holds the lock.
         """
-        trial = self.folder / f".update-probe.{os.getpid()}"
+        probe = self.folder / f".update-probe.{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            trial.write_text("", encoding="utf-8")
-            trial.unlink()
-            return hold(self.folder)
+            probe.write_text("", encoding="utf-8")
+            probe.unlink()
+            file = (self.folder / LOCK).open("a+", encoding="utf-8")
+            if not _locked(file):
+                return None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {platform.node()}")
+            file.flush()
         except OSError as error:
             raise StorageError(
                 f"Checkpoints cannot be written to {self.folder}: {error.strerror or error}. Give another checkpoint folder."
             ) from error
+        return file
 
     def newest(self) -> pathlib.Path | None:
-        """The newest checkpoint that is whole."""
+        """The folder of the newest whole checkpoint; ``None`` if there is none."""
         self.damaged = {}
         for place in self._places():
             if (damage := _damage(place)) is None:
@@ -124,7 +145,7 @@ class Checkpoints:
         return None
 
     def passed_over(self) -> str | None:
-        """A sentence where :meth:`load` passed over checkpoints, which take long to look at again."""
+        """A sentence if :meth:`load` skipped damaged checkpoints; ``None`` if not. Hashes no files."""
         if not self.damaged:
             return None
         whole = next(place.name for place in self._places() if place.name not in self.damaged)
@@ -132,14 +153,14 @@ class Checkpoints:
         return f"The run goes on from {whole} in {self.folder}, because what is newer is damaged ({said})."
 
     def update(self) -> int | None:
-        """After how many updates the newest checkpoint was written, whole or not; ``None`` if there is none."""
+        """The number of updates before the newest checkpoint, whole or not; ``None`` if there is none."""
         return max(map(_number, self._places()), default=None)
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """What the newest whole checkpoint holds, its tensors on ``device``.
+        """The state in the newest whole checkpoint, with its tensors on ``device``.
 
         Raises:
-            StorageError: there is none, or it was written by another version.
+            StorageError: there is none, or it has another schema.
         """
         place = self.newest()
         if place is None:
@@ -160,15 +181,15 @@ class Checkpoints:
         return state
 
     def _places(self) -> list[pathlib.Path]:
-        """Every checkpoint folder, the newest first."""
+        """All checkpoint folders, newest first."""
         named = sorted(
             place for place in (self.folder.iterdir() if os.path.isdir(self.folder) else ()) if _NAME.fullmatch(place.name)
         )
-        found = {_number(place): place for place in named}  # where there are both, that with the plain name, which comes later
+        found = {_number(place): place for place in named}  # of two with one number, the plain name, which sorts last
         return [found[number] for number in sorted(found, reverse=True)]
 
     def _sweep(self, written: pathlib.Path | None = None) -> None:
-        """Remove what a process left that was killed while writing, and what is older than ``keep`` whole ones."""
+        """Delete temporary folders of killed processes, and checkpoints older than the ``keep`` newest whole ones."""
         for place in self._places():
             if place.name.startswith("."):
                 os.replace(place, self.folder / f"update-{_number(place):08d}")
@@ -186,8 +207,30 @@ class Checkpoints:
                 whole += 1
 
 
+def _locked(file: IO[str]) -> bool:
+    """Lock ``file``; where the file system has no locks, close it and return ``False``.
+
+    Raises:
+        UsageError: another process holds the lock.
+    """
+    try:
+        free = locked(file.fileno(), inherited=False)
+    except OSError:
+        file.close()
+        return False
+    if not free:
+        file.seek(0)
+        with file:
+            owner = file.read(200).strip()
+        raise UsageError(
+            f"Another run writes its checkpoints into {pathlib.Path(file.name).parent} now{f' ({owner})' if owner else ''}. "
+            "Wait for it, end it with Ctrl-C there, or give another checkpoint folder."
+        )
+    return True
+
+
 def _number(place: pathlib.Path) -> int:
-    """After how many updates a checkpoint was written."""
+    """The number of updates in the name of a checkpoint."""
     return int("".join(filter(str.isdigit, place.name)))
 
 
@@ -196,7 +239,7 @@ def _write(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
     tree = written.encode(state)
     try:
         save_file(written.tensors, folder / TENSORS)
-    except SafetensorError as error:  # it tells of a full disk in words only
+    except SafetensorError as error:  # safetensors has no error code for a full disk
         raise OSError(str(error)) from error
     (folder / STATE).write_text(dumps({"schema": SCHEMA, "bytes": written.bytes, "state": tree}), encoding="utf-8")
     (folder / HASHES).write_text(dumps({name: sha256(folder / name) for name in (TENSORS, STATE)}), encoding="utf-8")
@@ -206,24 +249,24 @@ def _write(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
 
 
 class Encoder:
-    """Turns nested values into JSON and collects the tensors in them; one that stands in several places is kept once."""
+    """Encode nested values as JSON, and collect the tensors in them. Equal views of one storage are kept once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.bytes: dict[str, tuple[str, list[int]]] = {}
-        """Of those that are kept as bytes, by their keys: the type and the shape."""
+        """Dtype and shape of the tensors that are saved as bytes, by key."""
         self._keys: dict[Any, str] = {}
         self._storages: set[int] = set()
 
     def encode(self, value: Any) -> Any:
-        """``value`` as JSON, with keys of :attr:`tensors` for tensors. Keys of mappings keep their type.
+        """``value`` as JSON, with keys of :attr:`tensors` in place of tensors. Keys of mappings keep their type.
 
         Raises:
-            UsageError: something inside can be neither.
+            UsageError: ``value`` holds an object that can be saved neither as a tensor nor as JSON.
         """
         if isinstance(value, torch.Tensor):
             value = value.detach().resolve_conj() if value.is_complex() else value.detach()
-            if is_traceable_wrapper_subclass(value) and not hasattr(value, "full_tensor"):  # what is spread out comes whole
+            if is_traceable_wrapper_subclass(value) and not hasattr(value, "full_tensor"):  # DTensors arrive gathered
                 raise UsageError(
                     f"A {type(value).__module__}.{type(value).__qualname__}, a tensor made of others, cannot be kept in a "
                     "checkpoint. Use plain tensors, as an optimizer with states of 32 bits does, or leave out checkpoint=..."
@@ -234,7 +277,7 @@ class Encoder:
                     "before it is quantized, or leave out checkpoint=..."
                 )
             return {"tensor": self._keep(value)} if value.layout == torch.strided else self._sparse(value)
-        if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
+        if isinstance(value, float) and not math.isfinite(value):  # JSON has no NaN and infinity
             return {"float": str(float(value))}
         if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (bool, int, float, str)):
             return self._array(value)
@@ -252,7 +295,7 @@ class Encoder:
         )
 
     def _array(self, value: np.ndarray[Any, Any] | np.generic) -> Any:
-        """An array of numpy's, or a single one of its numbers, by its bytes: it has types that torch has not."""
+        """A numpy array or scalar, saved as bytes: numpy has dtypes that torch lacks."""
         if value.dtype.hasobject or value.dtype.names:
             raise UsageError(
                 f"A numpy array of {value.dtype} cannot be kept in a checkpoint. Use numbers, or lists and dicts of them, "
@@ -262,7 +305,7 @@ class Encoder:
         return {"array": key, "dtype": value.dtype.str, "shape": list(value.shape), "alone": isinstance(value, np.generic)}
 
     def _sparse(self, tensor: torch.Tensor) -> Any:
-        """A tensor that is made of others."""
+        """A sparse tensor, saved as the tensors that it is made of."""
         if (names := SPARSE.get(tensor.layout)) is None:
             raise UsageError(
                 f"A tensor with the layout {tensor.layout} cannot be kept in a checkpoint. Make it dense, or one of "
@@ -289,32 +332,32 @@ class Encoder:
         return key
 
 
-class _Words(Encoder):
-    """Says what cannot be kept, and keeps nothing."""
+class _Checker(Encoder):
+    """An encoder that only checks values, and copies no tensors."""
 
     def encode(self, value: Any) -> Any:
-        """``value`` as JSON; parameters that only a forward pass will make are left to it."""
+        """``value`` as JSON; lazy parameters, which have no values yet, are not checked."""
         return None if is_lazy(value) else super().encode(value)
 
     def _keep(self, tensor: torch.Tensor) -> str:
         return ""
 
 
-def refuse_strange(state: Mapping[str, Any]) -> None:
-    """Refuse ``state`` at once where no checkpoint could hold it.
+def refuse_unsavable(state: Mapping[str, Any]) -> None:
+    """Check that a checkpoint can hold ``state``, before hours of training.
 
     Raises:
-        UsageError: something in it can be kept neither as a tensor nor as JSON; the message names the part of ``state``.
+        UsageError: an object can be saved neither as a tensor nor as JSON; the message names the part of ``state``.
     """
     for name, part in state.items():
         try:
-            _Words().encode(part)
+            _Checker().encode(part)
         except UsageError as error:
             raise UsageError(f"The state of the {name} cannot be saved. {error}") from error
 
 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of :meth:`Encoder.encode`."""
+    """Decode the result of :meth:`Encoder.encode`."""
     if isinstance(tree, list):
         return [decode(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -326,7 +369,7 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         array = np.frombuffer(held, np.dtype(tree["dtype"]), math.prod(shape)).reshape(shape).copy()
         return array[()] if tree["alone"] else array
     if "sparse" in tree:
-        return _made_of([tensors[key] for key in tree["parts"]], tree)
+        return _sparse_tensor([tensors[key] for key in tree["parts"]], tree)
     if "float" in tree:
         return float(tree["float"])
     if "tuple" in tree:
@@ -334,8 +377,8 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return {decode(key, tensors): decode(item, tensors) for key, item in tree["items"]}
 
 
-def _made_of(parts: Sequence[torch.Tensor], facts: Mapping[str, Any]) -> torch.Tensor:
-    """The sparse tensor that :meth:`Encoder.encode` took apart."""
+def _sparse_tensor(parts: Sequence[torch.Tensor], facts: Mapping[str, Any]) -> torch.Tensor:
+    """The sparse tensor that is made of ``parts``."""
     if (layout := LAYOUTS[facts["sparse"]]) == torch.sparse_coo:
         indices, values = parts
         return torch.sparse_coo_tensor(indices, values, facts["size"], is_coalesced=facts["coalesced"])
@@ -344,13 +387,13 @@ def _made_of(parts: Sequence[torch.Tensor], facts: Mapping[str, Any]) -> torch.T
 
 
 def sha256(path: pathlib.Path) -> str:
-    """The hash of a file, in hexadecimal."""
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _damage(place: pathlib.Path) -> str | None:
-    """What is wrong with the files of a checkpoint; ``None`` if nothing is."""
+    """What is wrong with the files of a checkpoint; ``None`` if it is whole."""
     try:
         hashes = json.loads((place / HASHES).read_text(encoding="utf-8"))
         changed = [name for name in (TENSORS, STATE) if sha256(place / name) != hashes[name]]
@@ -360,9 +403,9 @@ def _damage(place: pathlib.Path) -> str | None:
 
 
 def _sync(path: pathlib.Path) -> None:
-    """Have the system write ``path`` out, so that a power cut cannot leave a renamed folder with empty files."""
+    """Flush ``path`` to disk, so that a power failure cannot leave a renamed folder with empty files."""
     folder = path.is_dir()
-    if os.name == "nt" and folder:  # Windows opens no folders, and writes out only what is open for writing
+    if os.name == "nt" and folder:  # Windows cannot open folders, and flushes only files open for writing
         return
     descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR | getattr(os, "O_BINARY", 0))
     try:

@@ -1,14 +1,14 @@
-"""What a run that goes on has from its checkpoint, and what the script says otherwise by now.
+"""Resolve differences between the arguments of a resumed script and those stored in its checkpoint.
 
-The checkpoint wins. What is another in the script is told of in a note, with how to have it: ``resume(override=...)``.
+The checkpoint wins. One note lists the differences; ``resume(override=...)`` gives numbers of the optimizer precedence.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,18 +26,32 @@ from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.world import World
 
 Options = list[dict[str, Any]]
-"""Of each group of an optimizer, by name."""
-_HOW = frozenset({"params", "param_names", learning_rates.SCALE, "foreach", "fused", "capturable", "differentiable"})
-"""What is in a group and changes no result."""
-_OWN = frozenset({*learning_rates.RATES, "base_momentum", "max_momentum"} - {"lr"})
-"""What a schedule keeps there."""
+"""The options of each parameter group, by name."""
+_NO_OPTIONS = frozenset({"params", "param_names", learning_rates.SCALE, "foreach", "fused", "capturable", "differentiable"})
+"""Entries of a parameter group that change no result."""
+_OF_SCHEDULE = frozenset({*learning_rates.RATES, "base_momentum", "max_momentum"} - {"lr"})
+"""Entries of a parameter group that a scheduler writes."""
+
+
+class Difference(NamedTuple):
+    """An option with one value in the checkpoint and another in the script."""
+
+    name: str
+    checkpoint: object
+    script: object
+    override: str | None = None
+    """The key of ``resume(override=...)`` that changes the option, if there is one."""
+    of_schedule: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.checkpoint} (script: {self.script})"
 
 
 def check_kinds(settings: object, early_stopping: object, metrics: object, ema: object, world: object) -> None:
-    """Refuse what is of another kind than its argument takes.
+    """Check the types of the arguments of ``Trainer``.
 
     Raises:
-        UsageError: one is.
+        UsageError: an argument has a wrong type.
     """
     for name, value, kinds, fix in (
         ("settings", settings, Settings, "trimtab.Settings, such as Settings(accumulate=2)"),
@@ -51,7 +65,7 @@ def check_kinds(settings: object, early_stopping: object, metrics: object, ema: 
 
 
 def state_of(context: RunContext) -> dict[str, Any]:
-    """What a checkpoint keeps to compare a later script with."""
+    """The part of a checkpoint that a later script is compared with."""
     return {
         "trained": {name: parameter.requires_grad for name, parameter in _parameters(context)},
         "given": context.options,
@@ -61,9 +75,9 @@ def state_of(context: RunContext) -> dict[str, Any]:
 
 
 def missing_groups(context: RunContext, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups that came to the optimizer in the run that goes on, of this trainer's parameters.
+    """The parameter groups that a callback added in the checkpointed run, with the parameters of this model.
 
-    None where the groups before those are of others.
+    Empty if the groups before those hold other parameters.
     """
     kept, now, parameters = state.get("names", []), _names(context), dict(_parameters(context))
     added, groups = kept[len(now) :], groups_of(state["optimizer"])
@@ -74,7 +88,7 @@ def missing_groups(context: RunContext, state: Mapping[str, Any]) -> list[dict[s
 
 
 def restore_flags(context: RunContext, state: Mapping[str, Any]) -> None:
-    """Freeze and thaw what the run had frozen and thawed by then, with a note for what is not so in the script."""
+    """Set ``requires_grad`` as in the checkpoint, and note the parameters where the script differs."""
     changed: dict[bool, list[str]] = {True: [], False: []}
     for name, parameter in _parameters(context):
         flag = state["trained"].get(name, parameter.requires_grad)
@@ -90,12 +104,14 @@ def restore_flags(context: RunContext, state: Mapping[str, Any]) -> None:
 
 
 def restore_best(context: RunContext, state: Mapping[str, Any]) -> None:
-    """Begin early stopping anew where what was the best so far is that of another figure, or its parameters were not kept."""
+    """Reset the best validation if it is of another metric, or if its parameters are needed and were not saved."""
     stopping, position, was = context.early_stopping, context.position, state.get("watched")
     now, text = _watched(stopping), None
     puts_back = stopping is not None and stopping.restore_best
     if was is not None and tuple(was) != now and (position.best is not None or position.stale):
-        text = f"The run before had {_said(*was)}, and this one has {_said(*now)}: the best validation is looked for anew."
+        text = (
+            f"The run before had {_in_words(*was)}, and this one has {_in_words(*now)}: the best validation is looked for anew."
+        )
     elif puts_back and context.best_parameters is None and position.best is not None:
         text = "The run before kept no parameters of its best validation: the best is looked for anew."
     if text is not None:
@@ -106,54 +122,61 @@ def restore_best(context: RunContext, state: Mapping[str, Any]) -> None:
 
 
 def watches_another(context: RunContext, state: Mapping[str, Any]) -> bool:
-    """Whether the figure of the validation that the run goes by is another one now, or better the other way."""
+    """Whether the watched metric, or the direction in which it improves, differs from the checkpoint's."""
     return tuple(state["watched"])[:2] != _watched(context.early_stopping)[:2]
 
 
 def options_of(optimizer: Optimizer) -> Options:
-    """What ``optimizer`` was given, and what a schedule has made of it for the first update."""
+    """A copy of the options of ``optimizer``, with the rates that a scheduler set for the first update."""
     groups = optimizer.param_groups
-    return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _HOW} for group in groups]
+    return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_OPTIONS} for group in groups]
 
 
-def differences(before: Options, now: Options, override: Collection[str]) -> Iterator[tuple[bool, str]]:
-    """What is another in the script ``now`` and in no ``override``: whether it is the schedule's, and a sentence about it."""
+def differences(before: Options, now: Options, override: Collection[str]) -> Iterator[Difference]:
+    """The options of the optimizer that are not the same ``before`` (checkpoint) and ``now`` (script), without ``override``.
+
+    Rates that a scheduler derives from the chosen rate are compared by their ratio to it.
+    """
     for place, (was, has) in enumerate(zip(before, now, strict=False)):
-        rate, of = learning_rates.chosen(has), f" of the optimizer's group {place}" if len(now) > 1 else ""
+        rate, prefix = learning_rates.chosen(has), f"param_groups[{place}]." if len(now) > 1 else ""
         factor = float(has[rate]) / float(was[rate]) if was.get(rate) and has.get(rate) else 1.0
-        for name in sorted(was.keys() & has.keys() - ({"lr"} - {rate})):  # under a schedule that is another in each update
-            one, other, own = was[name], has[name], name in _OWN and name != rate
-            follows = own and name in learning_rates.RATES and math.isclose(other, one * factor)
+        for name in sorted(was.keys() & has.keys() - ({"lr"} - {rate})):  # a scheduler changes lr in each update
+            one, other, scheduled = was[name], has[name], name in _OF_SCHEDULE and name != rate
+            derived = scheduled and name in learning_rates.RATES and math.isclose(other, one * factor)
             option = "lr" if name == rate else name
-            if not (same(one, other) or follows or option in override):
-                said = option if name == "initial_lr" else name
-                yield own, told(said + of, one, other, option if numbers(other) and not own else None)
+            if not (derived or option in override or equal(one, other)):
+                key = option if numbers(other) and not scheduled else None
+                yield Difference(prefix + (option if name == "initial_lr" else name), one, other, key, scheduled)
 
 
-def told(what: str, before: object, now: object, option: str | None) -> str:
-    """A sentence about what is another in the script ``now``, and which ``option`` to override to have it."""
-    fix = f"resume(override={{{option!r}: {now}}}) changes it." if option else "A new run can have it."
-    return f"{what} is {now} in the script, and was {before} in the run so far: it stays so. {fix}"
+def told(found: Sequence[Difference]) -> str | None:
+    """One sentence about the differences ``found``, and how to change the options; ``None`` without differences."""
+    if not found:
+        return None
+    listed, override = ", ".join(map(str, found)), {each.override: each.script for each in found if each.override}
+    fix = f"resume(override={override}) takes the script's values." if override else "Only a new run can change that."
+    others = " Only a new run can change the others." if override and not all(each.override for each in found) else ""
+    return f"The checkpoint wins over the script: {listed}. {fix}{others}"
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two options are alike."""
+def equal(one: Any, other: Any) -> bool:
+    """Whether two options are equal, which may be arrays."""
     try:
         return bool(one == other)
-    except (ValueError, RuntimeError, TypeError):  # rows of numbers, of which each is compared
+    except (ValueError, RuntimeError, TypeError):  # the comparison gives an array
         return bool(np.array_equal(one, other))
 
 
 def checked_override(optimizer: Optimizer, override: object) -> dict[str, Any]:
-    """What a run that goes on is to have another way than its checkpoint.
+    """``override`` as a dict.
 
     Raises:
-        UsageError: ``optimizer`` has no such option, or not of that form.
+        UsageError: ``optimizer`` has no such option, or the value has another form.
     """
     if not isinstance(override, Mapping):
         raise UsageError(f"override is {of_type(override)}; give values by name, such as {{'lr': 3e-4}}.")
     group, kind = optimizer.param_groups[0], type(optimizer).__name__
-    known = sorted(name for name in group.keys() - _OWN - _HOW if numbers(group[name]))
+    known = sorted(name for name in group.keys() - _OF_SCHEDULE - _NO_OPTIONS if numbers(group[name]))
     for name, value in override.items():
         if name not in known:
             raise UsageError(f"override has {name!r}, which is no number that {kind} takes. Those are {', '.join(known)}.")
@@ -163,12 +186,12 @@ def checked_override(optimizer: Optimizer, override: object) -> dict[str, Any]:
 
 
 def put_override(context: RunContext, scheduler: LRScheduler | None) -> None:
-    """Give every group of the optimizer what it was told to have in place of what the checkpoint has.
+    """Write the overridden options into every parameter group.
 
-    All that a schedule makes of a rate is multiplied by as much, so that a rate of 0 stays under one.
+    Rates that ``scheduler`` derives from the overridden rate are scaled by the same factor; a rate of 0 stays 0.
 
     Raises:
-        UsageError: the schedule would write over it.
+        UsageError: the scheduler writes the option in each update.
     """
     groups, context.options = context.optimizer.param_groups, copy.deepcopy(context.options or [])
     for name, value in context.override.items():
@@ -180,7 +203,7 @@ def put_override(context: RunContext, scheduler: LRScheduler | None) -> None:
             scaled = [value * group.get(learning_rates.SCALE, 1.0) for group in groups]
             learning_rates.multiply(context.optimizer, scheduler, list(map(learning_rates.factor, groups, scaled)))
             if scheduler is None or learning_rates.chosen(groups[0]) == "lr":
-                learning_rates.put(groups, scaled)  # to the last digit
+                learning_rates.put(groups, scaled)  # exactly, without rounding of the factor
             for each in context.options:
                 each |= learning_rates.multiplied(each, learning_rates.factor(each, value)) | {
                     learning_rates.chosen(each): value
@@ -188,35 +211,35 @@ def put_override(context: RunContext, scheduler: LRScheduler | None) -> None:
         else:
             for each in (*groups, *context.options):
                 each[name] = copy.deepcopy(value)
-        if not same(value, was):
+        if not equal(value, was):
             context.note_once(f"{name} is {value} from here on, by resume(override=...), and was {was}.")
 
 
 def _parameters(context: RunContext) -> Iterator[tuple[str, nn.Parameter]]:
-    """All that may be trained, by a name that is the same in another process: the model's, then the loss's."""
+    """All parameters of the model and the loss, with unique names."""
     yield from ((f"model.{name}", parameter) for name, parameter in context.model.named_parameters())
     if (loss := context.objective.module) is not None:
         yield from ((f"loss.{name}", parameter) for name, parameter in loss.named_parameters())
 
 
 def _names(context: RunContext) -> list[list[str | None]]:
-    """Of the parameters in each group of the optimizer; ``None`` for one that is neither the model's nor the loss's."""
+    """The parameter names of each group; ``None`` for a parameter of neither the model nor the loss."""
     names = {id(parameter): name for name, parameter in _parameters(context)}
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in context.optimizer.param_groups]
 
 
 def _watched(stopping: EarlyStopping | None) -> tuple[str, str, bool]:
-    """The figure of the validation that a run goes by, which way it is better, and whether that may end the run."""
+    """The watched metric, the direction in which it improves, and whether early stopping is on."""
     found = stopping or EarlyStopping()
     return found.metric, found.mode or "min", stopping is not None
 
 
-def _said(metric: str, mode: str, stops: bool) -> str:
+def _in_words(metric: str, mode: str, stops: bool) -> str:
     return f"early stopping by {metric!r} (mode={mode!r})" if stops else "no early stopping"
 
 
 def numbers(value: Any) -> list[float]:
-    """Those that an option is made of; none where it is something else."""
+    """The numbers in an option: one, or those of a sequence; empty if there is anything else."""
     found = value if isinstance(value, (tuple, list)) else [value]
     one = all(isinstance(item, (int, float)) or (isinstance(item, torch.Tensor) and item.numel() == 1) for item in found)
     return list(map(float, found)) if one and not any(isinstance(item, bool) for item in found) else []

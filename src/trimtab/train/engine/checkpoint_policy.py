@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from trimtab._internal.user_code import in_worker
 from trimtab.errors import UsageError
 from trimtab.train.checkpoint.checkpoints import Checkpoints
-from trimtab.train.checkpoint.folder_lock import let_go
 from trimtab.train.distributed.consistency import tell
 from trimtab.train.engine import epoch, setup
 from trimtab.train.loss.adapter import Batch
@@ -32,12 +31,9 @@ def folder_held(context: RunContext) -> Iterator[None]:
     if (checkpoints := context.checkpoints) is None:
         yield
         return
-    held = context.world.led(checkpoints.hold)
-    try:
+    with context.world.led(checkpoints.hold) or contextlib.nullcontext():
         _check_folder(context, checkpoints)
         yield
-    finally:
-        let_go(checkpoints.folder, held)
 
 
 def _check_folder(context: RunContext, checkpoints: Checkpoints) -> None:

@@ -20,7 +20,7 @@ from trimtab.core.workload import user_code
 from trimtab.errors import UsageError
 from trimtab.tensors.memory_format import lay_out
 from trimtab.train.checkpoint import resume_conflicts as given
-from trimtab.train.checkpoint.checkpoints import refuse_strange
+from trimtab.train.checkpoint.checkpoints import refuse_unsavable
 from trimtab.train.data.device_prefetch import Transfer, mover, transfer_for
 from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.distributed.devices import local_device
@@ -90,10 +90,10 @@ def refuse_unkept(context: RunContext, feed: MicroBatcher | None = None) -> None
     if context.checkpoints is not None:
         optimizer_state.refuse_left_out(context.optimizer)
         given = {"model": context.model.state_dict(), "optimizer": context.optimizer.state_dict()}
-        refuse_strange(
+        refuse_unsavable(
             given | {"scheduler": schedule_state.state_of(context.scheduler), "loss": trainable_loss.state_of(context)}
         )
-        refuse_strange({"loader": None if feed is None else feed.state()})
+        refuse_unsavable({"loader": None if feed is None else feed.state()})
 
 
 def feed_for(
@@ -225,7 +225,7 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
         "versions": state_dict_versions.versions(context.model.state_dict()),
         "optimizer": world.whole(context.optimizer.state_dict()),
         "scheduler": schedule_state.state_of(ready.scheduler),
-        "schedule_begun": schedule_state.begun(ready.scheduler),
+        "schedule_begun": schedule_state.initial_state(ready.scheduler),
         "planned": ready.updates,
         "step": ready.step.state_dict(),
         "ema": None if context.ema is None else world.whole(context.ema.shadow),
@@ -356,20 +356,21 @@ def _load_rest(context: RunContext, step: Step, scheduler: LRScheduler | None, s
     # Not before, because making a scheduler changes the learning rates.
     optimizer_state.load(context.optimizer, state["optimizer"], context.world, before)
     step.load_state_dict(state["step"])
-    told = [(True, text) for text in schedule_state.load(scheduler, state["scheduler"], state["schedule_begun"])]
+    found = schedule_state.load(scheduler, state["scheduler"], state["schedule_begun"])
     script, context.options = context.options or [], state["given"]
-    told += given.differences(state["given"], script, context.override)
-    for text in (*(text for _, text in told), *context.modes.restore(state["modes"])):
+    found += given.differences(state["given"], script, context.override)
+    for text in (given.told(found), *context.modes.restore(state["modes"])):
         context.note_once(text)
     schedule = context.schedule
     if isinstance(scheduler, ReduceLROnPlateau):
         if given.watches_another(context, state):  # its best is of that figure
             scheduler.best, scheduler.num_bad_epochs, scheduler.cooldown_counter = scheduler.mode_worse, 0, 0
     elif scheduler is not None and callable(schedule) and planned is not None and planned != state["planned"]:
-        if both := next((text for own, text in told if own), None):
+        if changed := [each for each in found if each.of_schedule]:
             raise UsageError(
                 f"The run has {planned} updates now, and had {state['planned']}: its schedule fits another number only with "
-                f"the options that it had. {both} Give those, and lengths that follow the updates it is made for."
+                f"the options that it had, and the script differs: {', '.join(map(str, changed))}. Give the options of the "
+                "checkpoint, and lengths that follow the number of updates."
             )
         return schedule_state.fitted(context, schedule, scheduler, planned)
     return scheduler

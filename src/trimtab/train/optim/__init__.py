@@ -1,1 +1,1 @@
-"""Optimizers' state and kernels, learning rates and schedules, averages of weights."""
+"""Optimizer state and kernels, learning rates and schedules, weight averages."""

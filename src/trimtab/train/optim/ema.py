@@ -1,4 +1,4 @@
-"""When to stop before the end, and which parameters to keep."""
+"""Exponential moving average of weights, and the weights that a model has after a run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from trimtab.train.runtime import state_dict_versions
 
 
 class Ema:
-    """A running average of the parameters, which often generalises better than the last of them.
+    """Exponential moving average of the parameters, which often generalises better than the last parameters.
 
-    It forgets faster in the beginning, so that a short run is no average of where it began: after ``n`` updates the decay is
-    ``(1 + n) / (10 + n)``, until that exceeds ``decay``. What has fewer than 32 bits is averaged in float32, where the small
-    share of one update does not round to nothing.
+    After ``n`` updates the decay is ``min(decay, (1 + n) / (10 + n))``, so that a short run soon forgets the initial weights.
+    Values with fewer than 32 bits are averaged in float32, because one update's share may round to zero in 16 bits.
 
-    Source: Polyak & Juditsky 1992; Tarvainen & Valpola 2017, https://arxiv.org/abs/1703.01780; on the decay of the beginning,
-    TensorFlow's ExponentialMovingAverage.
+    Source: Polyak & Juditsky 1992; Tarvainen & Valpola 2017, https://arxiv.org/abs/1703.01780; for the decay of the first
+    updates, TensorFlow's ExponentialMovingAverage.
 
     Raises:
-        UsageError: the decay is none.
+        UsageError: ``decay`` is not between 0 and 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -37,18 +36,18 @@ class Ema:
         self.begin(model)
 
     def begin(self, model: nn.Module) -> None:
-        """Average from here on: the parameters as they are now are the first."""
+        """Begin a new average with the present parameters."""
         self.updates = 0
-        """That are in the average."""
+        """The number of updates in the average."""
         self.shadow = {name: _taken(value) for name, value in self._values(model).items()}
         self._exact: dict[str, torch.Tensor] = {}
-        """The average itself of what the model has rounded, while the model shows it."""
+        """The unrounded average of values that the model holds in fewer bits, while the model has the average."""
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take parameters and statistics of normalisation as they are now into the average; other buffers are copied."""
+        """Add the present parameters and normalisation statistics to the average; copy other buffers."""
         values = self.follow(model)
-        kinds: dict[Any, list[str]] = {}  # what is sharded over other processes, or not at all, cannot be in one operation
+        kinds: dict[Any, list[str]] = {}  # tensors of different meshes cannot be in one foreach operation
         for name, value in values.items():
             if value.layout != torch.strided:
                 self.shadow[name] = _taken(value)
@@ -64,7 +63,7 @@ class Ema:
 
     @torch.no_grad()
     def exchange(self, model: nn.Module) -> None:
-        """Put the average into the model and the model's own values into the average; twice is as it was."""
+        """Swap the values of the model and the average; a second call restores both."""
         for name, value in self.follow(model).items():
             kept, shadow = value.detach().clone(), self.shadow[name]
             value.copy_(shadow)
@@ -83,20 +82,22 @@ class Ema:
         updates: int,
         part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Be the average of ``updates`` whose values are ``kept``, with ``model`` as the last of these left it.
+        """Restore the average ``kept`` of ``updates``, with ``model`` as it was after the last update.
 
-        What only a forward pass makes may have another shape in ``kept``, or not be there: it begins anew. ``part`` gives
-        this process's part of a whole value, as the other tensor is one.
+        Values that a forward pass creates may be missing in ``kept`` or have another shape there: their average begins anew.
+
+        Args:
+            part: returns this process's shard of its first argument, sharded like its second.
         """
         self.updates, self._exact = updates, {}
-        self.follow(model)  # a lazy one has its shapes only now
+        self.follow(model)  # lazy parameters may have their shapes only now
         for name, value in self.shadow.items():
             if name in kept and kept[name].shape == value.shape:
                 value.copy_(part(kept[name], value))
 
     @contextlib.contextmanager
     def shown(self, model: nn.Module) -> Iterator[None]:
-        """A block in which ``model`` has the average."""
+        """A block in which ``model`` has the average instead of its own values."""
         self.exchange(model)
         try:
             yield
@@ -104,12 +105,12 @@ class Ema:
             self.exchange(model)
 
     def buffers(self, model: nn.Module) -> list[torch.Tensor]:
-        """What the average has for the buffers of ``model``."""
+        """The average's tensors for the buffers of ``model``."""
         followed = self.follow(model)
         return [self.shadow[name] for name, _ in model.named_buffers() if name in followed]
 
     def follow(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The values of ``model``; the average begins anew for what its forward pass has made, enlarged or taken away since."""
+        """The values of ``model``; the average begins anew for values that are new or have another shape or dtype."""
         values = self._values(model)
         self.shadow = {name: self._kept(name, value) for name, value in values.items()}
         return values
@@ -124,14 +125,17 @@ class Ema:
     @staticmethod
     def _values(model: nn.Module) -> dict[str, torch.Tensor]:
         values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {name: value for name, value in values.items() if not is_lazy(value)}  # until a forward pass has made it
+        return {name: value for name, value in values.items() if not is_lazy(value)}  # those have no values yet
 
 
 class EvalWeights:
-    """What a run leaves in its model in place of what its last update left: an average, or the best parameters.
+    """Give a model its evaluation weights after a run: an average, or the weights of the best validation.
 
-    The average is ``ema``, or the one that the optimizer keeps, as its ``modes`` tell. The run that goes on with the same data
-    begins with what its last update left; its optimizer goes with that.
+    The average is ``ema``, or an average of the optimizer with ``modes``. The next run on the same data begins with the weights
+    of the last update, which the optimizer state belongs to.
+
+    Raises:
+        UsageError: there are two averages.
     """
 
     def __init__(self, model: nn.Module, ema: Ema | None, modes: OptimizerModes) -> None:
@@ -144,16 +148,16 @@ class EvalWeights:
         self._average = False
         self._best: Mapping[str, Any] | None = None
         self._last: dict[str, Any] = {}
-        """What the model had before the best parameters were put into it."""
+        """The weights of the last update, while the model has others."""
         self._averaged: dict[str, torch.Tensor] = {}
-        """The parameters as the average was shown, to see whether somebody changes them."""
+        """A copy of the average in the model, to detect changes by the user."""
 
     def during(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which the model has the average."""
+        """A block in which the model has the average, if there is one."""
         return self.modes.used() if self.ema is None else self.ema.shown(self.model)
 
     def show(self, best: Mapping[str, Any] | None) -> None:
-        """Put into the model what its owner is to have."""
+        """Write the evaluation weights into the model: ``best`` if given, else the average."""
         if self.ema is not None:
             self.ema.exchange(self.model)
             self._average = True
@@ -166,9 +170,10 @@ class EvalWeights:
             self._averaged = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     def take_back(self, *, update: int, same: bool) -> None:
-        """Put back what the last of ``update`` updates left; other data begins with the best parameters, if they were shown.
+        """Restore the weights of the last of ``update`` updates, before the next run.
 
-        Parameters that somebody has changed since the run are left to him.
+        Weights that the user has changed since :meth:`show` stay. So do the best weights if the next run has other data, that
+        is, if not ``same``.
         """
         best, last, average, averaged = self._best, self._last, self._average, self._averaged
         self.forget()
@@ -181,20 +186,20 @@ class EvalWeights:
             self.model.load_state_dict(last)
         if self.ema is None:
             return
-        if stays or not update:  # parameters may be loaded after the Trainer is made
+        if stays or not update:  # the user may have loaded parameters after the Trainer was made
             self.ema.begin(self.model)
         elif average:
             self.ema.exchange(self.model)
 
     def forget(self) -> None:
-        """The model has what an update left: a checkpoint was put into it."""
+        """Forget the evaluation weights: a checkpoint was loaded into the model."""
         self._average, self._best, self._last, self._averaged = False, None, {}, {}
 
 
 def _is_averaged(model: nn.Module, name: str, value: torch.Tensor) -> bool:
-    """Whether ``value`` is a parameter or a statistic of normalisation, which change a little with each update.
+    """Whether ``value`` is a floating-point or complex parameter or normalisation statistic.
 
-    Other buffers are what the model goes by now, such as a mask that holds -inf, of which there is no mean.
+    Other buffers are not averaged: a mask of -inf has no mean.
     """
     if not (value.is_floating_point() or value.is_complex()):
         return False
@@ -202,12 +207,12 @@ def _is_averaged(model: nn.Module, name: str, value: torch.Tensor) -> bool:
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The module that holds what ``model`` has under ``name``."""
+    """The module of ``model`` that holds the tensor ``name``."""
     return model.get_submodule(name.rpartition(".")[0])
 
 
 def _wide(value: torch.Tensor) -> torch.dtype:
-    """What ``value`` is averaged in."""
+    """The dtype in which ``value`` is averaged."""
     return torch.float32 if value.is_floating_point() and value.itemsize < 4 else value.dtype
 
 
@@ -216,14 +221,14 @@ def _taken(value: torch.Tensor) -> torch.Tensor:
 
 
 def _equal(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether two states have the same tensors; what a module keeps as its extra state is not compared."""
+    """Whether two state dicts have equal tensors; extra state of other types is not compared."""
     pairs = [(now.get(name), value) for name, value in before.items() if isinstance(value, torch.Tensor)]
     return all(isinstance(one, torch.Tensor) and _alike(one, other) for one, other in pairs)
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = (getattr(each, "to_local", lambda each=each: each)() for each in (one, other))  # each process its own shard
+    one, other = (getattr(each, "to_local", lambda each=each: each)() for each in (one, other))  # of each process
     if one.layout != torch.strided:
         one, other = one.to_dense(), other.to_dense()
-    other = other.to(one.device)  # the best parameters of a run that was gone on with were read into the host's memory
+    other = other.to(one.device)  # best weights from a checkpoint lie on the CPU
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

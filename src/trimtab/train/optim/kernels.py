@@ -1,8 +1,9 @@
-"""Which of torch's implementations carries out an optimizer, and where its state lies."""
+"""Choose between the loop, foreach and fused kernels of an optimizer, and place its state on the right device."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -11,40 +12,45 @@ from trimtab.errors import UsageError
 from trimtab.train.data.device_prefetch import mover
 
 ON_HOST = ("step", "mu_product")
-"""What torch's optimizers, NAdam among them, count up there: each update reads it, and would wait for a device."""
+"""Entries of torch's optimizer state that stay on the CPU: each update reads them, which would wait for a device."""
 
 
 def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused"]) -> None:
-    """Have ``optimizer`` run its updates with ``kernels`` from the next one on, whatever ran those before.
+    """Run the updates of ``optimizer`` with ``kernels`` from the next update on.
 
     Raises:
-        UsageError: it has no such implementation, or none for these parameters.
+        UsageError: the optimizer has no such kernels, or they do not support its parameters.
     """
     if reason := why_not(optimizer, kernels):
         raise UsageError(f"{reason} Leave Settings(optimizer=...) out.")
     for group in optimizer.param_groups:
         group |= {name: kernels == name for name in ("foreach", "fused") if name in optimizer.defaults}
-    if hasattr(optimizer, "_step_supports_amp_scaling"):  # of one made with fused=True: only those kernels take float16's scale
+    if hasattr(optimizer, "_step_supports_amp_scaling"):  # set by fused=True: only fused kernels take the scale of float16
         optimizer._step_supports_amp_scaling = kernels == "fused"
-    for parameter, state in optimizer.state.items():  # fused kernels count steps on the device, the others on the host
+    for parameter, state in optimizer.state.items():  # fused kernels count steps on the device, the others on the CPU
         if isinstance(step := state.get("step"), torch.Tensor) and not optimizer.defaults.get("capturable"):
             state["step"] = step.to(parameter.device if kernels == "fused" else "cpu")
 
 
 def bring_state(optimizer: Optimizer) -> None:
-    """Put the state of ``optimizer`` where its parameters are, which may have come to a GPU after its last update.
+    """Move the state of ``optimizer`` to the devices of its parameters, which may have moved since its last update.
 
-    What is :data:`ON_HOST` stays there, unless the kernels are such as count on the device.
+    Entries in :data:`ON_HOST` stay on the CPU, unless the kernels of their group count on the device.
     """
     for group in optimizer.param_groups:
-        counts = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             state, move = optimizer.state.get(parameter, {}), mover(parameter.device)
-            state.update({name: move(value) for name, value in state.items() if name not in ON_HOST or counts})
+            moved = {n: value for n, value in state.items() if n not in ON_HOST or counts_on_device(group)}
+            state.update({name: move(value) for name, value in moved.items()})
+
+
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether the kernels of a parameter group keep their counters on the device."""
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def why_not(optimizer: Optimizer, kernels: str) -> str | None:
-    """Why ``optimizer`` cannot run with ``kernels``, in a sentence."""
+    """Why ``optimizer`` cannot run with ``kernels``, as a sentence; ``None`` if it can."""
     name = type(optimizer).__name__
     if kernels != "loop" and kernels not in optimizer.defaults:
         return f"{name} has no {kernels} implementation."

@@ -1,4 +1,4 @@
-"""The learning rate of updates that are made from more than one batch."""
+"""Scale learning rates with the number of batches per update."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from trimtab.errors import UsageError
 from trimtab.train.run_context import RunContext
 
 SCALE = "trimtab_lr_scale"
-"""Where a group of an optimizer keeps by how much its rates were multiplied; checkpoints keep it with the group."""
+"""Key in a parameter group: the factor that its rates were multiplied by. Checkpoints keep the key."""
 RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr", "lr")
-"""What an optimizer and torch's schedulers call them in a group."""
+"""Keys of learning rates that optimizers and torch's schedulers use in a parameter group."""
 KEPT = ("base_lrs", "max_lrs", "_last_lr")
-"""What torch's schedulers call those that they keep for themselves, one for each group."""
+"""Attributes of torch's schedulers that hold one learning rate per parameter group."""
 
 
 def fit_batches(context: RunContext, scheduler: LRScheduler | None) -> None:
-    """Give the optimizer, and what ``scheduler`` makes of its rates, the size that fits the batches of an update.
+    """Scale the learning rates of the optimizer and ``scheduler`` to the number of batches per update, by ``scale_lr``.
 
-    The rates are taken to be chosen for updates from one batch of the loader. What a run that is gone on with has multiplied
-    them by already counts, so that they are right with another number of processes too.
+    The given rates count as chosen for one batch per update. A factor from a checkpoint is taken into account: the rates stay
+    right with another number of processes.
 
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677 (linear, for SGD); Krizhevsky 2014,
     https://arxiv.org/abs/1404.5997 (the square root); Malladi et al. 2022, https://arxiv.org/abs/2205.10287 (for Adam).
 
     Raises:
-        UsageError: there is a rule, and no rate that it could be applied to.
+        UsageError: ``scale_lr`` is set, and the optimizer has no learning rate.
     """
     batches, rule = context.settings.accumulate * context.world.size, context.settings.scale_lr
     if rule is not None and all(group.get("lr") is None for group in context.optimizer.param_groups):
@@ -46,7 +46,7 @@ def fit_batches(context: RunContext, scheduler: LRScheduler | None) -> None:
 
 
 def scale(optimizer: Optimizer, scheduler: LRScheduler | None, wanted: float) -> bool:
-    """Make the rates ``wanted`` times those that were given, whatever they are multiplied by now; whether that changes any."""
+    """Set the rates to ``wanted`` times the given ones. Returns whether a rate changes."""
     factors = [wanted / group.get(SCALE, 1.0) for group in optimizer.param_groups]
     if all(factor == 1.0 for factor in factors):
         return False
@@ -58,11 +58,11 @@ def scale(optimizer: Optimizer, scheduler: LRScheduler | None, wanted: float) ->
 
 @torch.no_grad()
 def multiply(optimizer: Optimizer, scheduler: LRScheduler | None, factors: Sequence[float]) -> None:
-    """Multiply the rates of each group, and those that ``scheduler`` keeps of it, by its factor."""
+    """Multiply the rates of each parameter group, and its rates in ``scheduler``, by the factor of the group."""
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
         for name, rate in multiplied(group, factor).items():
             if name == "lr" and isinstance(group["lr"], torch.Tensor):
-                group["lr"].copy_(rate)  # a compiled or captured update reads that very tensor
+                group["lr"].copy_(rate)  # compiled and captured steps read this tensor
             else:
                 group[name] = rate
     _scale_schedule(scheduler, factors)
@@ -70,32 +70,32 @@ def multiply(optimizer: Optimizer, scheduler: LRScheduler | None, factors: Seque
 
 @torch.no_grad()
 def put(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
-    """Give each group of an optimizer its rate."""
+    """Set ``lr`` of each parameter group."""
     for group, rate in zip(groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)  # a compiled or captured update reads that very tensor
+            group["lr"].fill_(rate)  # compiled and captured steps read this tensor
         else:
             group["lr"] = rate
 
 
 def chosen(group: Mapping[str, Any]) -> str:
-    """What a group calls the rate that was chosen for it, from which a schedule makes the others."""
+    """The key of the rate in a parameter group that the user chose; a scheduler derives the others from it."""
     return next((name for name in ("max_lr", "initial_lr") if group.get(name) is not None), "lr")
 
 
 def factor(group: Mapping[str, Any], rate: float) -> float:
-    """By how much to multiply the rates of a group for the chosen one to be ``rate``; a rate of 0 stays."""
+    """The factor by which the chosen rate of a parameter group becomes ``rate``; 1 if it is 0."""
     base = float(group[chosen(group)])
     return rate / base if base else 1.0
 
 
 def multiplied(group: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """The rates of a group, ``factor`` times as large."""
+    """The rates of a parameter group, multiplied by ``factor``."""
     return {name: group[name] * factor for name in RATES if group.get(name) is not None}
 
 
 def _scale_schedule(scheduler: Any, factors: Sequence[float]) -> None:
-    """The rates that a scheduler, and those inside it, keep for themselves, one for each group."""
+    """Multiply the rates in ``scheduler`` and its inner schedulers by the factor of their group."""
     for name in KEPT:
         if rates := getattr(scheduler, name, None):
             setattr(scheduler, name, [rate * factor for rate, factor in zip(rates, factors, strict=False)])

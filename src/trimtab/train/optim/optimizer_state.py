@@ -1,4 +1,4 @@
-"""What an optimizer keeps from update to update, and how it comes back from a checkpoint as it was."""
+"""Optimizer state: train and eval modes, optimizers made of others, and bit-exact restoring from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
-from trimtab.train.optim.kernels import ON_HOST
+from trimtab.train.optim.kernels import ON_HOST, counts_on_device
 from trimtab.train.runtime.world import World
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer`` and those that it is made of, as one that has matrices updated by Muon and the rest by AdamW is."""
+    """``optimizer`` and the optimizers in its attributes, such as Muon for matrices and AdamW for all other parameters."""
     found = [optimizer]
-    for each in found:  # which grows
+    for each in found:  # grows meanwhile
         for name, value in vars(each).items():
             if name in ("state", "param_groups"):
                 continue
@@ -29,11 +29,12 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 class OptimizerModes:
-    """The modes of an ``optimizer`` that trains other parameters than those that its owner is to have, such as their average.
+    """Switch between training and evaluation weights of an ``optimizer`` that keeps an average of the weights itself.
 
-    It says so by having ``train()`` and ``eval()``, each of which puts its kind of parameters into ``model``.
+    Such an optimizer has ``train()`` and ``eval()``, each of which writes one kind of weights into ``model``. False if neither
+    ``optimizer`` nor an optimizer in it has them.
 
-    Source: Defazio et al. 2024, https://arxiv.org/abs/2405.15682; the protocol is that of their schedulefree.
+    Source: Defazio et al. 2024, https://arxiv.org/abs/2405.15682; the protocol is that of schedulefree.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -45,24 +46,24 @@ class OptimizerModes:
         return bool(self._switched)
 
     def train(self) -> None:
-        """Have the parameters that are trained."""
+        """Write the training weights into the model."""
         for each in self._switched:
             each.train()
 
     def eval(self) -> None:
-        """Have those that are to be used."""
+        """Write the evaluation weights into the model."""
         for each in self._switched:
             each.eval()
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """A block with the parameters that are to be used, and those that are trained afterwards, to the last digit."""
+        """A block with the evaluation weights; the training weights are restored bit for bit."""
         with self._within(self.eval, self.train):
             yield
 
     @contextlib.contextmanager
     def trained(self) -> Iterator[None]:
-        """The inverse of :meth:`used`."""
+        """A block with the training weights; the evaluation weights are restored bit for bit."""
         with self._within(self.train, self.eval):
             yield
 
@@ -84,19 +85,19 @@ def _has_modes(optimizer: Any) -> bool:
 
 
 def refuse_closure(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that has to call the model itself.
+    """Refuse an optimizer whose ``step()`` needs a closure that evaluates the model.
 
     Raises:
-        UsageError: it does.
+        UsageError: it needs one.
     """
-    asks = isinstance(optimizer, torch.optim.LBFGS)
+    needed = isinstance(optimizer, torch.optim.LBFGS)
     try:
-        inspect.signature(type(optimizer).step).bind(optimizer)  # that of the object may be one that a scheduler has put there
+        inspect.signature(type(optimizer).step).bind(optimizer)  # schedulers patch the ``step`` of the instance
     except TypeError:
-        asks = True
+        needed = True
     except ValueError:  # builtins have no signature
         pass
-    if asks:
+    if needed:
         raise UsageError(
             f"{type(optimizer).__name__} calls the model several times per update, which this loop does not do. Use another "
             "optimizer."
@@ -104,30 +105,33 @@ def refuse_closure(optimizer: Optimizer) -> None:
 
 
 def refuse_left_out(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose checkpoint would be without the state of those that it is made of.
+    """Refuse an optimizer whose ``state_dict()`` omits the state of the optimizers in it.
 
     Raises:
-        UsageError: they have some, and its ``state_dict()`` is torch's, which knows nothing of them.
+        UsageError: ``state_dict()`` is torch's own, which does not know the inner optimizers, and these have state.
     """
-    apart = [each for each in with_inner(optimizer) if each.state and each.state is not optimizer.state]
-    if apart and type(optimizer).state_dict is Optimizer.state_dict:
+    inner = [each for each in with_inner(optimizer) if each.state and each.state is not optimizer.state]
+    if inner and type(optimizer).state_dict is Optimizer.state_dict:
         raise UsageError(
-            f"{type(optimizer).__name__} is made of other optimizers ({', '.join(type(each).__name__ for each in apart)}), and "
+            f"{type(optimizer).__name__} is made of other optimizers ({', '.join(type(each).__name__ for each in inner)}), and "
             "its state_dict() leaves out what they keep: a run could not go on from a checkpoint. Give it a state_dict() and a "
             "load_state_dict() that call theirs, or leave out checkpoint=..."
         )
 
 
 def groups_of(state: Any) -> list[dict[str, Any]] | None:
-    """The groups in what ``state_dict()`` gave; ``None`` where that has a form of its own."""
+    """The parameter groups in the result of ``state_dict()``; ``None`` if that has a form of its own."""
     return state.get("param_groups") if isinstance(state, Mapping) else None
 
 
 def load(optimizer: Optimizer, state: Any, world: World, before: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """Put ``state``, which its ``state_dict()`` gave, into ``optimizer``; all of it has the precision that it had.
+    """Load ``state``, the result of ``state_dict()``, into ``optimizer`` with the dtypes that the state had.
+
+    ``torch.distributed.checkpoint.state_dict`` is not used. It loads no state of frozen parameters, fails for optimizers that
+    keep no tensors (SGD without momentum), and gives parameters without state the state of one update.
 
     Args:
-        before: what kind of numbers the parameters had then.
+        before: the dtype of each parameter when ``state`` was saved.
     """
     inner = with_inner(optimizer)[1:]
     links = [
@@ -137,79 +141,56 @@ def load(optimizer: Optimizer, state: Any, world: World, before: Mapping[torch.T
         for index, own in enumerate(each.param_groups)
         if own is group
     ]
-    if groups_of(state) is None or "state" not in state:
+    if (groups := groups_of(state)) is None or "state" not in state:
         optimizer.load_state_dict(state)
     else:
-        kept = _shared_out(state, optimizer, world)
+        kept = dict(state["state"])
+        names = [name for group in groups for name in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        places = {name: parameter for name, parameter in zip(names, parameters, strict=True) if name in kept}
+        for name, parameter in places.items():
+            if isinstance(kept[name], Mapping):  # torch would move the whole tensors to the device of the parameter
+                found = kept[name].items()
+                kept[name] = {n: world.part(v, parameter) if isinstance(v, torch.Tensor) else v for n, v in found}
         optimizer.load_state_dict({**state, "state": kept})
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-            _widen(optimizer, state["param_groups"], kept, before)
-            _back_to_host(optimizer, state["param_groups"], kept)
-    for place, each, index, own in links:  # torch puts new groups in place of the old, and a schedule writes into one of them
+            _undo_casts(optimizer, {parameter: kept[name] for name, parameter in places.items()}, before)
+    for place, each, index, own in links:  # torch replaces group objects, which optimizer and inner optimizer have shared
         if each.param_groups[index] is own:
             own.update(optimizer.param_groups[place])
         optimizer.param_groups[place] = each.param_groups[index]
-    _like_parameters(optimizer)
+    for parameter, values in optimizer.state.items():  # checkpoints hold no strides, and mixed strides are slow
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _shared_out(state: Mapping[str, Any], optimizer: Optimizer, world: World) -> dict[Any, Any]:
-    """This process's part of the state per parameter: the optimizer would put the whole of it on the device."""
-    found = dict(state["state"])
-    for place, parameter in _places(state["param_groups"], optimizer).items():
-        if isinstance(found.get(place), Mapping):
-            values = found[place].items()
-            found[place] = {n: world.part(v, parameter) if isinstance(v, torch.Tensor) else v for n, v in values}
-    return found
-
-
-def _places(groups: list[dict[str, Any]], optimizer: Optimizer) -> dict[Any, torch.Tensor]:
-    """The parameters of ``optimizer`` by what they are called in the ``groups`` that were kept."""
-    names = [name for group in groups for name in group["params"]]
-    return dict(zip(names, (parameter for group in optimizer.param_groups for parameter in group["params"]), strict=True))
-
-
-def _widen(
-    optimizer: Optimizer,
-    groups: list[dict[str, Any]],
-    kept: Mapping[Any, Any],
-    before: Mapping[torch.Tensor, torch.dtype],
+def _undo_casts(
+    optimizer: Optimizer, kept: Mapping[torch.Tensor, Mapping[str, Any]], before: Mapping[torch.Tensor, torch.dtype]
 ) -> None:
-    """Undo that torch has turned what was ``kept`` into numbers of the kind that the parameters are.
+    """Undo that torch casts state to the dtype and device of its parameter, except for ``step``.
 
-    Some optimizers average parameters of 16 bits in 32, count in whole numbers, or keep masks. Parameters of another kind than
-    ``before`` get what torch makes of it.
+    Optimizers may average 16-bit parameters in float32, count in integers, or keep masks. Counters in :data:`ON_HOST` go back
+    to the CPU. The cast stays where the dtype of the parameter is not the one in ``before``.
     """
-    for place, parameter in _places(groups, optimizer).items():
-        if place in kept and before.get(parameter, parameter.dtype) == parameter.dtype:
-            state = optimizer.state[parameter]
-            state.update({name: _as_kept(value, kept[place].get(name)) for name, value in state.items() if name != "step"})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = {name: value for name, value in optimizer.state.get(parameter, {}).items() if name != "step"}
+            for name, value in state.items():
+                saved = kept.get(parameter, {}).get(name)
+                if before.get(parameter, parameter.dtype) == parameter.dtype:
+                    value = _in_dtype_of(value, saved)
+                if name in ON_HOST and isinstance(saved, torch.Tensor) and not counts_on_device(group):
+                    value = saved.cpu().clone()
+                optimizer.state[parameter][name] = value
 
 
-def _back_to_host(optimizer: Optimizer, groups: list[dict[str, Any]], kept: Mapping[Any, Any]) -> None:
-    """Undo that torch has put on a device what the kernels count on the host; of the number of steps it knows that itself."""
-    on_device = {
-        p for group in optimizer.param_groups if group.get("capturable") or group.get("fused") for p in group["params"]
-    }
-    for place, parameter in _places(groups, optimizer).items():
-        if place in kept and parameter not in on_device:
-            counts = [(n, v) for n, v in kept[place].items() if n in ON_HOST and n != "step" and isinstance(v, torch.Tensor)]
-            optimizer.state[parameter].update({name: value.cpu().clone() for name, value in counts})
-
-
-def _as_kept(now: Any, kept: Any) -> Any:
-    """``now``, where it is, in numbers of the kind that were ``kept``."""
+def _in_dtype_of(now: Any, kept: Any) -> Any:
+    """``now`` on its device, with the values and dtypes of ``kept`` where the dtypes differ."""
     if isinstance(now, torch.Tensor):
         return kept.to(now.device) if isinstance(kept, torch.Tensor) and kept.dtype != now.dtype else now
     if isinstance(now, dict) and isinstance(kept, Mapping):
-        return {name: _as_kept(value, kept.get(name)) for name, value in now.items()}
+        return {name: _in_dtype_of(value, kept.get(name)) for name, value in now.items()}
     if isinstance(now, (list, tuple)) and isinstance(kept, (list, tuple)) and len(now) == len(kept):
-        return type(now)(_as_kept(*pair) for pair in zip(now, kept, strict=True))
+        return type(now)(_in_dtype_of(*pair) for pair in zip(now, kept, strict=True))
     return now
-
-
-def _like_parameters(optimizer: Optimizer) -> None:
-    """Lay out the optimizer's tensors as their parameters are: checkpoints know no layouts, and mixed ones are slow."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -1,4 +1,4 @@
-"""Where a schedule stands, and how a later run has it: as it was, over as many updates as that run has."""
+"""Save and restore learning rate schedulers, and fit them to the number of updates of a resumed run."""
 
 from __future__ import annotations
 
@@ -12,77 +12,73 @@ from weakref import WeakKeyDictionary
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab.errors import UsageError
-from trimtab.train.checkpoint.resume_conflicts import same, told
+from trimtab.train.checkpoint.resume_conflicts import Difference, equal
 from trimtab.train.optim import learning_rates
-from trimtab.train.optim.schedules import Schedule, advance, inside, refuse_foreign, take_in
-from trimtab.train.optim.schedules import made as made_by
+from trimtab.train.optim.schedules import Schedule, advance, build, extend_to_new_groups, inner_schedulers, refuse_foreign
 from trimtab.train.run_context import RunContext
 
 _PLACE = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "_schedulers", "kind")
-"""What says where a scheduler stands, or is compared otherwise."""
+"""Entries of a scheduler's state that say how far it is, or that are compared elsewhere."""
 _DERIVED = ("T_i", "mode_worse", "default_min_lr")
-"""What torch's schedulers make of other options, which are told of."""
-_BEGUN: WeakKeyDictionary[LRScheduler, Mapping[str, Any]] = WeakKeyDictionary()
-"""Of each scheduler how the script made it, or that one which it goes on for."""
+"""Entries that torch's schedulers derive from other options."""
+_INITIAL: WeakKeyDictionary[LRScheduler, Mapping[str, Any]] = WeakKeyDictionary()
+"""The state of each scheduler before its first update; of a restored one, that of the scheduler in the checkpoint."""
 
 
 def state_of(scheduler: LRScheduler | None) -> dict[str, Any] | None:
-    """The state of ``scheduler`` without the functions in it, which are made again from the same arguments."""
+    """The state of ``scheduler`` with its class name, without functions, which the script makes again."""
     if scheduler is None:
         return None
     state = {name: value for name, value in scheduler.state_dict().items() if not callable(value) and name != "lr_lambdas"}
     if "_schedulers" in state:
-        state["_schedulers"] = [state_of(inner) for inner in inside(scheduler)]
+        state["_schedulers"] = [state_of(inner) for inner in inner_schedulers(scheduler)]
     return {**state, "kind": type(scheduler).__qualname__}
 
 
-def begun(scheduler: LRScheduler | None) -> Mapping[str, Any] | None:
-    """The state in which this was first asked for, which has to be before the first update and before :func:`load`."""
+def initial_state(scheduler: LRScheduler | None) -> Mapping[str, Any] | None:
+    """The state of ``scheduler`` at the first call, which must come before the first update and before :func:`load`."""
     if scheduler is None:
         return None
-    if scheduler not in _BEGUN:
-        _BEGUN[scheduler] = copy.deepcopy(state_of(scheduler) or {})  # which may be lists that it writes in
-    return _BEGUN[scheduler]
+    if scheduler not in _INITIAL:
+        _INITIAL[scheduler] = copy.deepcopy(state_of(scheduler) or {})  # the scheduler writes into its lists
+    return _INITIAL[scheduler]
 
 
-def load(scheduler: LRScheduler | None, state: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> list[str]:
-    """Put ``scheduler`` where the one stood that ``state`` is of, with the options of that one.
+def load(scheduler: LRScheduler | None, state: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> list[Difference]:
+    """Load ``state``, the options included, into ``scheduler``.
 
     Args:
-        before: how that one had :func:`begun`.
+        before: what :func:`initial_state` gave for the scheduler that ``state`` is of.
 
     Returns:
-        A sentence for each option that is another in the script by now.
+        The options that differ in the script.
 
     Raises:
-        UsageError: they are of different kinds, or made of different schedulers.
+        UsageError: ``state`` is of another kind of scheduler, or of one made of others.
     """
     refuse_other(scheduler, before)
-    now = begun(scheduler)
+    now = initial_state(scheduler)
     if scheduler is None or state is None or before is None or now is None:
         return []
     scheduler.load_state_dict(_loadable(scheduler, state))
-    take_in(scheduler)
-    _BEGUN[scheduler] = before
-    return [
-        told(f"The {kind}'s {name.strip('_')}", reprlib.repr(one), reprlib.repr(other), None)
-        for kind, name, one, other in _differences(now, before)
-    ]
+    extend_to_new_groups(scheduler)
+    _INITIAL[scheduler] = before
+    return list(_differences(now, before))
 
 
 def scheduler_for(context: RunContext, updates: int | None) -> LRScheduler | None:
-    """The schedule of a run of ``updates`` in all; of one that goes on from a checkpoint, as the script has it."""
+    """The scheduler for a run of ``updates`` in all; in a resumed run, the one that the script makes."""
     schedule, before, state = context.schedule, context.scheduler, context.resuming
     if schedule is None or isinstance(schedule, LRScheduler):
         if schedule is not None:
             refuse_foreign(schedule, context.optimizer)
-            begun(schedule)
+            initial_state(schedule)
         return schedule
     if updates is None:
         raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
     last, now = context.scheduled, (schedule, updates)
     kept = last is not None and last[0] is schedule
-    if state is not None:  # to compare it with what it was, it is made for the run that it was
+    if state is not None:  # made for the old number of updates, to compare the options
         found = _made(context, schedule, state["planned"] or updates, anew=before is not None)
     elif before is None:
         found = _made(context, schedule, updates)
@@ -93,52 +89,45 @@ def scheduler_for(context: RunContext, updates: int | None) -> LRScheduler | Non
 
 
 def _made(context: RunContext, schedule: Schedule, updates: int, *, anew: bool = False) -> LRScheduler:
-    """What ``schedule`` makes for a run of ``updates``, if ``anew`` of the rates with which the optimizer began."""
+    """The scheduler for ``updates``; with ``anew`` from the rates that the optimizer had at first."""
     groups = context.optimizer.param_groups
-    learning_rates.scale(
-        context.optimizer, None, 1.0
-    )  # some schedules state their rates themselves: those that are made have one scale
+    learning_rates.scale(context.optimizer, None, 1.0)  # a schedule may set rates of its own, which are unscaled
     if anew:
         learning_rates.put(groups, [float(group.pop("initial_lr", group["lr"])) for group in groups])
-    made = made_by(schedule, context.optimizer, updates)
-    begun(made)
+    made = build(schedule, context.optimizer, updates)
+    initial_state(made)
     return made
 
 
 def fitted(context: RunContext, schedule: Schedule, before: LRScheduler, updates: int, *, kept: bool = True) -> LRScheduler:
-    """In place of ``before`` what ``schedule`` makes for a run of ``updates``, stepped through those that are made.
+    """A new scheduler for a run of ``updates`` in place of ``before``, advanced by the updates that are made.
 
     Args:
-        kept: whether it has made ``before`` too. Rates that it states itself then have the size that they have by now.
+        kept: whether ``schedule`` made ``before`` too. The scheduler then keeps the present rates.
     """
-    if kept and isinstance(before, ReduceLROnPlateau):  # it goes by the validation, and has no length
+    if kept and isinstance(before, ReduceLROnPlateau):  # follows the validation, and has no length
         return before
     learning_rates.scale(context.optimizer, None, 1.0)
     had = [float(group[learning_rates.chosen(group)]) for group in context.optimizer.param_groups]
     made = _made(context, schedule, updates, anew=True)
-    refuse_other(made, begun(before))
+    refuse_other(made, initial_state(before))
     if kept:
         learning_rates.multiply(context.optimizer, made, list(map(learning_rates.factor, context.optimizer.param_groups, had)))
     if not isinstance(made, ReduceLROnPlateau):
-        catch_up(made, context.position.update - context.position.skipped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of steps without updates
+            for _ in range(context.position.update - context.position.skipped):
+                advance(made)
     return made
 
 
-def catch_up(scheduler: LRScheduler, updates: int) -> None:
-    """Step ``scheduler``, which was just made, as often as the run has made ``updates``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it takes these for updates that were left out
-        for _ in range(updates):
-            advance(scheduler)
-
-
 def refuse_other(scheduler: LRScheduler | None, before: Mapping[str, Any] | None) -> None:
-    """Refuse a schedule that is of another kind than the one that ``before`` is of, or made of others.
+    """Refuse a scheduler of another class than in the state ``before``, or with other inner schedulers.
 
     Raises:
-        UsageError: it is.
+        UsageError: the classes differ.
     """
-    if (now := _kind(begun(scheduler))) != (was := _kind(before)):
+    if (now := _kind(initial_state(scheduler))) != (was := _kind(before)):
         raise UsageError(f"The run began with {was}, and this is {now}. Give the schedule that it began with.")
 
 
@@ -150,19 +139,20 @@ def _kind(state: Mapping[str, Any] | None) -> str:
 
 
 def _loadable(scheduler: LRScheduler, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with what torch expects in place of functions."""
+    """``state`` in the form that ``load_state_dict()`` expects, with ``None`` for functions."""
     found = {name: value for name, value in state.items() if name != "kind"}
     if (functions := getattr(scheduler, "lr_lambdas", None)) is not None:
         found["lr_lambdas"] = [None] * len(functions)
-    if inner := inside(scheduler):
+    if inner := inner_schedulers(scheduler):
         found["_schedulers"] = [_loadable(*pair) for pair in zip(inner, state["_schedulers"], strict=True)]
     return found
 
 
-def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-    """The kind of scheduler, the option, what it was and what it is, in a scheduler and all that it is made of."""
-    for name in now.keys() & before.keys() - {*_PLACE, *_DERIVED}:
-        if not same(now[name], before[name]):
-            yield now["kind"], name, before[name], now[name]
+def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Difference]:
+    """The options that differ between two states, inner schedulers included."""
+    for name in sorted(now.keys() & before.keys() - {*_PLACE, *_DERIVED}):
+        if not equal(now[name], before[name]):
+            values = reprlib.repr(before[name]), reprlib.repr(now[name])
+            yield Difference(f"{now['kind']}.{name.strip('_')}", *values, of_schedule=True)
     for inner in zip(now.get("_schedulers", ()), before.get("_schedulers", ()), strict=False):
         yield from _differences(*inner)

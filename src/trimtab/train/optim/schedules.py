@@ -1,4 +1,4 @@
-"""Learning rates over a run, made from torch's own schedulers once the number of updates is known."""
+"""Learning rate schedules from torch's schedulers, made once the number of updates is known."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.early_stopping import EarlyStopping
 
 Schedule = Callable[[Optimizer, int], LRScheduler]
-"""``schedule(optimizer, updates)`` -> a scheduler that the Trainer steps once per update of ``updates`` in all."""
+"""``schedule(optimizer, updates)`` returns a scheduler, which the Trainer steps once per update, ``updates`` times in all."""
 
 ENDLESS = 10**7
-"""Updates of a run that is timed for as long as somebody asks. No schedule has to last for it: at its end the rate stays."""
+"""The number of updates of a timed run without a given end. A schedule may end before that: the rate then stays."""
 _LONG, _LITTLE, _NOTHING = 100, 1e-3, 1e-6
-"""Updates of a run that is long enough to tell whether a schedule counts epochs, and shares of a rate that are too small."""
+"""Least updates of a run to detect a schedule made for epochs, and shares of the rate that count as nothing left."""
 
 
 def one_cycle(max_lr: float | list[float], *, warmup: float = 0.3) -> Schedule:
-    """Up to ``max_lr`` in the first ``warmup`` share of the run, then down to next to nothing.
+    """Rise to ``max_lr`` in the first ``warmup`` share of the run, then fall to nearly 0.
 
     Source: Smith & Topin 2017, https://arxiv.org/abs/1708.07120
     """
@@ -53,7 +53,7 @@ def one_cycle(max_lr: float | list[float], *, warmup: float = 0.3) -> Schedule:
 
 
 def cosine(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
-    """From nothing to the optimizer's own rate in the first ``warmup`` share, then along a cosine to ``floor`` of it.
+    """Rise to the optimizer's rate in the first ``warmup`` share of the run, then fall on a cosine to ``floor`` times that.
 
     Source: Loshchilov & Hutter 2016, https://arxiv.org/abs/1608.03983
     """
@@ -61,15 +61,15 @@ def cosine(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
 
 
 def linear(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
-    """From nothing to the optimizer's own rate in the first ``warmup`` share, then straight to ``floor`` of it."""
+    """Rise to the optimizer's rate in the first ``warmup`` share of the run, then fall linearly to ``floor`` times that."""
     return _shaped(warmup, floor, lambda done: 1 - done)
 
 
 def check_given(schedule: Any) -> None:
-    """Refuse what is no schedule.
+    """Check that ``schedule`` is a schedule.
 
     Raises:
-        UsageError: it is neither one of torch's schedulers nor can it be called with an optimizer and a number of updates.
+        UsageError: it is neither a scheduler of torch nor callable as ``schedule(optimizer, updates)``.
     """
     if schedule is None or isinstance(schedule, LRScheduler):
         return
@@ -86,12 +86,12 @@ def check_given(schedule: Any) -> None:
         raise UsageError(f"schedule is {name}, which cannot be called with (optimizer, updates): {error}. {fix}") from error
 
 
-def made(schedule: Schedule, optimizer: Optimizer, updates: int) -> LRScheduler:
-    """What ``schedule`` makes for a run of ``updates``.
+def build(schedule: Schedule, optimizer: Optimizer, updates: int) -> LRScheduler:
+    """Call ``schedule`` for a run of ``updates``.
 
     Raises:
-        UsageError: it is no scheduler, or one of another optimizer.
-        WorkloadError: the function raised.
+        UsageError: it returns no scheduler, or a scheduler of another optimizer.
+        WorkloadError: it raises.
     """
     with user_code("The schedule raised"):
         found = schedule(optimizer, updates)
@@ -102,47 +102,47 @@ def made(schedule: Schedule, optimizer: Optimizer, updates: int) -> LRScheduler:
 
 
 def refuse_foreign(scheduler: LRScheduler, optimizer: Optimizer) -> None:
-    """Refuse a scheduler that steers another optimizer.
+    """Check that ``scheduler`` belongs to ``optimizer``.
 
     Raises:
-        UsageError: it does.
+        UsageError: it belongs to another optimizer.
     """
     if scheduler.optimizer is not optimizer:
         raise UsageError("The schedule is of another optimizer than the one given. Make it from the same object.")
 
 
 def advance(scheduler: LRScheduler) -> str | None:
-    """One update was made. Where the schedule has come to its end the rate stays as it is, and this is a sentence about it.
+    """Step ``scheduler`` after an update. At the end of the schedule the rate stays, and a sentence about it is returned.
 
     Raises:
-        UsageError: the optimizer has parameters by now for which it has no rate.
+        UsageError: the optimizer has a new parameter group for which the scheduler has no rate.
     """
-    if isinstance(scheduler, ReduceLROnPlateau):  # which goes by the validation
+    if isinstance(scheduler, ReduceLROnPlateau):  # stepped by the validation
         return None
     if _ended(scheduler):
         return (
             f"The schedule ended after {scheduler.last_epoch} updates, and the run makes more, as where the loader gives more "
             "batches than its len() says: the learning rate stays as it is."
         )
-    take_in(scheduler)
+    extend_to_new_groups(scheduler)
     scheduler.step()
     return None
 
 
-def inside(scheduler: LRScheduler) -> list[LRScheduler]:
-    """Those that ``scheduler`` is made of."""
+def inner_schedulers(scheduler: LRScheduler) -> list[LRScheduler]:
+    """The schedulers that ``scheduler`` is made of."""
     found: list[LRScheduler] = getattr(scheduler, "_schedulers", [])
     return found
 
 
-def take_in(scheduler: LRScheduler) -> None:
-    """Steer what came to the optimizer after ``scheduler`` was made, as in a run that thaws its model layer by layer.
+def extend_to_new_groups(scheduler: LRScheduler) -> None:
+    """Extend ``scheduler`` to parameter groups that were added after it was made, such as thawed layers.
 
     Raises:
-        UsageError: nothing says what the rate of that would be.
+        UsageError: the scheduler defines no rate for a new group.
     """
-    for inner in inside(scheduler):
-        take_in(inner)
+    for inner in inner_schedulers(scheduler):
+        extend_to_new_groups(inner)
     groups, rates = scheduler.optimizer.param_groups, getattr(scheduler, "base_lrs", None)
     shapes: list[Any] = getattr(scheduler, "lr_lambdas", [])
     if rates is None or len(rates) >= len(groups):
@@ -159,10 +159,14 @@ def take_in(scheduler: LRScheduler) -> None:
 
 
 def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStopping | None) -> None:
-    """Refuse a schedule that cannot last for the updates ``to_come``, or has nothing to go by: no validation is ``watched``.
+    """Check that ``scheduler`` lasts for the remaining updates, and that a plateau scheduler has a validation to follow.
+
+    Args:
+        to_come: the remaining updates, if known.
+        watched: the metric of the validation; ``None`` without a validation.
 
     Raises:
-        UsageError: it would fail, or do nothing.
+        UsageError: the scheduler would fail, or do nothing.
     """
     if to_come == ENDLESS:
         to_come = None
@@ -184,13 +188,13 @@ def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStop
 
 
 def remark(scheduler: LRScheduler | None, updates: int | None, epoch: int | None) -> str | None:
-    """A sentence where ``scheduler``, which is stepped once per update, seems to have been made to be stepped once per epoch.
+    """A sentence if ``scheduler`` seems to be made for one step per epoch, while the Trainer steps it once per update.
 
-    That shows in a run that is much longer than the schedule, or in a rate that next to nothing is left of long before its end.
+    Signs are a schedule that is much shorter than the run, and a rate that is nearly 0 long before the end.
 
     Args:
-        updates: of the run in all, where that is known.
-        epoch: of those the ones in an epoch, where that is known.
+        updates: updates of the run in all, if known.
+        epoch: updates of one epoch, if known.
     """
     if scheduler is None or updates is None or updates == ENDLESS or (found := _too_short(scheduler, updates)) is None:
         return None
@@ -202,13 +206,13 @@ def remark(scheduler: LRScheduler | None, updates: int | None, epoch: int | None
 
 
 def _too_short(scheduler: LRScheduler, updates: int) -> str | None:
-    """What of ``scheduler``, or of one in it, is over long before ``updates`` of a run are made."""
+    """Words for what ends in ``scheduler``, or in an inner one, long before a run of ``updates`` ends; ``None`` if nothing."""
     if isinstance(scheduler, SequentialLR):
         bounds = [0, *scheduler._milestones, updates]
         spans = [min(end, updates) - begin for begin, end in itertools.pairwise(bounds)]
-        parts = zip(inside(scheduler), spans, strict=True)
+        parts = zip(inner_schedulers(scheduler), spans, strict=True)
     else:
-        parts = zip(inside(scheduler), itertools.repeat(updates), strict=False)
+        parts = zip(inner_schedulers(scheduler), itertools.repeat(updates), strict=False)
     if (found := next((words for part in parts if (words := _too_short(*part))), None)) is not None or updates < _LONG:
         return found
     name, short = type(scheduler).__name__, updates / 10
@@ -231,25 +235,25 @@ def _too_short(scheduler: LRScheduler, updates: int) -> str | None:
 
 
 def _late(updates: int) -> int:
-    """An update by which no schedule that was made for as many is near its end yet."""
+    """An update late in a run of ``updates``, at which no schedule of that length is near its end."""
     return updates * 3 // 4
 
 
 def _spent(shape: Callable[[int], float], updates: int) -> bool:
-    """Whether next to nothing is left late in the run of what ``shape`` multiplies the rate by in its first tenth."""
-    with contextlib.suppress(WorkloadError), user_code("The schedule raised"):  # which is told when the run has come there
+    """Whether the factor ``shape`` late in a run of ``updates`` is nearly 0 compared to the first tenth of the run."""
+    with contextlib.suppress(WorkloadError), user_code("The schedule raised"):  # raised when the run reaches that update
         first = max(shape(updates * share // 100) for share in range(11))
         return bool(shape(_late(updates)) < _LITTLE * first)
     return False
 
 
 def _ended(scheduler: LRScheduler) -> bool:
-    """Whether one more step would be an error."""
+    """Whether one more step would raise."""
     if isinstance(scheduler, SequentialLR):
-        coming = scheduler.last_epoch + 1
-        return coming not in scheduler._milestones and _ended(inside(scheduler)[bisect.bisect(scheduler._milestones, coming)])
+        coming, bounds = scheduler.last_epoch + 1, scheduler._milestones
+        return coming not in bounds and _ended(inner_schedulers(scheduler)[bisect.bisect(bounds, coming)])
     if isinstance(scheduler, ChainedScheduler):
-        return any(map(_ended, inside(scheduler)))
+        return any(map(_ended, inner_schedulers(scheduler)))
     return isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps
 
 
