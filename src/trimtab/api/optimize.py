@@ -46,7 +46,7 @@ RESERVED = 0.4
 
 
 class Interrupt:
-    """A context for Ctrl-C during a study: the first ends the search, the second stops at once. Works in the main thread only."""
+    """A context for Ctrl-C during a study: the first ends the search, the second stops at once. Only in the main thread."""
 
     def __init__(self, progress: Progress) -> None:
         if not isinstance(progress, Progress):
