@@ -99,9 +99,9 @@ def tune(
 
     Each trial is a process that trains from the same parameters on the same batches. Exact settings must give the losses as
     written in each update, up to rounding on this workload. The final loss of lossy settings, such as bfloat16, must stay
-    within the limit. Speed is measured in turns with the settings as written, at equal examples per update. The winner is checked and
-    timed again in new processes, from other parameters and with another order of the data. If the lower end of its 95% interval
-    is not above 1, the settings as written stay.
+    within the limit. Speed is measured in turns with the settings as written, at equal examples per update. The winner is
+    checked and timed again in new processes, from other parameters and with another order of the data. If the lower end of its
+    95% interval is not above 1, the settings as written stay.
 
     Example:
         >>> import torch, trimtab

@@ -149,7 +149,7 @@ def differences(before: Options, now: Options, override: Collection[str]) -> Ite
                 yield Difference(prefix + (option if name == "initial_lr" else name), one, other, key, scheduled)
 
 
-def told(found: Sequence[Difference]) -> str | None:
+def conflict_note(found: Sequence[Difference]) -> str | None:
     """One sentence about the differences ``found``, and how to change the options; ``None`` without differences."""
     if not found:
         return None

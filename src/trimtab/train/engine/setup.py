@@ -359,7 +359,7 @@ def _load_rest(context: RunContext, step: Step, scheduler: LRScheduler | None, s
     found = schedule_state.load(scheduler, state["scheduler"], state["schedule_begun"])
     script, context.options = context.options or [], state["given"]
     found += given.differences(state["given"], script, context.override)
-    for text in (given.told(found), *context.modes.restore(state["modes"])):
+    for text in (given.conflict_note(found), *context.modes.restore(state["modes"])):
         context.note_once(text)
     schedule = context.schedule
     if isinstance(scheduler, ReduceLROnPlateau):
