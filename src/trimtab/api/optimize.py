@@ -93,12 +93,13 @@ def optimize(
 ) -> Result:
     """Search for the recipe that makes ``workload`` fastest within ``limits``, confirm it, and write its artifact.
 
-    Example:
-        >>> import torch, trimtab
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-        >>> workload = trimtab.Workload(model=model, inputs=torch.randn(32, 64))
-        >>> result = trimtab.optimize(workload, budget="30s", out="runs/mlp")
-        >>> print(result)
+    Example::
+
+        import torch, trimtab
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        workload = trimtab.Workload(model=model, inputs=torch.randn(32, 64))
+        result = trimtab.optimize(workload, budget="30s", out="runs/mlp")
+        print(result)
 
     Args:
         workload: a :class:`Workload`, or a reference such as ``"model.py:workload"``, ``"model.onnx"`` or ``"hf:FOLDER"``

@@ -103,8 +103,9 @@ def tune(
     checked and timed again in new processes, from other parameters and with another order of the data. If the lower end of its
     95% interval is not above 1, the settings as written stay.
 
-    Example:
-        >>> import torch, trimtab
+    Example::
+
+        import torch, trimtab
     >>> data = [(torch.randn(32, 64), torch.randn(32, 8)) for _ in range(32)]
     >>> training = trimtab.Training(data=data, optimizer=torch.optim.AdamW, loss=torch.nn.MSELoss())
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
