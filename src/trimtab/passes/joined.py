@@ -19,7 +19,7 @@ class Joined(Pass):
 
     name = "joined"
     modes = frozenset({"train"})
-    sets = frozenset({"joined"})
+    sets = frozenset({"data.joined"})
 
     def describe(self) -> str:
         """What it is."""
@@ -27,10 +27,10 @@ class Joined(Pass):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs an accumulation."""
-        if candidate.settings.accumulate == 1:
+        if candidate.settings.data.accumulate == 1:
             return "joined needs batches that are accumulated, and each of these is an update of its own."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; the Trainer joins the batches."""
-        return candidate.with_settings(joined=True)
+        return candidate.with_settings({"data.joined": True})
