@@ -235,7 +235,7 @@ def test_without_exact_batchnorm_the_statistics_are_those_of_each_batch() -> Non
 
 def test_exact_batchnorm_refuses_what_would_break_it() -> None:
     with pytest.raises(
-        UsageError, match=r"exact_batchnorm runs the batches of an update as one, which batch=2 would take apart"
+        UsageError, match=r"exact_batchnorm runs the batches of an update as one, which data.micro_batch=2 would take apart"
     ):
         Settings(data=DataSettings(exact_batchnorm=True, micro_batch=2))
     ragged = [(torch.randn(2, 1, 8, 8), torch.zeros(2).long()), (torch.randn(2, 1, 9, 8), torch.zeros(2).long())]

@@ -180,7 +180,7 @@ def test_fixed_segments_of_a_chain() -> None:
     )
     with pytest.raises(UsageError, match=r"segments needs an nn.Sequential of at least two modules, and Linear has none"):
         trainer.fit(data, epochs=1)
-    with pytest.raises(UsageError, match="segments and activation_mb both say"):
+    with pytest.raises(UsageError, match="memory.segments and memory.activation_mb both say"):
         Settings(memory=MemorySettings(segments=2, activation_mb=1.0))
 
 
@@ -510,7 +510,7 @@ def test_a_budget_that_cannot_be_kept_is_said_before_anything_is_learnt() -> Non
         trainer.fit([(inputs, labels)], epochs=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert not any("forward" in vars(module) for module in model.modules())
-    with pytest.raises(UsageError, match="Settings activation_mb is 0; it must be above zero"):
+    with pytest.raises(UsageError, match="Settings memory.activation_mb is 0; it must be above zero"):
         Settings(memory=MemorySettings(activation_mb=0))
 
 

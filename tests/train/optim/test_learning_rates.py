@@ -128,7 +128,7 @@ def test_the_rule_needs_a_rate_and_one_batch_changes_none() -> None:
     run = made(Settings(optimizer=OptimizerSettings(scale_lr="linear")), schedule=lambda o, n: ReduceLROnPlateau(o))
     assert run.fit(loader(), loader(), epochs=1).notes == ()
     assert run.optimizer.param_groups[0]["lr"] == RATE
-    with pytest.raises(UsageError, match="Settings scale_lr is 'lin'; it can be 'linear', 'sqrt' or None"):
+    with pytest.raises(UsageError, match="Settings optimizer.scale_lr is 'lin'; it can be 'linear', 'sqrt' or None"):
         Settings(optimizer=OptimizerSettings(scale_lr="lin"))  # type: ignore[arg-type]
 
     def own(parameters: Any) -> Optimizer:

@@ -86,7 +86,7 @@ def allocate(settings: Settings) -> None:
     except (RuntimeError, ValueError) as error:
         allocator._accelerator_setAllocatorSettings(before)
         raise UsageError(
-            f"Settings cuda_allocator is {options!r}, which torch does not take: {said(error)}. Write it as for "
+            f"Settings memory.cuda_allocator is {options!r}, which torch does not take: {said(error)}. Write it as for "
             "PYTORCH_CUDA_ALLOC_CONF, such as 'expandable_segments:True'."
         ) from error
 
