@@ -1,6 +1,6 @@
 """Compressed gradients between real processes over gloo: what crosses, what the loss becomes, and what an update takes.
 
-Every kind of ``Settings.communication`` trains the same network on the digits for the same number of updates, in turns, from
+Every kind of ``distributed.communication`` trains the same network on the digits for the same number of updates, in turns, from
 several seeds. Printed are the bytes that one process sends per update, relative to float32; the validation loss relative to
 that of float32, median over the seeds with its 95% interval; the time of an update, and the milliseconds of it in which its
 backward pass stood still to send. On one machine the network is its memory: times tell of the cost of compressing, not of what

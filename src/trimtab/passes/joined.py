@@ -13,7 +13,7 @@ class Joined(Pass):
     """Run the batches that are accumulated for an update as one, where they differ in their examples alone and fit into memory.
 
     Pays on small batches, whose matrix products do not use the whole processor. BatchNorm then sees the whole update, as in
-    training without accumulation; ``Settings.exact_batchnorm`` sees to it that it always does.
+    training without accumulation; ``data.exact_batchnorm`` sees to it that it always does.
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, on what accumulation does to BatchNorm
     """
 
