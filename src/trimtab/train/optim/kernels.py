@@ -22,7 +22,7 @@ def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused
         UsageError: the optimizer has no such kernels, or they do not support its parameters.
     """
     if reason := why_not(optimizer, kernels):
-        raise UsageError(f"{reason} Leave Settings(optimizer=...) out.")
+        raise UsageError(f"{reason} Leave OptimizerSettings(implementation=...) out.")
     for group in optimizer.param_groups:
         group |= {name: kernels == name for name in ("foreach", "fused") if name in optimizer.defaults}
     if hasattr(optimizer, "_step_supports_amp_scaling"):  # set by fused=True: only fused kernels take the scale of float16
