@@ -96,32 +96,23 @@ def optimize(
     Example::
 
         import torch, trimtab
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-        workload = trimtab.Workload(model=model, inputs=torch.randn(32, 64))
-        result = trimtab.optimize(workload, budget="30s", out="runs/mlp")
-        print(result)
+        workload = trimtab.Workload(model=torch.nn.Linear(64, 8), inputs=torch.randn(32, 64))
+        print(trimtab.optimize(workload, budget="30s", out="runs/linear"))
 
     Args:
-        workload: a :class:`Workload`, or a reference such as ``"model.py:workload"``, ``"model.onnx"`` or ``"hf:FOLDER"``
-            (all forms: :func:`trimtab.load_workload`).
+        workload: a :class:`Workload`, or a reference such as ``"model.py:workload"`` (see :func:`trimtab.load_workload`).
         limits: limits that a recipe must keep; by default the score may drop by 1%.
-        budget: time for the whole run, as ``"10m"`` or in seconds. ``None`` ends when the search has tried everything. The
-            confirmation of a late winner may exceed the budget.
+        budget: time for the run, as ``"10m"`` or in seconds; ``None`` tries everything. A late confirmation may exceed it.
         trials: largest number of new trials.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler: ``ladder``, or ``tpe`` for long budgets.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
-        storage: URL of a database instead of an SQLite file in the run folder. Studies in a shared database are told apart by
-            workload, objective, limits, machine and threads.
+        storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
         worker_memory_mb: memory limit of one worker process, in MB.
-        trial_seconds: time limit of one trial.
-        timing_seconds: longest paired timing of one trial; a narrow interval ends it sooner.
+        trial_seconds, timing_seconds: time limits of one trial, and of its paired timing, which a narrow interval ends sooner.
         seed: seed of the sampler.
         progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
-
-    Returns:
-        The result: what ships, the ladder of speed-ups, and the paths of artifact and report.
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.

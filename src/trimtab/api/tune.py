@@ -96,45 +96,34 @@ def tune(
 ) -> Tuned:
     """Search for the settings under which ``workload`` trains fastest, and prove that its losses match those as written.
 
-    Each trial is a process that trains from the same parameters on the same batches. Exact settings must give the losses as
-    written in each update, up to rounding on this workload. The final loss of lossy settings, such as bfloat16, must stay
-    within the limit. Speed is measured in turns with the settings as written, at equal examples per update. The winner is
-    checked and timed again in new processes, from other parameters and with another order of the data. If the lower end of its
-    95% interval is not above 1, the settings as written stay.
+    Each trial trains in a process of its own, from the same parameters on the same batches. Exact settings must give the losses
+    as written, up to rounding; the final loss of lossy ones must stay within the limit. The winner is checked and timed again in
+    new processes, from other parameters. Unless the lower end of its 95% interval is above 1, the settings as written stay.
 
     Example::
 
         import torch, trimtab
-    >>> data = [(torch.randn(32, 64), torch.randn(32, 8)) for _ in range(32)]
-    >>> training = trimtab.Training(data=data, optimizer=torch.optim.AdamW, loss=torch.nn.MSELoss())
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-    >>> workload = trimtab.Workload(mode="train", model=model, training=training)
-    >>> result = trimtab.tune(workload, budget="30s", out="runs/mlp-tune")
-    >>> print(result.settings)
+        data = [(torch.randn(32, 64), torch.randn(32, 8)) for _ in range(32)]
+        training = trimtab.Training(data=data, optimizer=torch.optim.AdamW, loss=torch.nn.MSELoss())
+        workload = trimtab.Workload(mode="train", model=torch.nn.Linear(64, 8), training=training)
+        print(trimtab.tune(workload, budget="30s", out="runs/linear-tune").settings)
 
     Args:
         workload: a :class:`Workload` with ``training=...``, or a reference such as ``"train.py:workload"``.
-        limits: ``max_drop`` is the largest rise of the final loss, in units of the loss, by default 1% of the loss as written.
-            ``memory_mb`` limits the peak memory.
+        limits: ``max_drop``, the largest rise of the final loss in its units (default 1% of it), and ``memory_mb``.
         budget: time for the whole run, as ``"10m"`` or in seconds. ``None`` ends when the search has tried everything.
-        trials: largest number of new trials.
-        updates: number of updates over which losses are compared.
+        trials, updates: largest number of new trials, and number of updates over which losses are compared.
         out: the run folder; default ``runs/NAME-tune``. A study in it is resumed.
         storage: URL of a database instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
         worker_memory_mb: memory limit of one worker process, in MB.
-        trial_seconds: time limit of one trial.
-        timing_seconds: longest paired timing of one trial; a narrow interval ends it sooner.
+        trial_seconds, timing_seconds: time limits of one trial, and of its paired timing, which a narrow interval ends sooner.
         progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
-
-    Returns:
-        The result with its settings, for ``Trainer(settings=...)``.
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
         WorkloadError: the training fails.
-        StorageError: the storage cannot be used; finished trials are kept.
-        KeyboardInterrupt: on the second Ctrl-C, or on the first before any trial has finished; finished trials are kept.
+        StorageError, KeyboardInterrupt: the storage cannot be used, or Ctrl-C was pressed twice; finished trials are kept.
     """
     began = time.monotonic()
     options = Options(
