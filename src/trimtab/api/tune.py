@@ -97,7 +97,7 @@ def tune(
     """Search for the settings under which ``workload`` trains fastest, and prove that its losses match those as written.
 
     Each trial trains in a process of its own, from the same parameters on the same batches. Exact settings must give the losses
-    as written, up to rounding; the final loss of lossy ones must stay within the limit. The winner is checked and timed again in
+    as written, up to rounding; the final loss of lossy ones must stay within the limit. The winner is checked and timed in
     new processes, from other parameters. Unless the lower end of its 95% interval is above 1, the settings as written stay.
 
     Example::
