@@ -106,7 +106,7 @@ def tune(
         data = [(torch.randn(32, 64), torch.randn(32, 8)) for _ in range(32)]
         training = trimtab.Training(data=data, optimizer=torch.optim.AdamW, loss=torch.nn.MSELoss())
         workload = trimtab.Workload(mode="train", model=torch.nn.Linear(64, 8), training=training)
-        print(trimtab.tune(workload, budget="30s", out="runs/linear-tune").settings)
+        print(trimtab.tune(workload, budget="30s", out="runs/linear-tune"))
 
     Args:
         workload: a :class:`Workload` with ``training=...``, or a reference such as ``"train.py:workload"``.
