@@ -323,7 +323,7 @@ def test_modules_whose_arguments_change_are_not_recomputed_and_a_note_names_them
     torch.manual_seed(0)
     model = Caching()
     plain, data = copy.deepcopy(model), [(torch.randn(256, 16), torch.randint(0, 10, (256,))) for _ in range(3)]
-    for each, budget in ((model, 0.27), (plain, None)):
+    for each, budget in ((model, 0.4), (plain, None)):
         trainer = Trainer(each, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(activation_mb=budget))
         trainer.fit(data, epochs=1)
         told = "blocks.0, blocks.1, blocks.2 are not recomputed, because lists or objects that go into a call of them change"
@@ -351,14 +351,15 @@ def test_objects_that_do_not_change_are_given_to_a_second_run() -> None:
     class Mark:
         """Stands for what was not given."""
 
+        itself: Any
+
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor, options: Mapping[str, Any], past: Mark) -> torch.Tensor:  # type: ignore[override]
             found = super().forward(x) * options["scale"] + options["shifts"][0]
             return found if past is nothing else found.exp()
 
     nothing, model, shift = Mark(), Scaled(4, 4), torch.ones(4, requires_grad=True)
-    options = immutable_dict(scale=float("nan"), shifts=[shift])
-    options["shifts"].append(options["shifts"])
+    nothing.itself, options = nothing, immutable_dict(scale=2.0, threshold=float("nan"), shifts=[shift])
     recomputed = Recomputed([model])
     loss = model(torch.randn(2, 4), options, nothing).sum()
     loss.backward(retain_graph=True)

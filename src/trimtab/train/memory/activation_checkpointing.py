@@ -90,47 +90,32 @@ class _Checkpointed:
         """Run it."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        call = _Call(self, len(args), tuple(kwargs))
+        count, names = len(args), tuple(kwargs)  # and not args, which the graph would keep through run
+        first: list[tuple[_State, list[Any]]] = []
+
+        def run(*given: Any) -> Any:  # twice, or more often where a graph is kept
+            named = dict(zip(names, given[count:], strict=True))
+            if torch.compiler.is_compiling():
+                if not self.compilable:
+                    torch._dynamo.graph_break()
+                return self.forward(*given[:count], **named)
+            if not first:
+                first.append((_State(self.buffers), contents(given)))
+                return self.forward(*given[:count], **named)
+            if contents(given) != first[0][1]:
+                raise WorkloadError(_CHANGED.format(self.name))
+            with first[0][0].restored():  # not by torch's context_fn, which the compiler does not take
+                return self.forward(*given[:count], **named)
+
         given = (*args, *kwargs.values())  # by position, because torch looks for changes in place only there
         if torch.compiler.is_compiling():
-            return checkpoint(call, *given, use_reentrant=False)
+            return checkpoint(run, *given, use_reentrant=False)
         try:
-            return checkpoint(call, *given, use_reentrant=False)
+            return checkpoint(run, *given, use_reentrant=False)
         except RuntimeError as error:
             if within_func(error):
                 raise WorkloadError(_WITHIN_FUNC) from error
             raise
-
-
-class _Call:
-    """One call of ``forward``, which torch's checkpoint makes twice, or more often where a graph is kept.
-
-    Buffers are not restored by torch's ``context_fn``, because the compiler does not take one.
-    """
-
-    def __init__(self, checkpointed: _Checkpointed, positional: int, names: tuple[str, ...]) -> None:
-        self.checkpointed, self.positional, self.names = checkpointed, positional, names
-        self.first: tuple[_State, Any] | None = None
-        """Buffers and generators, and what objects among the arguments held, before the first run."""
-
-    def __call__(self, *given: Any) -> Any:
-        """Run it on the positional arguments, then those by name."""
-        if torch.compiler.is_compiling():
-            if not self.checkpointed.compilable:
-                torch._dynamo.graph_break()
-            return self._run(given)
-        if self.first is None:
-            self.first = _State(self.checkpointed.buffers), contents(given)
-            return self._run(given)
-        state, before = self.first
-        if contents(given) != before:
-            raise WorkloadError(_CHANGED.format(self.checkpointed.name))
-        with state.restored():
-            return self._run(given)
-
-    def _run(self, given: Sequence[Any]) -> Any:
-        named = dict(zip(self.names, given[self.positional :], strict=True))
-        return self.checkpointed.forward(*given[: self.positional], **named)
 
 
 class _Segments:
