@@ -326,7 +326,7 @@ def test_modules_whose_arguments_change_are_not_recomputed_and_a_note_names_them
     for each, budget in ((model, 0.4), (plain, None)):
         trainer = Trainer(each, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(activation_mb=budget))
         trainer.fit(data, epochs=1)
-        told = "blocks.0, blocks.1, blocks.2 are not recomputed, because lists or objects that go into a call of them change"
+        told = "blocks.0, blocks.1, blocks.2 are not recomputed, because lists or objects among the arguments change"
         assert budget is None or re.search(rf"allowed: blocks\.\d\.inner.* recomputed\. {told}", trainer.notes[0]), (
             trainer.notes
         )

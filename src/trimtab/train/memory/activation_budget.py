@@ -130,7 +130,7 @@ def _are(names: Sequence[str]) -> str:
 def _refused(names: Sequence[str]) -> str:
     """The sentence of :attr:`Verified.refused`; the model itself, which has no name, is none of the choices."""
     names = [name for name in names if name]
-    told = f"{_listed(names)} {_are(names)} not recomputed, because lists or objects that go into a call of them change later."
+    told = f"{_listed(names)} {_are(names)} not recomputed, because lists or objects among the arguments change in the forward pass."
     return told if names else ""
 
 
