@@ -130,8 +130,8 @@ def _are(names: Sequence[str]) -> str:
 def _refused(names: Sequence[str]) -> str:
     """The sentence of :attr:`Verified.refused`; the model itself, which has no name, is none of the choices."""
     names = [name for name in names if name]
-    told = f"{_listed(names)} {_are(names)} not recomputed, because lists or objects among the arguments change in the forward pass."
-    return told if names else ""
+    why = "because lists or objects among the arguments change in the forward pass."
+    return f"{_listed(names)} {_are(names)} not recomputed, {why}" if names else ""
 
 
 def _plans_of_rank_0(model: nn.Module, plans: Sequence[Plan], world: World) -> list[Plan]:
