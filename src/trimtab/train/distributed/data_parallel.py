@@ -54,16 +54,16 @@ class DataParallelGroup(Group):
         """By parameter: whether it has a hook."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: list[list[int]] = []
-        self._place: dict[int, int] = {}
+        self._bucket_of: dict[int, int] = {}
         """By the index of a trained parameter: the number of its bucket."""
-        self._last: set[int] = set()
+        self._sent_last: set[int] = set()
         self._adaptive: str | None = None
         """The name of the optimizer, unless it is linear in the gradient."""
         self._updating = self._sending = self._partly_sent = False
         """An update is under way; gradients are sent as they come; sending a bucket has begun and not returned."""
-        self._waiting: list[set[int]] = []
+        self._missing: list[set[int]] = []
         """By bucket: the parameters whose gradients are missing yet."""
-        self._lacking: set[int] = set()
+        self._without_gradient: set[int] = set()
         """Parameters that got no gradient in this process."""
         self._futures: list[Future[torch.Tensor]] = []
 
@@ -74,7 +74,7 @@ class DataParallelGroup(Group):
                 broadcast(value)
         if fresh:
             torch.manual_seed(torch.initial_seed() + self.rank)
-        self._model, self._parameters, self._hooked, self._last = model, list(model.parameters()), None, set()
+        self._model, self._parameters, self._hooked, self._sent_last = model, list(model.parameters()), None, set()
         return model
 
     def timed(self, clock: Clock) -> None:
@@ -94,7 +94,7 @@ class DataParallelGroup(Group):
                 while len(self._futures) < len(self._buckets):
                     self._send()
                 self.exchange.land(self._futures)
-                self.lacking = bool(self._lacking)
+                self.lacking = bool(self._without_gradient)
         if update:
             self._updating = False
             self._futures.clear()
@@ -177,8 +177,8 @@ class DataParallelGroup(Group):
             self._arrange()
         self._updating, self.lacking = True, False
         self._futures.clear()
-        self._lacking.clear()
-        self._waiting = [set(bucket) for bucket in self._buckets]
+        self._without_gradient.clear()
+        self._missing = [set(bucket) for bucket in self._buckets]
 
     def _arrange(self) -> None:
         """Put the parameters into buckets of one dtype, last parameter first, as gradients come. The first bucket is small."""
@@ -187,7 +187,7 @@ class DataParallelGroup(Group):
             filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
             for index in reversed(range(len(self._parameters))):
                 parameter = self._parameters[index]
-                if not parameter.requires_grad or (index in self._last) is not last:
+                if not parameter.requires_grad or (index in self._sent_last) is not last:
                     continue
                 kind = (parameter.dtype, parameter.device)
                 bucket = filling.setdefault(kind, [])
@@ -195,17 +195,17 @@ class DataParallelGroup(Group):
                 if sum(self._parameters[each].nbytes for each in bucket) >= (most if self._buckets else min(most, _MIB)):
                     self._buckets.append(filling.pop(kind))
             self._buckets += filling.values()
-        self._place = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self.exchange.reset()
 
     def _arrived(self, index: int) -> None:
         """Send the buckets that are complete with the gradient of parameter ``index``."""
         if not self._sending:
             return
-        if self._place[index] < len(self._futures):
+        if self._bucket_of[index] < len(self._futures):
             raise UsageError(_SECOND_GRADIENT.format(self._named(index)))
-        self._waiting[self._place[index]].discard(index)
-        while len(self._futures) < len(self._buckets) and not self._waiting[len(self._futures)]:
+        self._missing[self._bucket_of[index]].discard(index)
+        while len(self._futures) < len(self._buckets) and not self._missing[len(self._futures)]:
             self._send()
 
     @torch.no_grad()
@@ -220,7 +220,7 @@ class DataParallelGroup(Group):
             if grad is not None and grad.is_sparse:
                 raise UsageError(_SPARSE.format(self._named(index)))
             if grad is None and self.counts:
-                self._lacking.add(index)
+                self._without_gradient.add(index)
             # a process out of data sends zeros, though its gradient may be nan
             grads.append(torch.zeros_like(parameter) if grad is None or not self.counts else grad)
         flat = torch.cat([flattened(grad, parameter) for grad, parameter in zip(grads, parameters, strict=True)])
@@ -235,16 +235,16 @@ class DataParallelGroup(Group):
         """Set gradients to ``None`` where no process had one. Parameters that lacked one anywhere are sent last from now on."""
         found = torch.zeros(2, len(self._parameters), dtype=torch.uint8)
         if self.counts:
-            for index in self._place:
-                found[int(index in self._lacking), index] = 1
+            for index in self._bucket_of:
+                found[int(index in self._without_gradient), index] = 1
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
         there, lacked = found.bool().tolist()
-        for index in self._place:
+        for index in self._bucket_of:
             if not there[index]:
                 self._parameters[index].grad = None
         lacking = {index for index, some in enumerate(lacked) if some}
-        if not lacking <= self._last:
-            self._last |= lacking
+        if not lacking <= self._sent_last:
+            self._sent_last |= lacking
             self._arrange()
 
     def _named(self, index: int) -> str:
