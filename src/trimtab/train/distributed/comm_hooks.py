@@ -19,7 +19,7 @@ _HOOKS: dict[str | None, Callable[[Any, Any], Future[torch.Tensor]]] = {
     "float16": fp16_compress_hook,
     "bfloat16": bf16_compress_hook,
 }
-"""torch's communication hook for each value of ``Settings.communication`` but PowerSGD."""
+"""torch's communication hook for each value of ``distributed.communication`` but PowerSGD."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Exchange:
     """Averages one bucket after the other over all processes, in one order, through a hook of torch.
 
     Args:
-        kind: ``Settings.communication``. Complex gradients are not compressed, because that would drop their imaginary part.
+        kind: ``distributed.communication``. Complex gradients are not compressed, because that would drop their imaginary part.
     """
 
     def __init__(self, kind: str | None) -> None:

@@ -23,7 +23,7 @@ from trimtab.errors import UsageError, WorkloadError
 
 _WITHIN_FUNC = (
     "torch.func differentiates here, through modules whose activations are to be computed again, and cannot. Leave "
-    "Settings(segments=...) out, and make micro-batches smaller: Settings(batch=...)."
+    "MemorySettings(segments=...) out, and make micro-batches smaller: DataSettings(micro_batch=...)."
 )
 _CHANGED = (
     "The forward pass of {} cannot be computed again: an object that it was given, such as a cache or a list, has changed "
@@ -141,7 +141,7 @@ class _State:
     def __init__(self, places: Iterable[Place]) -> None:
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for module, name in places:
-            held = module._buffers if name in module._buffers else module._parameters
+            held: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
             self._buffers.append((held, name, _copied(held[name])))
         self._random = (random.getstate(), np.random.get_state())
 
