@@ -44,6 +44,9 @@ class Terms:
     """What a faster recipe may cost."""
     score: str
     drop: str
+    """A score that is worse than as written."""
+    gain: str
+    """A score that is better."""
     outputs: str
     """What is compared with the original."""
     basis: str
@@ -81,6 +84,7 @@ TERMS: Mapping[Mode, Terms] = {
         quality="accuracy",
         score="score",
         drop="drop",
+        gain="improvement",
         outputs="outputs",
         basis="on",
         sample="example",
@@ -99,6 +103,7 @@ TERMS: Mapping[Mode, Terms] = {
         quality="loss",
         score="loss",
         drop="rise",
+        gain="fall",
         outputs="losses",
         basis="over the last",
         sample="update",

@@ -175,8 +175,8 @@ def _cost(record: Record) -> Iterator[Tile]:
     terms = words.terms(record)
     if found is not None and found.drop is not None:
         scores = f"{terms.score} {words.score(found.baseline_score, record)} to {words.score(found.score, record)}"
-        below = f"at most {words.lost(found.drop.upper, record)}; {scores}"
-        yield Tile(terms.lost, words.lost(found.drop.value, record), below)
+        label = f"{terms.gain} of the {terms.score}" if found.drop.value < 0 else terms.lost
+        yield Tile(label, words.lost(abs(found.drop.value), record), f"{found.drop.bound(2)}; {scores}")
     elif found is not None and found.parity is not None and not labelled(record):
         yield Tile(f"error of the {terms.outputs}", words.error(found.parity.centred_error), f"of {found.parity.of}")
     if best is not None:

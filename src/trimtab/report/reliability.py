@@ -131,8 +131,8 @@ def undecided(record: Record) -> list[str]:
     """Trials of which the data could not tell whether they keep the limit of the drop, a sentence for each."""
     terms = words.terms(record)
     return [
-        f"{words.clipped(str(t.recipe), 200)}: a {terms.drop} of {words.drop(t.drop, record)} against a limit of "
-        f"{words.lost(t.drop.limit, record)} cannot be decided with {words.count(t.drop.n, terms.sample)}"
+        f"{words.clipped(str(t.recipe), 200)}: its {terms.score} {t.drop.change(2)} ({t.drop.bound(2)}), which "
+        f"{words.count(t.drop.n, terms.sample)} cannot decide against a limit of {words.lost(t.drop.limit, record)}"
         + (f"; about {t.drop.n_needed:,} would tell." if t.drop.n_needed else "; more would hardly help.")
         for t in record.trials
         if t.drop is not None and t.drop.limit is not None and t.drop.decided is None and not t.recipe.exact
