@@ -1,7 +1,7 @@
-"""How far an output is from the reference in each slice along its axes.
+"""Errors of an output in each slice along its axes.
 
-One tensor may hold boxes in pixels beside probabilities. Relative to what the whole of it varies by, no error of a probability
-is large, and all of them may be zero.
+One tensor may hold boxes in pixels beside probabilities. Relative to the variation of the whole tensor every error of a
+probability is small, even if all of them become zero.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 LARGEST = 1024
-"""Axes with more slices than this are left alone: they are places and words, seldom things of another kind each."""
+"""Axes with more slices than this are skipped: they are usually positions or words, and not quantities of different kinds."""
 FEWEST = 8
-"""Values that a slice needs for what it varies by to be known; of a few, some are close to each other by chance."""
+"""Minimum values of a slice for a known variation; of fewer, some are close to each other by chance."""
 FLOOR = 1e-5
-"""What is less than this share of the output's size is float32's rounding, and no variation."""
+"""Variation below this share of the output's size counts as float32's rounding."""
 LOST = 0.1
-"""Share of the slices that vary from which on a recipe that may lose accuracy has lost too many: a few that hardly vary die in
-eight bits."""
+"""Share of the varying slices from which a recipe that may lose accuracy has lost too many: a few that hardly vary are lost
+in eight bits."""
 REACHED = 0.99
-"""Share of what a slice varies by at which its error has reached it; a constant's error is all of it, but for rounding."""
+"""Share of a slice's variation from which its error counts as reaching it; a constant's error is 1 but for rounding."""
 
 Tensor = torch.Tensor
 
@@ -32,13 +32,13 @@ class Slices:
 
     axis: int
     spread: Tensor
-    """What the values of each slice vary by in the reference, over examples and within them."""
+    """Variation of the values of each slice in the reference, over examples and within them."""
     error: Tensor
     """Root mean square error of each slice."""
 
 
 def axes_of(shapes: Iterable[Sequence[int]]) -> list[int]:
-    """The axes of an output along which its slices are looked at; the first one is that of the examples."""
+    """The axes of an output whose slices are compared: all but the first, which counts examples."""
     first, *others = list(shapes)
     if any(len(shape) != len(first) for shape in others):
         return []
@@ -46,14 +46,14 @@ def axes_of(shapes: Iterable[Sequence[int]]) -> list[int]:
 
 
 def along(values: Iterable[tuple[Tensor, Tensor]], axes: Sequence[int]) -> Iterator[Slices]:
-    """The slices along each of ``axes``, from the reference and the output of every batch in double precision; where the
-    reference is not finite, nothing is compared."""
+    """The slices along each of ``axes``, from the double-precision reference and output of every batch. Values that are not
+    finite in the reference are skipped."""
     totals: dict[int, Tensor] = {}
     for reference, output in values:
         known, off, usable = reference, output - reference, reference.isfinite()
         if not usable.all():
             known, off = torch.where(usable, known, 0.0), torch.where(usable, off, 0.0)
-        # over the examples first, so that the axes share the largest part of the work
+        # over the examples first, which shares most of the work between axes
         sums = torch.stack([usable.sum(0).double(), known.sum(0), _squares(known), _squares(off)])
         for axis in axes:
             part = sums.movedim(axis, 1).unsqueeze(2).flatten(2).sum(2)
@@ -66,20 +66,20 @@ def along(values: Iterable[tuple[Tensor, Tensor]], axes: Sequence[int]) -> Itera
 
 
 def _squares(values: Tensor) -> Tensor:
-    """The sum of the squares over the first axis, without a copy of them all."""
+    """The sum of squares over the first axis, without a copy of the tensor."""
     norms: Tensor = torch.linalg.vector_norm(values, dim=0)
     return norms.square()
 
 
 def inexact(found: Slices, limit: float, rounding: float) -> tuple[int, float]:
-    """How many slices have an error above ``limit``, relative to what they vary by, and above ``rounding``, relative to the
-    output's size; and the largest of these errors, relative to what the slice varies by."""
+    """The number of slices whose error exceeds ``limit``, relative to their variation, and ``rounding``, relative to the
+    output's size; and the largest of these errors, relative to the variation of its slice."""
     bad = (found.error > limit * found.spread) & (found.error > max(rounding, FLOOR))
     worst = (found.error / found.spread.clamp(min=FLOOR))[bad]
     return int(bad.sum()), float(worst.max()) if len(worst) else 0.0
 
 
 def lost(found: Slices) -> tuple[int, int]:
-    """How many slices a constant would tell as well, and of how many that vary."""
+    """The number of slices for which a constant is as good, and the number of slices that vary."""
     vary = found.spread > FLOOR
     return int((vary & (found.error >= REACHED * found.spread)).sum()), int(vary.sum())
