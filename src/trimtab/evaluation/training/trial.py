@@ -1,4 +1,4 @@
-"""One recipe for a training, evaluated: settings -> losses -> paired timing -> Trial; and the winner, measured again."""
+"""Evaluate one recipe of a training (settings, losses, paired timing), and confirm the winner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STILL = (
 
 
 def try_recipe(recipe: Recipe, subject: TrainingSubject, written: BaselineLosses, rival: Runner, *, plan: Plan) -> Trial:
-    """Train under the settings of ``recipe`` in this process, which should end afterwards. Never raises what it did wrong.
+    """Train under the settings of ``recipe`` in this process, which should end afterwards. Errors become the trial's state.
 
     ``rival`` makes updates as written, in a process of its own.
     """
@@ -70,7 +70,7 @@ def _line(
 def confirm(recipe: Recipe, subject: TrainingSubject, rival: Runner, *, plan: Plan, seed: int, must_win: bool) -> Confirmation:
     """Judge and time ``recipe`` again in this fresh process, from other parameters and in another order of the data.
 
-    With ``must_win`` it holds only if the lower end of its speed-up is above 1.
+    With ``must_win`` it is confirmed only if the lower end of its speed-up is above 1.
     """
     settings, written = subject.settings_of(recipe), subject.written(seed=seed)
     figures = judged(recipe, subject, written, plan, seed=seed)
@@ -89,10 +89,10 @@ def confirm(recipe: Recipe, subject: TrainingSubject, rival: Runner, *, plan: Pl
 
 
 def judged(recipe: Recipe, subject: TrainingSubject, written: BaselineLosses, plan: Plan, *, seed: int) -> dict[str, Any]:
-    """What the losses of a run say of it.
+    """Compare the losses of a run with ``written``.
 
-    Where they are others than ``written``, that may be because random numbers fall differently. So an exact recipe is then held
-    to the losses of a training in which none are drawn; with them, its loss must only not surely end up higher.
+    They may differ only because random numbers fall differently. So an exact recipe is then compared in a training without
+    random numbers, and with them its loss must only not surely end up higher.
     """
     settings = subject.settings_of(recipe)
     losses = subject.losses(settings, seed=seed)
@@ -106,7 +106,7 @@ def judged(recipe: Recipe, subject: TrainingSubject, written: BaselineLosses, pl
 
 
 def timed(found: Comparison, subject: TrainingSubject) -> dict[str, Any]:
-    """What a comparison says of a run."""
+    """The figures of a comparison for a trial."""
     return {
         "comparison": found,
         "speedup": found.ratio,
@@ -128,8 +128,8 @@ def _unfaithful(recipe: Recipe, found: Parity, drop: Drop | None, written: Basel
         return f"From other parameters: {found.reason}"
     if drop is not None and (drop.decided is False or (drop.decided is None and not recipe.exact)):
         return (
-            f"From other parameters, its loss ends up {drop.value:.4g} above the {written.final:.4g} as written, and up to "
-            f"{drop.upper:.4g} cannot be excluded; the limit is {drop.limit:.4g}."
+            f"From other parameters, its loss {drop.change()} ({drop.bound()}), compared with {written.final:.4g} as written; "
+            f"the limit is {drop.limit:.4g}."
         )
     return None
 
@@ -158,7 +158,7 @@ def _unproven(found: Comparison) -> str | None:
 
 
 def _most(peak: PeakMemory) -> float:
-    """Of the GPU's allocator where there is one, else of the process, in MB."""
+    """Peak memory in MB: of the GPU's allocator if there is one, else of the process."""
     used = peak.result
     return used.device_mb if used.device_mb else used.host_mb
 
