@@ -1,4 +1,4 @@
-"""What a worker process can be asked to do in a study of a training; the counterpart of
+"""Jobs of worker processes in a study of a training; the counterpart of
 :mod:`trimtab.execution.jobs.inference`."""
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from trimtab.train.loss.loss_parity import BaselineLosses, late
 
 WRITTEN = "written.json"
 OTHER = 1
-"""What is added to the workload's seed where something is measured again."""
+"""Added to the workload's seed for the confirmation."""
 
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
-    """Train as written for some updates, learn how far rounding alone moves their losses, and find what cannot be tried."""
+    """Train as written for some updates, measure how much rounding alone changes the losses, and find what cannot be tried."""
     with imports_noted(folder) as files:
         subject = prepared(read_workload(job["workload"]), job["updates"])
         written = subject.written(seed=subject.workload.seed)
@@ -63,7 +63,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
-    """Train under the settings of a recipe whenever another process asks for updates, until killed."""
+    """Train under the settings of a recipe when another process asks for updates, until killed."""
     subject = prepared(read_workload(job["workload"]), 1)
     seed = subject.workload.seed + (OTHER if job["fresh"] else 0)
     with PeakMemory() as peak:
@@ -96,13 +96,13 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
 
 
 def settings_job(job: Job, folder: pathlib.Path) -> Any:
-    """The settings that a recipe stands for."""
+    """The settings of a recipe."""
     subject = prepared(read_workload(job["workload"]), 1)
     return to_json(subject.settings_of(Recipe.from_json(job["recipe"])))
 
 
 def _meaning(subject: TrainingSubject, written: BaselineLosses) -> list[str]:
-    """What the figures of such a study stand for, where reports use the words of inference."""
+    """Notes on the meaning of the figures where reports use the words of inference."""
     known = [(t, abs(loss)) for t, loss in zip(written.tolerance, written.losses, strict=True) if math.isfinite(t + loss)]
     rounding = max((t / size for t, size in known if size), default=0.0)
     return [
@@ -113,8 +113,8 @@ def _meaning(subject: TrainingSubject, written: BaselineLosses) -> list[str]:
 
 
 def _fingerprint(subject: TrainingSubject, written: BaselineLosses | None = None) -> str:
-    """Sixteen hexadecimal digits of what the study is about: first parameters, batches, optimizer, settings, and what the loss
-    makes of them here."""
+    """Sixteen hex digits that identify the study: first parameters, batches, optimizer, settings, and the losses as written on
+    this machine."""
     trainer = subject.trainer(subject.settings, subject.workload.seed)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(
@@ -122,7 +122,7 @@ def _fingerprint(subject: TrainingSubject, written: BaselineLosses | None = None
     )
     if written is not None:
         digest.update(" ".join(f"{loss:.3g}" for loss in written.losses[:8]).encode())
-    for tensor in tensors([trainer.model.state_dict(), list(subject.batches)]):  # not all of a state need be tensors
+    for tensor in tensors([trainer.model.state_dict(), list(subject.batches)]):  # a state may hold more than tensors
         if tensor.layout in SPARSE:
             digest.update(f"{tuple(tensor.shape)} {tensor.layout}".encode())
         for part in stored(tensor):
