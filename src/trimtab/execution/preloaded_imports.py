@@ -47,7 +47,7 @@ def imports_noted(folder: pathlib.Path, also: Sequence[str] = ()) -> Iterator[di
 
 
 def threads_unseen(threads: int) -> list[str]:
-    """A note if the workload sets a number of threads other than ``threads`` in the environment: in its own program it may do so
+    """A note if the workload sets a number of threads other than ``threads`` in the environment: its own program may do so
     before torch is imported, but here it comes too late."""
     asked = {name: os.environ.get(name, "") for name in THREADS if os.environ.get(name) != _SEEN[name]}
     for name, value in asked.items():

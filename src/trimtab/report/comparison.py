@@ -1,4 +1,4 @@
-"""Two studies side by side: two machines, two versions, two limits."""
+"""Compare two studies side by side: two machines, two versions, two sets of limits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trimtab.study.ranking import RUNGS
 from trimtab.study.record import Record
 
 NAME = 22
-"""Columns of the terminal for names; the two studies share the rest."""
+"""Terminal columns for names; the two studies share the rest."""
 MOST = 6
-"""Recipes that are named for one kind of difference."""
+"""Maximum recipes that are named for one kind of difference."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,20 +33,20 @@ class Line:
 
     @property
     def differs(self) -> bool:
-        """Whether the two are not the same."""
+        """Whether the two sides differ."""
         return self.left != self.right
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """Two studies, fact by fact, and what differs in sentences; ``str()`` of it has 100 columns."""
+    """Facts of two studies, and their differences in sentences; ``str()`` of it has 100 columns."""
 
     schema: ClassVar[int] = 1
 
     lines: tuple[Line, ...]
     differences: tuple[str, ...]
     names: tuple[str, str] = ("", "")
-    """What the person calls the two, as their folders."""
+    """What the user calls the two studies, such as their folders."""
 
     def to_json(self) -> dict[str, Any]:
         """``{"schema": 1, "names": [left, right], "lines": [{"name", "left", "right", "differs"}], "differences": [...]}``."""
@@ -54,7 +54,7 @@ class SideBySide:
         return {"schema": self.schema, "names": list(self.names), "lines": lines, "differences": list(self.differences)}
 
     def shown(self, columns: int | None = None) -> str:
-        """For a terminal of ``columns``, of which at most 100 are used."""
+        """Text for a terminal of ``columns``, of which at most 100 are used."""
         width = words.columns(columns)
         side = (width - NAME - 4) // 2
         left, right = (f"{place} {name}".rstrip() for place, name in zip(("LEFT", "RIGHT"), self.names, strict=True))
@@ -68,13 +68,13 @@ class SideBySide:
 
 
 def side_by_side(left: Record, right: Record, names: tuple[str, str] = ("", "")) -> SideBySide:
-    """What two studies, called ``names``, have in common and what they have not."""
+    """Compare two studies called ``names``."""
     differences = tuple(plain(sentence) for sentence in _differences(left, right))
     return SideBySide(lines=tuple(_lines(left, right)), differences=differences, names=names)
 
 
 def _table_rows(line: Line, width: int) -> Iterator[str]:
-    """A fact over as many rows as its longer side needs; a tilde marks what differs."""
+    """A fact in as many rows as its longer side needs; a tilde marks a difference."""
     sides = [textwrap.wrap(side, width) or [""] for side in (line.left, line.right)]
     names = textwrap.wrap(line.name, NAME)
     for index in range(max(len(names), *map(len, sides))):
@@ -111,7 +111,7 @@ def _rung(name: str, record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _lines(left: Record, right: Record) -> Iterator[Line]:
-    """Facts of either side in the order in which they come; versions only where they differ."""
+    """Facts of both sides in order; versions only if they differ."""
     sides = [{name: plain(value) for name, value in _facts(record)} for record in (left, right)]
     for name in dict.fromkeys((*sides[0], *sides[1])):
         line = Line(name=name, left=sides[0].get(name, "–"), right=sides[1].get(name, "–"))
@@ -141,7 +141,7 @@ def _differences(left: Record, right: Record) -> Iterator[str]:
 
 
 def _judged(record: Record) -> tuple[Any, ...]:
-    """What is known of the data that is the same on every machine."""
+    """Properties of the evaluation data that do not depend on the machine."""
     prepared = record.prepared
     return dict(prepared.splits), prepared.n, words.known(prepared.score) is None
 
@@ -151,14 +151,14 @@ def _by_recipe(record: Record) -> dict[str, Trial]:
 
 
 def _winners(left: Record, right: Record) -> Iterator[str]:
-    """How what ships on one side did on the other."""
+    """How the winner of each side did on the other."""
     for here, there, place in ((left, right, "right"), (right, left, "left")):
         if here.winner is None or here.best == there.best:
             continue
         other = _by_recipe(there).get(here.winner.recipe.hash)
         home = "left" if place == "right" else "right"
         what = f"{words.terms(here).answer} on the {home}, {here.winner.recipe},"
-        many = here.mode == "train"  # settings
+        many = here.mode == "train"  # settings are plural
         if other is None:
             yield f"{what} {'were' if many else 'was'} not tried on the {place}."
         else:
@@ -181,13 +181,13 @@ def _states(left: Record, right: Record) -> Iterator[str]:
 
 
 def _apart(a: Interval, b: Interval) -> bool:
-    """Whether two speed-ups differ by more than their intervals; of a bound that is not finite nothing is known."""
+    """Whether two speed-ups differ by more than their intervals; unknown, and so ``False``, if a bound is not finite."""
     known = all(words.known(figure) is not None for each in (a, b) for figure in (each.value, each.low, each.high))
     return known and min(a.value, b.value) > 0 and not (a.low <= b.high and b.low <= a.high)
 
 
 def _speeds(left: Record, right: Record) -> Iterator[str]:
-    """Recipes whose speed-ups differ by more than their intervals, the largest difference first."""
+    """Recipes whose speed-ups differ by more than their intervals, largest difference first."""
     other = _by_recipe(right)
     found: list[tuple[float, str]] = []
     for trial in left.trials:

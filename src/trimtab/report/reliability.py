@@ -1,4 +1,4 @@
-"""How far the figures can be trusted, and how to make them again."""
+"""Reliability of the figures, and how to reproduce them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fact = tuple[str, str]
 
 
 def confirmation(record: Record) -> list[Fact]:
-    """What the winner showed when it was measured again, beside what it had shown in the search."""
+    """The confirmation, beside the figures of the search."""
     return [*_confirmation(record), *_refused(record)]
 
 
@@ -49,7 +49,7 @@ def _confirmation(record: Record) -> Iterator[Fact]:
 
 
 def _refused(record: Record) -> Iterator[Fact]:
-    """What else was measured again and did not hold, and where what it said lies in the run folder."""
+    """Other recipes that were measured again and refused, with the paths of their logs in the run folder."""
     for found in {each.recipe.hash: each for each in record.refused}.values():
         if found != record.confirmation:
             log = f" ({words.clipped(found.log, 120)})" if found.log else ""
@@ -65,7 +65,7 @@ def _source(mode: Mode, found: Confirmation) -> str:
 
 
 def noise(record: Record) -> list[Fact]:
-    """How quiet the machine was."""
+    """How busy the machine was."""
     facts: list[Fact] = []
     if record.confirmation is not None and record.confirmation.comparison is not None:
         facts += _noise(record.confirmation.comparison)
@@ -96,7 +96,7 @@ def _noise(found: Comparison) -> Iterator[Fact]:
 
 
 def _over(starts: int) -> str:
-    """Where the spread is from."""
+    """The source of the spread."""
     return f", over {starts} starts" if starts > 1 else ", taken from other models and machines"
 
 
@@ -119,7 +119,7 @@ def data(record: Record) -> list[Fact]:
 
 
 def _seen(record: Record) -> str:
-    """Whom the test data was shown to: each recipe that it refuses makes a pass by luck more likely for the next."""
+    """The number of recipes that saw the test data: each refused one makes a lucky pass more likely for the next."""
     number = len(record.tried)
     if not number:
         return "only recipes that are confirmed see it"
@@ -128,7 +128,7 @@ def _seen(record: Record) -> str:
 
 
 def undecided(record: Record) -> list[str]:
-    """Trials of which the data could not tell whether they keep the limit of the drop, a sentence for each."""
+    """Recipes for which the data cannot decide the limit of the drop, a sentence for each."""
     terms = words.terms(record)
     return [
         f"{words.clipped(str(t.recipe), 200)}: its {terms.score} {t.drop.change(2)} ({t.drop.bound(2)}), which "
@@ -140,14 +140,14 @@ def undecided(record: Record) -> list[str]:
 
 
 def undecided_exact(record: Record) -> int:
-    """How many exact recipes there are of which the data could not tell either."""
+    """The number of exact recipes for which the data cannot decide either."""
     return sum(
         t.drop is not None and t.drop.limit is not None and t.drop.decided is None and t.recipe.exact for t in record.trials
     )
 
 
 def excused(record: Record) -> str:
-    """Why those may ship all the same, in a sentence; empty where there are none."""
+    """Why exact undecided recipes may ship, in a sentence; empty if there are none."""
     number = undecided_exact(record)
     if not number:
         return ""
@@ -157,7 +157,7 @@ def excused(record: Record) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """Whatever else was said, once each."""
+    """All other notes, once each."""
     peaks = () if record.peaks is None else record.peaks.notes
     return words.some((*record.prepared.notes, *record.notes, *peaks))
 
@@ -193,7 +193,7 @@ def _peaks(record: Record) -> Iterator[Fact]:
 
 
 def study(record: Record) -> list[Fact]:
-    """What was asked, and when."""
+    """The study's options, and its dates."""
     return [
         ("workload", f"{record.workload}, fingerprint {words.clipped(record.prepared.fingerprint, 64)}"),
         ("inputs that must be fast", record.prepared.inputs),
@@ -207,22 +207,22 @@ def study(record: Record) -> list[Fact]:
 
 
 def commands(record: Record) -> list[str]:
-    """What makes all this again."""
+    """Commands that reproduce the result."""
     made = [line for line in (plain(record.command).strip(),) if line]
     if record.artifact is None or not made:
         return made
     folder, ships = _folder(record.command), record.winner
     if folder is None:
         return made
-    # machine code is loaded only where somebody says that it may be
+    # machine code is loaded only with the user's consent
     trust = ["--trust"] if ships is not None and ships.recipe.backend.native_code else []
     return [*made, shlex.join(["trimtab", "verify", f"{folder.rstrip('/')}/{record.artifact}", *trust])]
 
 
 def _folder(command: str) -> str | None:
-    """The run folder that a command line names."""
+    """The run folder in a command line."""
     try:
         parts = shlex.split(command)
-    except ValueError:  # a line of Python
+    except ValueError:  # a line of Python code
         return None
     return parts[parts.index("--out") + 1] if "--out" in parts[:-1] else None
