@@ -207,7 +207,7 @@ def test_the_live_view_says_it_all_and_fits(width: int) -> None:
     assert "turning the knobs of the best so far" in text
     assert re.search(r"0:0\d, 9:5\d left|10:00 left", text)
     assert f"now   trial 5: {str(recipe())[:20]}" in text
-    assert "best  2.00x (1.90 to 2.10), score drops by 0.10%" in text
+    assert "best  2.00x (1.90 to 2.10), drop 0.10% (" in text
     assert "done  5 of 9 trials: 1 measured, 1 skip" in text
     everything = ESCAPES.sub("", drawn(screen)).splitlines()
     assert max(map(len, (*lines, *everything))) <= width

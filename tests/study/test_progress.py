@@ -52,7 +52,7 @@ def test_a_search_from_python_is_seen_on_standard_error(tmp_path: pathlib.Path, 
     assert out == ""
     assert re.search(r"^\[ +\d+/120 s\] checking the workload with a dry run$", err, re.MULTILINE)
     assert re.search(r"^\[ +\d+/120 s\] trial 0: as_written: eager", err, re.MULTILINE)
-    assert re.search(r"^ +complete 1\.00x \(1\.00 to 1\.00), score does not change .* \[\d+ s\]$", err, re.MULTILINE)
+    assert re.search(r"^ +complete 1\.00x \(1\.00 to 1\.00\), drop .* \[\d+ s\]$", err, re.MULTILINE)
     with pytest.raises(WorkloadError, match="Evaluation score returned 'good'"):
         run(tmp_path / "silent", "def made(): return workload(score=lambda o, t: 'good')", progress=trimtab.Progress())
     assert capsys.readouterr() == ("", "")

@@ -222,6 +222,15 @@ class Drop:
             return f"at most {amount}"
         return f"{self._worse(amount)} at most"
 
+    def short(self, digits: int = 3) -> str:
+        """Change and bound for a line of figures: ``drop 0.5% (up to 1%)``, ``gain 1.1% (drop up to 2%)``, and of a loss
+        ``rise`` and ``fall``."""
+        worse, better = ("drop", "gain") if self.of == "score" else ("rise", "fall")
+        amount, upper = self.show(abs(self.value), digits), self.show(abs(self.upper), digits)
+        if self.value >= 0 or amount == self.show(0.0, digits):
+            return f"{worse} {amount} (up to {upper})"
+        return f"{better} {amount} ({self.bound(digits) if self.upper < 0 else f'{worse} up to {upper}'})"
+
     def _worse(self, amount: str) -> str:
         return f"drops by {amount}" if self.of == "score" else f"ends up {amount} higher"
 

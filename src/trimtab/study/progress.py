@@ -108,7 +108,7 @@ def outcome(trial: Trial) -> str:
     """The figures of a trial: speed-up, change of the score, and size where it is known."""
     parts = [trial.speedup.times()] if trial.speedup else []
     if trial.drop:
-        parts.append(f"{trial.drop.of} {trial.drop.change(2)} ({trial.drop.bound(2)})")
+        parts.append(trial.drop.short(2))
     if trial.size_mb is not None:
         parts.append(f"{trial.size_mb:.3g} MB")
     return ", ".join(parts)
