@@ -20,7 +20,7 @@ SLOW_MS = 500.0
 
 
 def baseline_speedup(
-    subject: Subject, original: Backend, found: Comparison | None, *, plan: Plan, folder: pathlib.Path
+    subject: Subject, backend: Backend, found: Comparison | None, *, plan: Plan, folder: pathlib.Path
 ) -> Interval | None:
     """How many times faster the exported baseline is than the module as written, both timed in this process.
 
@@ -29,14 +29,14 @@ def baseline_speedup(
     """
     if found is None or found.rival.median > SLOW_MS:
         return None
-    written = original.compile(subject.candidate)
-    runner = runner_for(written, subject.candidate, subject, plan.objective)
+    baseline = backend.compile(subject.candidate)
+    runner = runner_for(baseline, subject.candidate, subject, plan.objective)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         try:
             with writing():
-                written.save(pathlib.Path(name))
-            travels = original.load(pathlib.Path(name), written.signature, written.settings)
+                baseline.save(pathlib.Path(name))
+            exported = backend.load(pathlib.Path(name), baseline.signature, baseline.settings)
         except (CompileError, ArtifactError):  # the artifact reports these itself
             return None
-        other = runner_for(travels, subject.candidate, subject, plan.objective)
+        other = runner_for(exported, subject.candidate, subject, plan.objective)
         return compare(other, runner, width=0.02, seconds=min(SECONDS, plan.seconds), process_noise=0.0).ratio

@@ -74,14 +74,14 @@ class Plan:
 
 
 def evaluate(
-    recipe: Recipe, subject: Subject, reference: Reference, rival: Runner, *, plan: Plan, folder: pathlib.Path
+    recipe: Recipe, subject: Subject, reference: Reference, baseline: Runner, *, plan: Plan, folder: pathlib.Path
 ) -> Trial:
     """Evaluate ``recipe`` in this process and save its files in ``folder / "model"``. Errors of the recipe end in the trial.
 
-    ``rival`` is the model as written, in a process of its own. Process-wide settings such as torch's threads are changed, so
+    ``baseline`` is the model as written, in a process of its own. Process-wide settings such as torch's threads are changed, so
     the process must end afterwards.
     """
-    return ended(recipe, lambda figures: _line(recipe, subject, reference, rival, plan, folder, figures))
+    return ended(recipe, lambda figures: _line(recipe, subject, reference, baseline, plan, folder, figures))
 
 
 def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | None]]) -> Trial:
@@ -108,7 +108,7 @@ def _line(
     recipe: Recipe,
     subject: Subject,
     reference: Reference,
-    rival: Runner,
+    baseline: Runner,
     plan: Plan,
     folder: pathlib.Path,
     figures: dict[str, Any],
@@ -136,7 +136,7 @@ def _line(
     runner = runner_for(executable, candidate, subject, plan.objective)
     begun = time.perf_counter()
     with stage("first timing"):
-        first = compare(runner, rival, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(rival))
+        first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(baseline))
     # a longer timing would have as few pairs
     slow = first.pairs <= SLOW_PAIRS and time.perf_counter() - begun >= plan.seconds
     behind = first.ratio.high < plan.best
@@ -163,7 +163,7 @@ def _line(
     final = first
     if not slow and not behind:
         with stage("timing"):
-            final = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
+            final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
         figures |= timing(final, executable, candidate, subject, plan.objective)
     figures["notes"] += () if final.doubt is None else (final.doubt,)
     folder.mkdir(parents=True, exist_ok=True)

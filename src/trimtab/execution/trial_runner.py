@@ -152,7 +152,7 @@ class TrialRunner:
         return outcome.result
 
     def trial(
-        self, recipe: Recipe, plan: Plan, rivals: BaselineServers, deadline: float | None, *, again: bool = False
+        self, recipe: Recipe, plan: Plan, servers: BaselineServers, deadline: float | None, *, again: bool = False
     ) -> Trial | None:
         """Evaluate ``recipe`` in a worker beside the baseline's server; ``None`` if the study had to end.
 
@@ -161,8 +161,8 @@ class TrialRunner:
             WorkloadError: the workload itself fails, so that every other recipe would fail too.
         """
         try:
-            if not rivals.alive("as_written"):
-                told = rivals.assure(
+            if not servers.alive("as_written"):
+                told = servers.assure(
                     "as_written", self.baseline, fresh=False, seconds=self.trial_s, interrupted=self.interrupted
                 )
                 self.load_s = told.get("load_s", self.load_s)
@@ -176,33 +176,33 @@ class TrialRunner:
             "kind": "trial",
             "recipe": recipe.to_json(),
             "plan": to_json(plan),
-            "address": rivals.addresses["as_written"],
+            "address": servers.addresses["as_written"],
         }
         outcome = self.run_job(job, folder, deadline=deadline)
         if outcome.cut_off:
             return None
         if recipe == self.baseline and outcome.error == WorkloadError.__name__:
             raise WorkloadError(str(outcome.reason))
-        if not rivals.alive("as_written") and not again:
-            return self.trial(recipe, plan, rivals, deadline, again=True)  # the baseline's server died, not this recipe
-        found = self._ended(recipe, outcome, folder, rivals)
+        if not servers.alive("as_written") and not again:
+            return self.trial(recipe, plan, servers, deadline, again=True)  # the baseline's server died, not this recipe
+        found = self._ended(recipe, outcome, folder, servers)
         log = str((folder / LOG).relative_to(self.folder))
         return None if found is None else dataclasses.replace(found, log=log, seconds=outcome.seconds)
 
-    def _ended(self, recipe: Recipe, outcome: Outcome, folder: pathlib.Path, rivals: BaselineServers) -> Trial | None:
+    def _ended(self, recipe: Recipe, outcome: Outcome, folder: pathlib.Path, servers: BaselineServers) -> Trial | None:
         """The trial from a worker's ``outcome``; ``None`` if the study had to end while the trial was probed."""
         unsaved = folder / UNSAVED
         if outcome.result is not None:
-            return self._probed(from_json(Trial, outcome.result), folder, rivals)
+            return self._probed(from_json(Trial, outcome.result), folder, servers)
         if not unsaved.exists():
             how = {name: getattr(outcome, name) for name in ("reason", "traceback", "ended_by", "limit")}
             return Trial(recipe=recipe, state=State.FAILED, **how)
         trial = from_json(Trial, json.loads(unsaved.read_text(encoding="utf-8")))
         reason = f"It cannot ship, because writing it failed. {outcome.reason}"
         trial = dataclasses.replace(trial, reason=reason, ended_by=outcome.ended_by, limit=outcome.limit)
-        return self._probed(trial, folder, rivals) or trial
+        return self._probed(trial, folder, servers) or trial
 
-    def _probed(self, trial: Trial, folder: pathlib.Path, rivals: BaselineServers) -> Trial | None:
+    def _probed(self, trial: Trial, folder: pathlib.Path, servers: BaselineServers) -> Trial | None:
         """``trial`` with its cold start and peak memory as in a deployment: a fresh process loads its saved files from
         ``folder``. ``None`` if the study had to end.
 
@@ -211,7 +211,7 @@ class TrialRunner:
         """
         if trial.recipe == self.baseline:
             one = Interval(1.0, 1.0, 1.0)  # by definition; its measured ratio to itself is noise, and stays in the comparison
-            costs = self._baseline_costs(rivals)
+            costs = self._baseline_costs(servers)
             if costs is None:
                 return None
             trial = dataclasses.replace(trial, speedup=one, cold_s=costs.get("cold_s"), peak_mb=costs.get("peak_mb"))
@@ -241,16 +241,16 @@ class TrialRunner:
         job = {"kind": "probe", "recipe": trial.recipe.to_json(), "files": str(files), "inputs": inputs}
         return self.run_job(job, place, final=final, warm=False)
 
-    def _baseline_costs(self, rivals: BaselineServers) -> Mapping[str, float | None] | None:
+    def _baseline_costs(self, servers: BaselineServers) -> Mapping[str, float | None] | None:
         """``cold_s`` and ``peak_mb`` of the baseline as its user starts it; ``None`` if the study had to end.
 
         Raises:
             WorkloadError: its weights differ from process to process.
         """
         if self._server_tells_costs:
-            return rivals.ready("as_written", seconds=60)
-        job = self.job() | {"kind": "original", "weights": self._weights}
-        outcome = self.run_job(job, self.folder / PREPARE / "original", anew=True, warm=False)
+            return servers.ready("as_written", seconds=60)
+        job = self.job() | {"kind": "baseline", "weights": self._weights}
+        outcome = self.run_job(job, self.folder / PREPARE / "baseline", anew=True, warm=False)
         if outcome.error == WorkloadError.__name__:
             raise WorkloadError(str(outcome.reason))
         return None if outcome.cut_off else outcome.result or {}

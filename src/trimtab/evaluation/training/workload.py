@@ -139,7 +139,7 @@ class TrainingSubject:
         with user_code("The training failed"):
             return rounded(trainer.model, trainer.context.objective, settings, self.batches[0], limit)
 
-    def written(self, *, seed: int) -> BaselineLosses:
+    def reference(self, *, seed: int) -> BaselineLosses:
         """The losses as written, and how much rounding alone changes them.
 
         Raises:
@@ -162,7 +162,7 @@ class TrainingSubject:
                 )
         return dataclasses.replace(BaselineLosses.of(losses, others), draws=drew)
 
-    def written_still(self, *, seed: int) -> BaselineLosses | None:
+    def reference_still(self, *, seed: int) -> BaselineLosses | None:
         """The losses of a training without random numbers; ``None`` if the model cannot train so."""
         try:
             losses, drew = self._run(self.settings, seed, still=True)

@@ -184,17 +184,17 @@ def trial_job(job: Job, folder: pathlib.Path) -> Any:
         subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
         reproducibility.check_data(job, subject)
     reference = Reference.load(pathlib.Path(job["reference"]))
-    rival = RemoteRunner(job["address"], authkey())
+    baseline = RemoteRunner(job["address"], authkey())
     plan, recipe = from_json(Plan, job["plan"]), Recipe.from_json(job["recipe"])
     calibrated = any("calibration" in step.needs for step in (*recipe.passes, recipe.backend))
     otherwise = calibrated and reproducibility.calibrates_otherwise(job, subject)
-    found = evaluate(recipe, subject, reference, rival, plan=plan, folder=folder)
+    found = evaluate(recipe, subject, reference, baseline, plan=plan, folder=folder)
     if otherwise:
         found = dataclasses.replace(found, notes=(*found.notes, reproducibility.OTHER_CALIBRATION))
     return to_json(found)
 
 
-def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
+def baseline_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
     """Build the original as its user does, and call it. Returns peak memory, and the seconds to the first answer if the
     workload builds the model.
 
@@ -390,7 +390,7 @@ JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
     "prepare": prepare_job,
     "serve": serve_job,
     "trial": trial_job,
-    "original": original_job,
+    "baseline": baseline_job,
     "probe": probe_job,
     "against": against_job,
     "start": start_job,
