@@ -11,7 +11,7 @@ import torch
 from trimtab.core.measurement import Parity, Relative
 from trimtab.core.signature import TensorSpec, dtype_name
 from trimtab.measure.figures import Figures, figures_of
-from trimtab.measure.slices import LOST, REACHED, along, axes_of, inexact, lost
+from trimtab.measure.slices import LOST, REACHED, along, axes_of, gone, inexact, lost
 from trimtab.measure.structures import unlike
 from trimtab.measure.values import all_finite, real, signed_infinities, without_masks
 from trimtab.tensors.comparison import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
@@ -69,7 +69,8 @@ def compare_outputs(
 
     Large values must not hide small ones. Mask values (:mod:`trimtab.tensors.comparison`) are compared relative to themselves,
     and left out of everything else. Along each axis but the first, every slice of an ``exact`` recipe must be right relative to
-    its own variation; with ``max_error``, any other recipe may not lose a tenth of the slices.
+    its own variation. With ``max_error``, any other recipe may lose no slice altogether
+    (:func:`~trimtab.measure.slices.gone`), and a constant must be worse than it in more than nine tenths of the slices.
 
     Errors are relative to the variation of the reference over the examples, per element, in the root mean square. With one
     example, or without such variation, they are relative to the variation within examples; else to the size; else to 1.
@@ -332,6 +333,11 @@ def _judge_slices(
             return (
                 f"{name!r} has an error of up to {bad[1]:.3g} in {bad[0]} {where}, relative to what each of these varies by; "
                 f"an exact recipe in {dtype_name(dtype)} may have {limit:.2g}."
+            )
+        if not exact and (nothing := gone(found)):
+            return (
+                f"{name!r} has lost {nothing} {where}: constant where the reference varies, or off by more than twice what it "
+                f"varies by, which the other slices hide. {advice}"
             )
         useless, vary = (0, 0) if exact else lost(found)
         if useless and useless >= LOST * vary:
