@@ -24,8 +24,8 @@ CONSTANT, BEYOND = 0.01, 2.0
 """A slice is lost altogether if its output varies by less than :data:`CONSTANT` of the reference's variation, or if its error
 exceeds :data:`BEYOND` times that variation. One such slice refuses a recipe."""
 MOSTLY_ZERO = 0.5
-"""A slice with more than this share of exact zeros in the reference, as after a ReLU, never counts as lost altogether: eight bits
-round its few small values to 0."""
+"""A slice with more than this share of exact zeros in the reference, as after a ReLU, never counts as lost altogether: eight
+bits round its few small values to 0."""
 REACHED = 0.99
 """Share of a slice's variation from which its error counts as reaching it; a constant's error is 1 but for rounding."""
 
