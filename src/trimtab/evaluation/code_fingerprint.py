@@ -29,11 +29,11 @@ _PROGRAM = re.compile(rb"""^if __name__ == ["']__main__["']:.*(?:\r?\n(?:[ \t].*
 
 def code_of(model: nn.Module, files: Mapping[str, str]) -> dict[str, str]:
     """Sixteen hexadecimal digits of each of ``files``, of each plug-in, and of the classes of ``model``, by name."""
-    found = {name: _digest([_read(path)]) for name, path in sorted({**_of_plugins(), **files}.items())}
-    return found | {MODEL: _digest(_of_model(model))}
+    found = {name: _digest([_read(path)]) for name, path in sorted({**_plugin_files(), **files}.items())}
+    return found | {MODEL: _digest(_model_code(model))}
 
 
-def _of_plugins() -> dict[str, str]:
+def _plugin_files() -> dict[str, str]:
     """Names and files of the loaded modules of each package that registers passes or backends."""
     classes = [*PASSES.plugins.values(), *BACKENDS.plugins.values()]
     packages = {cls.__module__.partition(".")[0] for cls in classes}
@@ -41,7 +41,7 @@ def _of_plugins() -> dict[str, str]:
     return {name: file for name, file in modules if file and name.partition(".")[0] in packages and os.path.isfile(file)}
 
 
-def _of_model(model: nn.Module) -> Iterator[bytes]:
+def _model_code(model: nn.Module) -> Iterator[bytes]:
     seen, files = set[Any](), set[str]()
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)):
@@ -53,14 +53,14 @@ def _of_model(model: nn.Module) -> Iterator[bytes]:
         if getattr(home, cls.__qualname__, None) is cls and file is not None and os.path.isfile(file):
             files.add(file)
         else:
-            yield from _of_value(cls, cls.__module__, seen)
+            yield from _code_without_file(cls, cls.__module__, seen)
     yield from map(_read, sorted(files))
     for module in model.modules():
         if isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule)):
             yield str(getattr(module, "code", "")).encode()
 
 
-def _of_value(value: Any, module: str, seen: set[Any]) -> Iterator[bytes]:
+def _code_without_file(value: Any, module: str, seen: set[Any]) -> Iterator[bytes]:
     """Code and constants of a class or function of ``module`` without a file, such as a notebook's, and of what it uses."""
     if isinstance(value, (property, staticmethod, classmethod)):
         value = value.fget if isinstance(value, property) else value.__func__
@@ -72,7 +72,7 @@ def _of_value(value: Any, module: str, seen: set[Any]) -> Iterator[bytes]:
     if isinstance(value, types.FunctionType):
         yield from _of_code(value.__code__)
     for _, each in sorted((vars(value) if isinstance(value, type) else value.__globals__).items()):
-        yield from _of_value(each, module, seen)
+        yield from _code_without_file(each, module, seen)
 
 
 def _of_code(code: types.CodeType) -> Iterator[bytes]:

@@ -81,7 +81,7 @@ def evaluate(
     ``baseline`` is the model as written, in a process of its own. Process-wide settings such as torch's threads are changed, so
     the process must end afterwards.
     """
-    return ended(recipe, lambda figures: _line(recipe, subject, reference, baseline, plan, folder, figures))
+    return ended(recipe, lambda figures: _pipeline(recipe, subject, reference, baseline, plan, folder, figures))
 
 
 def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | None]]) -> Trial:
@@ -104,7 +104,7 @@ def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | No
     return Trial(recipe=recipe, state=state, reason=reason, seconds=time.perf_counter() - started, **figures)
 
 
-def _line(
+def _pipeline(
     recipe: Recipe,
     subject: Subject,
     reference: Reference,
@@ -121,10 +121,10 @@ def _line(
     executable, figures["cold_s"] = start(recipe, candidate)
     figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": _notes(executable, full)}
     stated = subject.workload.dynamic is not None
-    if stated and (short := _falls_short(executable, full)):
+    if stated and (short := _missing_dims(executable, full)):
         return State.FAILED, f"{recipe.backend.name} {short}"
 
-    with stage("outputs on the selection data"), _told_why(executable, full):
+    with stage("outputs on the selection data"), _explain_refused_sizes(executable, full):
         outputs = predict(PaddedExecutable(executable, full), batches, evaluation)
     exact, most = recipe.exact, plan.limits.max_error
     figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
@@ -173,7 +173,7 @@ def _line(
         figures |= save(executable, folder)
     figures["dims"] = tuple(d.name for d in executable.signature.dims)  # saved files may keep fewer dimensions
     figures["notes"] += tuple(note for note in _notes(executable, full) if note not in figures["notes"])
-    if stated and "size_mb" in figures and (short := _falls_short(executable, full)):
+    if stated and "size_mb" in figures and (short := _missing_dims(executable, full)):
         del figures["size_mb"]
         (folder / BUILT).unlink()
         figures["cannot_ship"] = f"It cannot ship: what it saves {short}"
@@ -182,7 +182,7 @@ def _line(
 
 
 @contextlib.contextmanager
-def _told_why(executable: Executable, full: Signature) -> Iterator[None]:
+def _explain_refused_sizes(executable: Executable, full: Signature) -> Iterator[None]:
     """Add to the error for a refused size the reason why the executable could not keep that size dynamic."""
     try:
         yield
@@ -192,7 +192,7 @@ def _told_why(executable: Executable, full: Signature) -> Iterator[None]:
         raise
 
 
-def _falls_short(executable: Executable, full: Signature) -> str | None:
+def _missing_dims(executable: Executable, full: Signature) -> str | None:
     """The dynamic dimensions of the workload that the executable does not keep, in a sentence without its subject."""
     kept = {dim.name: dim for dim in executable.signature.dims}
     if gone := [dim.name for dim in full.dims if dim.name not in kept]:
@@ -271,7 +271,7 @@ def runner_for(executable: Executable, candidate: Candidate, subject: Subject, o
 
 def one_call(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRunner:
     """Runner of one call. The call may write to its inputs."""
-    before = _restored(executable.signature, flatten((tuple(args), dict(kwargs)), "inputs")[0])
+    before = _input_restorer(executable.signature, flatten((tuple(args), dict(kwargs)), "inputs")[0])
     return LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize, before)
 
 
@@ -280,12 +280,12 @@ def together(executable: Executable, leaves: Sequence[torch.Tensor], examples: i
     requests, before = [leaves] * REQUESTS, None
     if executable.signature.writes:  # each request needs its own inputs
         requests = [[leaf.clone() for leaf in leaves] for _ in requests]
-        before = _restored(executable.signature, *requests)
+        before = _input_restorer(executable.signature, *requests)
     runner = LocalRunner(lambda: executable.run_many(requests), executable.synchronize, before)
     return Scaled(runner, examples / (rows(leaves, executable.signature) * REQUESTS))
 
 
-def _restored(signature: Signature, *requests: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+def _input_restorer(signature: Signature, *requests: Sequence[torch.Tensor]) -> Callable[[], None] | None:
     """A function that restores the inputs that a call writes to, so that every call computes the same. Normalising in place
     again and again would end in zeros, infinities or denormal numbers, each with another speed."""
     pairs = [(leaves[i], leaves[i].clone()) for leaves in requests for i in signature.written]

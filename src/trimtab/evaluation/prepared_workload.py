@@ -70,7 +70,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     judge = Judge(model, tolerance(model, ROUNDING), _stated_otherwise(workload))
     splits = split(workload, rows if _calibrates(workload) and _batch_is_fixed(workload) else None, judge)
     recorded = _recorded(workload, model, splits)
-    calls = [] if workload.dynamic is not None else _calls(workload, model, splits, recorded)
+    calls = [] if workload.dynamic is not None else _known_specs(workload, model, splits, recorded)
     dynamic = _dims(workload, calls, judge, notes)
     make = functools.partial(Candidate.of, model, args, kwargs, scratch=scratch)
     try:
@@ -82,7 +82,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         candidate = as_far_as_it_goes(make, dynamic, calls, notes)
         if candidate.signature.batch is None and _calibrates(workload) and _is_lasting(workload):
             splits = split(workload, rows, judge)  # batches of unequal sizes were cut by trimtab
-    candidate = _counted(candidate, judge, notes)
+    candidate = _with_batch_axis(candidate, judge, notes)
     notes += _writing(candidate)
     some = recorded[:: -(-len(recorded) // MOST_CALIBRATION) or 1]
     calibration = [batch.call for batch in splits.calibration] if _calibrates(workload) else some
@@ -237,7 +237,7 @@ def _calibrates(workload: Workload) -> bool:
     return workload.calibration is not None or _is_plain(workload)
 
 
-def _calls(workload: Workload, model: nn.Module, splits: Splits, recorded: Sequence[Arguments]) -> list[Specs]:
+def _known_specs(workload: Workload, model: nn.Module, splits: Splits, recorded: Sequence[Arguments]) -> list[Specs]:
     """Specs of all known inputs: the example, further examples, the data if its items are the model's own inputs, and those
     ``recorded`` calls that have the form of the example."""
     data = [*splits.calibration] if _calibrates(workload) else []
@@ -247,12 +247,12 @@ def _calls(workload: Workload, model: nn.Module, splits: Splits, recorded: Seque
     for args, kwargs in recorded:
         with contextlib.suppress(UsageError):  # a call of another form is no error, such as a first one without a state
             other = specs_of(model, [Call(*given[0]), Call(args, kwargs)])[1]
-            if all(_alike(spec, first) for spec, first in zip(other, found[0], strict=True)):
+            if all(_same_kind(spec, first) for spec, first in zip(other, found[0], strict=True)):
                 found.append(other)
     return found
 
 
-def _alike(spec: TensorSpec, first: TensorSpec) -> bool:
+def _same_kind(spec: TensorSpec, first: TensorSpec) -> bool:
     """Whether inputs of the two specs may go to one executable, apart from sizes."""
     return (spec.dtype, len(spec.shape), 0 in spec.shape) == (first.dtype, len(first.shape), 0 in first.shape)
 
@@ -280,7 +280,7 @@ def _stated_otherwise(workload: Workload) -> str | None:
     return None
 
 
-def _counted(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
+def _with_batch_axis(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
     """``candidate`` with the knowledge whether its first axis counts examples, tested on the example if there is no data."""
     asked, batch = judge.verdict is not None, candidate.signature.batch
     if not asked:
@@ -288,7 +288,7 @@ def _counted(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
         if (rows := rows_of(inputs, None)) > 1:
             judge(Batch(inputs, None, rows))
         elif batch is not None and (rows := candidate.leaves[0].shape[0]) > 1:
-            judge.about(_along(candidate, batch), rows)  # some inputs lack that axis: edges of a graph are no nodes
+            judge.about(_answer_along(candidate, batch), rows)  # some inputs lack that axis: edges of a graph are no nodes
     if judge.verdict is None or judge.verdict.counted:
         return candidate
     if not asked:
@@ -296,7 +296,7 @@ def _counted(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
     return dataclasses.replace(candidate, signature=dataclasses.replace(candidate.signature, batched=False))
 
 
-def _along(candidate: Candidate, name: str) -> Answer:
+def _answer_along(candidate: Candidate, name: str) -> Answer:
     """The model's output for some positions of the dimension ``name`` of its example; all other inputs stay."""
 
     def answer(index: torch.Tensor) -> Any:
@@ -316,13 +316,13 @@ def _stand_ins(candidate: Candidate) -> tuple[Batch, ...]:
     batches = [Batch(_inputs(structure, candidate.leaves))]
     for _ in range(RESAMPLED):
         leaves = [_resample(leaf, generator) for leaf in candidate.leaves]
-        if not _answers(candidate, leaves):
+        if not _accepts(candidate, leaves):
             break  # resampling breaks the form of these inputs; only the example is left
         batches.append(Batch(_inputs(structure, leaves)))
     return tuple(batches)
 
 
-def _answers(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> bool:
+def _accepts(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> bool:
     """Whether the model returns outputs without NaN for resampled inputs; any exception means no."""
     try:
         with user_code("The model failed on resampled inputs"):
@@ -338,16 +338,16 @@ def fresh(subject: Subject, seed: int = 1) -> Candidate:
     candidate = subject.candidate
     own = _is_plain(subject.workload) and subject.splits.test is not subject.splits.selection
     unseen = subject.splits.test if own else ()
-    found = next((leaves for batch in unseen if (leaves := _like(candidate, batch)) is not None), None)
+    found = next((leaves for batch in unseen if (leaves := _rows_like(candidate, batch)) is not None), None)
     generator = torch.Generator().manual_seed(seed)
     leaves = found if found is not None else [_resample(leaf, generator) for leaf in candidate.leaves]
-    if not _answers(candidate, leaves):
+    if not _accepts(candidate, leaves):
         return candidate
     args, kwargs = unflatten(candidate.signature.input_structure, leaves)
     return dataclasses.replace(candidate, args=args, kwargs=kwargs)
 
 
-def _like(candidate: Candidate, batch: Batch) -> list[torch.Tensor] | None:
+def _rows_like(candidate: Candidate, batch: Batch) -> list[torch.Tensor] | None:
     """The first rows of ``batch`` in the shapes of the example; ``None`` if they cannot be cut to these."""
     args, kwargs = batch.call
     try:

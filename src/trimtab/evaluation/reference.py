@@ -116,9 +116,9 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
         raise
     found = Reference(outputs=kept, structures=structures, scores=scores)
     if evaluation is not None and evaluation.metric is not None:
-        _ask_again(evaluation, found, batches)
+        _refuse_stateful_metric(evaluation, found, batches)
     elif evaluation is not None and all(map(torch.equal, flatten(again, "the output")[0], kept[0])):
-        _score_again(evaluation, found, again, batches)
+        _refuse_stateful_score(evaluation, found, again, batches)
     return found
 
 
@@ -260,7 +260,7 @@ def drop(
 
     n = reference.scores.n
     others = targets(at(np.random.default_rng(SEED).permutation(n)))
-    failed = _of_failure(metric, sides[0](None), others)
+    failed = _metric_of_failure(metric, sides[0](None), others)
     found = bootstrap_drop(metric_of, n, limit=limit, higher_is_better=better, failed=failed, resamples=resamples)
     return dataclasses.replace(found, share=share)
 
@@ -272,7 +272,7 @@ def least_drop(evaluation: Evaluation, reference: Reference, batches: Sequence[B
     return drop(evaluation, reference, reference.scores, reference.nested(), batches, None, resamples=FEW_RESAMPLES)
 
 
-def _ask_again(evaluation: Evaluation, found: Reference, batches: Sequence[Batch]) -> None:
+def _refuse_stateful_metric(evaluation: Evaluation, found: Reference, batches: Sequence[Batch]) -> None:
     """Refuse a metric that keeps state between calls, in which other examples were scored."""
     assert evaluation.metric is not None
     assert found.scores is not None
@@ -280,11 +280,11 @@ def _ask_again(evaluation: Evaluation, found: Reference, batches: Sequence[Batch
     counts = _counts(nested, batches)
     backwards = _rows_of(counts, batches)(np.arange(found.scores.n)[::-1].copy())
     others = joined([batch.target for batch in batches], counts)(backwards)
-    _of_failure(evaluation.metric, joined(nested, counts)(None), others)
+    _metric_of_failure(evaluation.metric, joined(nested, counts)(None), others)
     refuse_memory(first, score(evaluation, nested, batches).value, abs(first) or 1.0)
 
 
-def _score_again(evaluation: Evaluation, found: Reference, outputs: Sequence[Any], batches: Sequence[Batch]) -> None:
+def _refuse_stateful_score(evaluation: Evaluation, found: Reference, outputs: Sequence[Any], batches: Sequence[Batch]) -> None:
     """Refuse a score that is random or keeps state between batches: paired differences would be meaningless.
 
     ``outputs`` are those of the first batch, from a second call.
@@ -300,7 +300,7 @@ def _score_again(evaluation: Evaluation, found: Reference, outputs: Sequence[Any
         )
 
 
-def _of_failure(metric: Callable[[Any, Any], float], outputs: Any, others: Any) -> float | None:
+def _metric_of_failure(metric: Callable[[Any, Any], float], outputs: Any, others: Any) -> float | None:
     """The metric of outputs that belong to other examples; ``None`` if it raises."""
     try:
         found = float(metric(outputs, others))

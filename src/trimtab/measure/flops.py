@@ -44,18 +44,18 @@ def count_flops(
     Raises:
         Exception: whatever the model raises.
     """
-    seen = _Seen()
+    seen = _OperatorRecorder()
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
-    counter.mod_tracker = _Untold()  # type: ignore[assignment]
+    counter.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
     with torch.set_grad_enabled(gradients), seen, counter:
         model(*args, **(kwargs or {}))
     counts = {str(operator): count for operator, count in counter.get_flop_counts().get("Global", {}).items() if count}
     ranked = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-    uncounted = sorted(str(operator) for operator in seen.operators - set(counter.flop_registry) if _heavy(operator))
+    uncounted = sorted(str(operator) for operator in seen.operators - set(counter.flop_registry) if _may_be_heavy(operator))
     return FlopCount(sum(ranked.values()), ranked, tuple(uncounted))
 
 
-class _Untold:
+class _NoModuleTracker:
     """Replaces the counter's module tracker, whose hooks fail on leaves that are passed to ``torch.autograd.grad``.
 
     Only sums over all modules are used.
@@ -68,7 +68,7 @@ class _Untold:
     def __exit__(self, *error: object) -> None: ...
 
 
-class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operator that reaches the kernels."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ _LIGHT_WORDS = (
 )  # fmt: skip
 
 
-def _heavy(operator: Any) -> bool:
+def _may_be_heavy(operator: Any) -> bool:
     """Whether an operator without a formula may be heavy: matrix work by its name, or an operator from outside torch."""
     namespace, _, name = str(getattr(operator, "_qualified_op_name", operator)).partition("::")
     if any(word in name for word in _LIGHT_WORDS):

@@ -61,11 +61,11 @@ class Host:
         self._proc = pathlib.Path(proc)
         self._family: Collection[int] = self._roots
         self._listed_ns: int | None = None
-        self._usable = _usable(self._roots)
+        self._usable_cpus = _usable_cpus(self._roots)
 
     def snapshot(self) -> Snapshot | None:
         """CPU times now, or ``None`` without ``/proc/stat``."""
-        found = self._machine()
+        found = self._cpu_columns()
         if found is None:
             return None
         cpu, cpus = found
@@ -74,7 +74,7 @@ class Host:
         busy = sum(cpu[i] for i in (USER, NICE, SYSTEM, IRQ, SOFTIRQ))  # guest time is part of user time
         return Snapshot(at, busy * TICK_NS, cpu[STEAL] * TICK_NS, cpus, own)
 
-    def _machine(self) -> tuple[list[int], int] | None:
+    def _cpu_columns(self) -> tuple[list[int], int] | None:
         """The columns of ``/proc/stat`` summed over the CPUs that we may use, and the number of these CPUs; over all CPUs if
         the file does not list each one."""
         try:
@@ -83,8 +83,8 @@ class Host:
         except OSError:
             return None
         columns = {head: [int(field) for field in fields] for head, *fields in lines}
-        ours = [columns[name] for cpu in self._usable if (name := f"cpu{cpu}") in columns]
-        if not ours or len(ours) < len(self._usable):
+        ours = [columns[name] for cpu in self._usable_cpus if (name := f"cpu{cpu}") in columns]
+        if not ours or len(ours) < len(self._usable_cpus):
             ours, count = [columns.get("cpu", [])], os.cpu_count() or 1
         else:
             count = len(ours)
@@ -171,7 +171,7 @@ def _parent(folder: pathlib.Path) -> int | None:
     return int(fields[1]) if len(fields) > 1 else None
 
 
-def _usable(pids: Iterable[int]) -> frozenset[int]:
+def _usable_cpus(pids: Iterable[int]) -> frozenset[int]:
     """The CPUs that this process or one of ``pids`` may use; empty if unknown. All threads are read, because a runtime may
     have pinned this very thread to one CPU."""
     found: set[int] = set()

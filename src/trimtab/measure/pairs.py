@@ -167,7 +167,7 @@ def compare(
     warm = [warm_up(side, seconds=WARM_UP_SHARE * seconds, block_s=block_s) for side in (candidate, rival)]
     host = Host(pids if pids is not None else {os.getpid(), candidate.pid, rival.pid})
     session = _Session(candidate, rival, warm, block_s, host)
-    while (stopped := _stop(session, time.perf_counter() - begun, width, seconds, min_quads, max_quads)) is None:
+    while (stopped := _stop_reason(session, time.perf_counter() - begun, width, seconds, min_quads, max_quads)) is None:
         session.measure()
         if on_progress is not None:
             elapsed = time.perf_counter() - begun
@@ -195,7 +195,7 @@ class _Session:
         self.quickest: dict[str, int] | None = None
         """Nanoseconds of the quickest call of each side, once :meth:`look` has looked for it."""
         self._host = host
-        self._usual: dict[str, list[float]] = {}
+        self._usual_pace: dict[str, list[float]] = {}
         lead_s = min(LEAD_S, LEAD_BLOCKS * block_s) if candidate.pid != rival.pid else 0.0
         self._lead = {name: min(MAX_CALLS, int(lead_s / each.call_s)) for name, each in self.warm.items()}
         self._last: str | None = None
@@ -205,7 +205,10 @@ class _Session:
         """Measure one quad, and classify all quads by the pace of the cores as now known."""
         a, b, c, d = (self._block(side) for side in ("candidate", "rival", "rival", "candidate"))
         quads = [*self.quiet, *self.noisy, Quad((a, b, c, d))]
-        self._usual = {"candidate": _usual(quad.candidate for quad in quads), "rival": _usual(quad.rival for quad in quads)}
+        self._usual_pace = {
+            "candidate": _usual_pace(quad.candidate for quad in quads),
+            "rival": _usual_pace(quad.rival for quad in quads),
+        }
         self.quiet, self.noisy = [], []
         for quad in quads:
             (self.quiet if quad.quiet and self.slowed(quad) <= SLOWED else self.noisy).append(quad)
@@ -217,7 +220,7 @@ class _Session:
             pace / usual - 1
             for side, blocks in sides.items()
             for block in blocks
-            for pace, usual in zip(block.paces, self._usual[side], strict=True)
+            for pace, usual in zip(block.paces, self._usual_pace[side], strict=True)
         )
 
     def ratio(self) -> Interval | None:
@@ -247,13 +250,15 @@ class _Session:
         return Block(times, usage(before, after), (first, last), waited)
 
 
-def _usual(pairs: Iterable[tuple[Block, Block]]) -> list[float]:
+def _usual_pace(pairs: Iterable[tuple[Block, Block]]) -> list[float]:
     """The usual pace before and after blocks of one side, because heavy work may leave the core slower."""
     blocks = [block for pair in pairs for block in pair]
     return [quantile_of([block.paces[i] for block in blocks], USUAL) for i in (0, 1)]
 
 
-def _stop(session: _Session, elapsed: float, width: float, seconds: float, min_quads: int, max_quads: int) -> StoppedBy | None:
+def _stop_reason(
+    session: _Session, elapsed: float, width: float, seconds: float, min_quads: int, max_quads: int
+) -> StoppedBy | None:
     """The reason to end sampling now, if any. Uses the number of quads, the width and the clock; never the ratio."""
     quiet, measured = len(session.quiet), len(session.quiet) + len(session.noisy)
     if quiet >= min_quads:
@@ -279,7 +284,7 @@ def _result(
     sampling = None
     if missing:  # if neighbours starve calls, the fastest calls and the running time may give another ratio than blocks
         sampling = ratio
-        seen = [ratio.value, *(_quantiles(used, share) for share in (LUCKY, 0.5)), _ran(used)]
+        seen = [ratio.value, *(_quantile_ratio(used, share) for share in (LUCKY, 0.5)), _running_time_ratio(used)]
         if (best := session.quickest) is not None:
             seen.append(max(1, best["rival"]) / max(1, best["candidate"]))
         ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
@@ -321,7 +326,7 @@ def _ratio(quads: Sequence[Quad]) -> Interval:
     return ratio_interval(rival, [block.ns for quad in quads for block in quad.candidate])
 
 
-def _quantiles(quads: Sequence[Quad], share: float) -> float:
+def _quantile_ratio(quads: Sequence[Quad], share: float) -> float:
     """The ratio of the ``share`` quantiles of both sides' calls."""
     rival, candidate = (
         quantile_of([ns for quad in quads for block in getattr(quad, side) for ns in block.times], share)
@@ -330,7 +335,7 @@ def _quantiles(quads: Sequence[Quad], share: float) -> float:
     return max(1.0, rival) / max(1.0, candidate)
 
 
-def _ran(quads: Sequence[Quad]) -> float:
+def _running_time_ratio(quads: Sequence[Quad]) -> float:
     """The ratio of both sides' times without the time in which their threads waited for a core.
 
     If neighbours keep every core busy, threads that meet at barriers are late in each call, so that not even the fastest call

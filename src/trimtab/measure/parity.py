@@ -93,7 +93,7 @@ def compare_outputs(
     left, right = [flatten(v, "reference") for v in reference], [flatten(v, "output") for v in outputs]
     n = _examples([leaves for leaves, _ in left])
     lenient = scored and not exact
-    free = _following_data(left, specs) if lenient else {}
+    free = _data_dependent_axes(left, specs) if lenient else {}
     rows, left_out, reason = _gathered(left, right, free, lenient and specs is None)
     if reason is not None:
         return _refused(reason, n)
@@ -126,7 +126,7 @@ def _gathered(
     for number, ((ours, expected), (theirs, found)) in enumerate(zip(left, right, strict=True)):
         reason = unlike(expected, found, loose)
         pairs = [] if reason else _pairs(ours, expected, theirs, found)
-        reason = reason or _gates(pairs, free) or _nan_in_more(ours, theirs)
+        reason = reason or _hard_mismatch(pairs, free) or _nan_in_more(ours, theirs)
         if reason is not None:
             return rows, left_out, f"{reason[:-1]} (batch {number})." if len(left) > 1 else reason
         if len(ours) != len(theirs) or any(a.shape != b.shape for _, a, b in pairs):
@@ -159,7 +159,7 @@ def _judged(
         for (name, _), pair in rows.items():
             yield _judge_slices(name, *pair, exact)
     for each in gated:
-        yield _lost(each, *rows[each.name, each.dtype])
+        yield _lost_output(each, *rows[each.name, each.dtype])
 
 
 def _refused(reason: str, n: int) -> Parity:
@@ -196,7 +196,7 @@ def _examples(batches: Sequence[Sequence[Tensor]]) -> int:
     return sum(leaves[0].shape[0] if leaves and leaves[0].dim() else 1 for leaves in batches)
 
 
-def _following_data(
+def _data_dependent_axes(
     batches: Sequence[tuple[Sequence[Tensor], Structure]], specs: Sequence[TensorSpec] | None
 ) -> dict[tuple[str, int], set[int]]:
     """The axes of each output, by name and number of axes, whose sizes differ between ``batches``, without those that follow
@@ -223,7 +223,7 @@ def _pairs(
     return [(name, leaf, other[name]) for name, leaf in zip(where, ours, strict=True) if name in other]
 
 
-def _gates(pairs: Sequence[tuple[str, Tensor, Tensor]], free: Mapping[tuple[str, int], Collection[int]]) -> str | None:
+def _hard_mismatch(pairs: Sequence[tuple[str, Tensor, Tensor]], free: Mapping[tuple[str, int], Collection[int]]) -> str | None:
     """Why shapes (apart from the axes in ``free``), dtypes, or places of NaN and infinity differ; ``None`` if they match."""
     for name, a, b in pairs:
         axes = free.get((name, a.dim()), ())
@@ -232,7 +232,7 @@ def _gates(pairs: Sequence[tuple[str, Tensor, Tensor]], free: Mapping[tuple[str,
             return f"{name!r} has the shape {list(b.shape)}, but the reference has {list(a.shape)}."
         if a.dtype != b.dtype:
             return f"{name!r} is {dtype_name(b.dtype)}, but the reference is {dtype_name(a.dtype)}."
-        strange = _strange if a.shape == b.shape else _strange_anywhere
+        strange = _nonfinite_mismatches if a.shape == b.shape else _nonfinite_counts
         for word, count in strange(a, b).items():
             if count:
                 return f"{name!r} has {count} of {b.numel()} values that are {word}."
@@ -246,7 +246,7 @@ def _nan_in_more(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None
     return "The output holds NaN where the reference has none." if any(leaf.isnan().any() for leaf in theirs) else None
 
 
-def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
+def _nonfinite_mismatches(a: Tensor, b: Tensor) -> dict[str, int]:
     """Number of values that are NaN or infinite on one side only, by kind in words."""
     if all_finite(a) and all_finite(b):
         return {}
@@ -259,7 +259,7 @@ def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
     }
 
 
-def _strange_anywhere(a: Tensor, b: Tensor) -> dict[str, int]:
+def _nonfinite_counts(a: Tensor, b: Tensor) -> dict[str, int]:
     """Number of NaN or infinite values if the reference has none, for tensors whose sizes differ."""
     a, b = signed_infinities(real(a)), signed_infinities(real(b))
     return {
@@ -348,7 +348,7 @@ def _judge_slices(
     return None
 
 
-def _lost(found: Figures, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
+def _lost_output(found: Figures, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
     """Why an output that no score judges is refused: it, or a part of it, is no better than a constant."""
     if found.centred >= REACHED:
         return (

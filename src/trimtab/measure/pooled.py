@@ -45,7 +45,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     """
     logs, n = [math.log(found.ratio.value) for found in starts], len(starts)
     known = _at_the_same_pace([each.rival for each in seen if each.foreign + each.stolen <= QUIET], starts)
-    halves = [_half(found.sampling or found.ratio) for found in starts]
+    halves = [_half_width(found.sampling or found.ratio) for found in starts]
     error = (statistics.median(halves) / normal_quantile((1 + CONFIDENCE) / 2)) ** 2
     prior = max(PROCESS_NOISE, _spread(known)) ** 2 + error
     freedom, centre, value = PRIOR_STARTS + n - 1, statistics.fmean(logs), statistics.median(logs)
@@ -69,8 +69,8 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
         ratio=Interval(math.exp(value), math.exp(low), math.exp(high)),
         sampling=None,
         pairs=total,
-        candidate=_joined([found.candidate for found in starts]),
-        rival=_joined([found.rival for found in starts]),
+        candidate=_middle_measurement([found.candidate for found in starts]),
+        rival=_middle_measurement([found.rival for found in starts]),
         discarded=sum(found.discarded for found in starts),
         noise=max((found.noise for found in starts if found.noise is not None), default=None),
         process_noise=max(PROCESS_NOISE, statistics.stdev(logs) if n > 1 else 0.0),
@@ -117,12 +117,12 @@ def _pace(timed: Measurement) -> float | None:
     return float(pace) if isinstance(pace, (int, float)) and pace > 0 else None
 
 
-def _half(ratio: Interval) -> float:
+def _half_width(ratio: Interval) -> float:
     """The wider half of the interval of the ratio's logarithm."""
     return max(math.log(ratio.high / ratio.value), math.log(ratio.value / ratio.low))
 
 
-def _joined(found: Sequence[Measurement]) -> Measurement:
+def _middle_measurement(found: Sequence[Measurement]) -> Measurement:
     """The middle measurement, with bounds that contain those of all."""
     middle = sorted(found, key=lambda each: each.median)[len(found) // 2]
     low, high = min(each.interval.low for each in found), max(each.interval.high for each in found)

@@ -50,7 +50,7 @@ def serve(runner: Runner, address: str | os.PathLike[str], authkey: bytes) -> No
             except (EOFError, ConnectionError, AuthenticationError):
                 continue  # a peer without the key, or one that left during the handshake
             with peer, contextlib.suppress(*_GONE):
-                if _converse(peer, runner):
+                if _serve_peer(peer, runner):
                     return
 
 
@@ -126,7 +126,7 @@ class RemoteRunner:
         return f", process {self.pid}" if hasattr(self, "pid") else ""
 
 
-def _converse(peer: Connection, runner: Runner) -> bool:
+def _serve_peer(peer: Connection, runner: Runner) -> bool:
     """Answer one peer. Raises when it leaves, returns ``True`` on stop and ``False`` on an invalid message."""
     while True:
         try:

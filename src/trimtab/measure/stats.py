@@ -166,7 +166,7 @@ def paired_drop(
     baseline, candidate = np.asarray(baseline_scores, float), np.asarray(candidate_scores, float)
     _check_scores(baseline, candidate)
     lost = baseline - candidate if higher_is_better else candidate - baseline
-    fall, rise = _reach(np.concatenate([baseline, candidate]))
+    fall, rise = _largest_changes(np.concatenate([baseline, candidate]))
     worst, best = (fall, rise) if higher_is_better else (rise, fall)
     value, n = float(lost.mean()), len(lost)
     upper, low = mean_upper(lost, worst), -mean_upper(-lost, best)
@@ -276,7 +276,7 @@ def _check_scores(baseline: Array, candidate: Array) -> None:
         raise UsageError(f"{bad} scores are not finite, so their mean means nothing; look for NaN in the outputs or the score.")
 
 
-def _reach(scores: Array) -> tuple[float, float]:
+def _largest_changes(scores: Array) -> tuple[float, float]:
     """The largest possible fall and rise of one example's score: the spread of all scores, or their size if all are equal.
     Scores between 0 and 1 can fall to 0, however close to each other the observed ones are."""
     spread = float(np.ptp(scores)) or abs(float(scores[0])) or 1.0

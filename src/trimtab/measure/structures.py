@@ -13,7 +13,7 @@ def unlike(expected: Structure, found: Structure, lenient: bool, where: str = "T
     longer = len(expected.items) != len(found.items) and not (lenient and expected.kind == "list")
     if expected.kind != found.kind or expected.keys != found.keys or longer:
         return f"{where} is {_shape_of(found)}, but the reference is {_shape_of(expected)}."
-    alike = _alike if lenient else _equal_constants
+    alike = _score_may_judge if lenient else _equal_constants
     if expected.kind == "constant" and not alike(expected.value, found.value):
         return f"{where} is {found.value!r}, but the reference is {expected.value!r}."
     keys = expected.keys or tuple(map(str, range(len(expected.items))))
@@ -32,7 +32,7 @@ def _equal_constants(a: object, b: object) -> bool:
     return a == b
 
 
-def _alike(a: object, b: object) -> bool:
+def _score_may_judge(a: object, b: object) -> bool:
     """Whether a score may judge the difference of two constants: two texts, or two numbers of which none became infinite."""
     if isinstance(a, (bool, int, float)) and isinstance(b, (bool, int, float)):
         return math.isfinite(b) or _equal_constants(a, b)

@@ -306,14 +306,14 @@ def _pareto_layout(
     record: Record, rows: Sequence[Row], found: Sequence[Point], place: Callable[[float], float]
 ) -> dict[str, Any]:
     top = max(min(point.speed.high, 1.3 * point.speed.value) for point in found)
-    asked = _asked(record)
+    asked = _required_speedup(record)
     if asked is not None and asked <= REACH * top:
         top = max(top, asked)
     shapes, notes = _limit_lines(record, top)
     spots = [point.x if labelled(record) else math.log10(place(point.x)) for point in found]
     middle = (min(spots) + max(spots)) / 2
     notes += [
-        _shipping(record, x, point.speed.value, right=x > middle)
+        _winner_note(record, x, point.speed.value, right=x > middle)
         for x, point in zip(spots, found, strict=True)
         if rows[point.row].ships
     ]
@@ -337,7 +337,7 @@ def _pareto_layout(
     }
 
 
-def _shipping(record: Record, x: float, y: float, *, right: bool) -> dict[str, Any]:
+def _winner_note(record: Record, x: float, y: float, *, right: bool) -> dict[str, Any]:
     """Name and confirmed speed-up of what ships; the text is left of the point in the ``right`` half, otherwise right of it."""
     again = record.confirmation.speedup if record.confirmation is not None and record.confirmation.again else None
     text = "ships" if again is None else f"ships<br>({words.quoted(again)} when measured again)"
@@ -346,7 +346,7 @@ def _shipping(record: Record, x: float, y: float, *, right: bool) -> dict[str, A
     return arrow | {"x": x, "y": y, "text": text, "font": {"color": "@ink"}, "xanchor": side, "align": side}
 
 
-def _asked(record: Record) -> float | None:
+def _required_speedup(record: Record) -> float | None:
     """The speed-up at which the model as written would meet the latency limit, if there is one."""
     medians = (rung["latency_ms"]["median"] for rung in record.ladder if rung.get("rung") == "as_written")
     written, limit = words.known(next(medians, None)), record.limits.latency_ms
@@ -365,7 +365,7 @@ def _limit_lines(record: Record, top: float) -> tuple[list[dict[str, Any]], list
     elif not labelled(record):
         shapes.append(_line(x=record.limits.max_error))
         notes.append(_limit_note(f"limit {words.error(record.limits.max_error)}", x=math.log10(record.limits.max_error)))
-    if (asked := _asked(record)) is not None:
+    if (asked := _required_speedup(record)) is not None:
         limit_ms = f"limit {words.milliseconds(record.limits.latency_ms)}"
         if asked <= top:
             shapes.append(_line(y=asked))

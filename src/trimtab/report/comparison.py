@@ -125,7 +125,7 @@ def _differences(left: Record, right: Record) -> Iterator[str]:
         return
     if left.prepared.identity != right.prepared.identity:
         yield "These are two different workloads, or two states of one: their speed-ups do not compare one to one."
-    elif _judged(left) != _judged(right):
+    elif _evaluation_data(left) != _evaluation_data(right):
         yield "They were judged on other data: their scores, and what they lost, do not compare one to one."
     if left.objective != right.objective:
         yield f"They look for different things: {left.objective} on the left, {right.objective} on the right."
@@ -137,10 +137,10 @@ def _differences(left: Record, right: Record) -> Iterator[str]:
         yield "One of them has no verdict: it is still running, or it was cut off."
     yield from _winners(left, right)
     yield from _states(left, right)
-    yield from _speeds(left, right)
+    yield from _speed_differences(left, right)
 
 
-def _judged(record: Record) -> tuple[Any, ...]:
+def _evaluation_data(record: Record) -> tuple[Any, ...]:
     """Properties of the evaluation data that do not depend on the machine."""
     prepared = record.prepared
     return dict(prepared.splits), prepared.n, words.known(prepared.score) is None
@@ -180,19 +180,19 @@ def _states(left: Record, right: Record) -> Iterator[str]:
         yield f"{words.count(alone[0], 'recipe')} tried on the left only, {alone[1]:,} on the right only."
 
 
-def _apart(a: Interval, b: Interval) -> bool:
+def _differ(a: Interval, b: Interval) -> bool:
     """Whether two speed-ups differ by more than their intervals; unknown, and so ``False``, if a bound is not finite."""
     known = all(words.known(figure) is not None for each in (a, b) for figure in (each.value, each.low, each.high))
     return known and min(a.value, b.value) > 0 and not (a.low <= b.high and b.low <= a.high)
 
 
-def _speeds(left: Record, right: Record) -> Iterator[str]:
+def _speed_differences(left: Record, right: Record) -> Iterator[str]:
     """Recipes whose speed-ups differ by more than their intervals, largest difference first."""
     other = _by_recipe(right)
     found: list[tuple[float, str]] = []
     for trial in left.trials:
         a, b = trial.speedup, getattr(other.get(trial.recipe.hash), "speedup", None)
-        if a is None or b is None or not _apart(a, b):
+        if a is None or b is None or not _differ(a, b):
             continue
         words_of_it = f"{trial.recipe}: {words.speed(a)} on the left, {words.speed(b)} on the right."
         found.append((abs(math.log(a.value / b.value)), words_of_it))

@@ -86,7 +86,7 @@ def _noise(found: Comparison) -> Iterator[Fact]:
     yield "pairs of the confirmation", f"{found.pairs:,}, until {words.STOP_WORDS[found.stopped_by]}"
     yield "blocks thrown away, because others had the CPU or the core was slow", f"{found.discarded:,}"
     yield "spread of the original against itself (A/A)", words.share(found.noise)
-    yield "spread of the ratio from one start to the next", words.share(found.process_noise) + _over(found.starts)
+    yield "spread of the ratio from one start to the next", words.share(found.process_noise) + _spread_source(found.starts)
     if found.rival_ms is not None:
         low, high = map(words.milliseconds, found.rival_ms)
         yield "time of the original from start to start, and over the trials", f"{low} to {high}"
@@ -95,7 +95,7 @@ def _noise(found: Comparison) -> Iterator[Fact]:
     yield "blocks in which the core was slower than usual", words.share(found.slowed)
 
 
-def _over(starts: int) -> str:
+def _spread_source(starts: int) -> str:
     """The source of the spread."""
     return f", over {starts} starts" if starts > 1 else ", taken from other models and machines"
 
@@ -106,7 +106,7 @@ def data(record: Record) -> list[Fact]:
     purpose = {
         "calibration": "quantizers see it",
         "selection": "the search sees it",
-        "test": _seen(record),
+        "test": _test_data_seen(record),
     }
     facts = [
         (name, f"{words.count(size, 'example')}: {purpose.get(name, 'kept apart')}") for name, size in prepared.splits.items()
@@ -118,7 +118,7 @@ def data(record: Record) -> list[Fact]:
     return facts
 
 
-def _seen(record: Record) -> str:
+def _test_data_seen(record: Record) -> str:
     """The number of recipes that saw the test data: each refused one makes a lucky pass more likely for the next."""
     number = len(record.tried)
     if not number:

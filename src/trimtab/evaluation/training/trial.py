@@ -29,10 +29,10 @@ def try_recipe(recipe: Recipe, subject: TrainingSubject, reference: BaselineLoss
 
     ``baseline`` makes updates as written, in a process of its own.
     """
-    return ended(recipe, lambda figures: _line(recipe, subject, reference, baseline, plan, figures))
+    return ended(recipe, lambda figures: _pipeline(recipe, subject, reference, baseline, plan, figures))
 
 
-def _line(
+def _pipeline(
     recipe: Recipe, subject: TrainingSubject, reference: BaselineLosses, baseline: Runner, plan: Plan, figures: dict[str, Any]
 ) -> tuple[State, str | None]:
     settings, seed = subject.settings_of(recipe), subject.workload.seed
@@ -51,7 +51,7 @@ def _line(
         runner = Updates(subject, settings, seed=seed)
         runner.block(2)
     notes = (*((STILL,) if figures["parity"].still else ()), *runner.notes)
-    figures |= {"cold_s": runner.first_s, "peak_mb": _most(peak), "notes": notes}
+    figures |= {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "notes": notes}
     with stage("first timing"):
         first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(baseline))
     figures |= timed(first, subject)
@@ -83,7 +83,7 @@ def confirm(
         runner = Updates(subject, settings, seed=seed)
         runner.block(2)
     found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
-    figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _most(peak), "baseline_score": reference.final}
+    figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "baseline_score": reference.final}
     reason = _unfaithful(recipe, figures["parity"], figures.get("drop"), reference)
     reason = reason or _over(figures["peak_mb"], plan) or (_unproven(found) if must_win else None)
     undecided = reason is not None and must_win and found.ratio.doubtful
@@ -159,7 +159,7 @@ def _unproven(found: Comparison) -> str | None:
     )
 
 
-def _most(peak: PeakMemory) -> float:
+def _peak_mb(peak: PeakMemory) -> float:
     """Peak memory in MB: of the GPU's allocator if there is one, else of the process."""
     used = peak.result
     return used.device_mb if used.device_mb else used.host_mb

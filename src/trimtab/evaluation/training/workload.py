@@ -221,7 +221,7 @@ def decided(settings: Settings) -> tuple[Settings, list[str]]:
     return dataclasses.replace(settings, **auto), [f"What would decide itself is off in the settings as written: {names}."]
 
 
-class _Anew:
+class _Reiterable:
     """Batches from a function whose result can be iterated only once: the function is called again for each epoch.
 
     Args:
@@ -241,7 +241,7 @@ def loader(training: Training) -> Iterable[Batch]:
         given: Iterable[Batch] = training.data
         return given
     made: Iterable[Batch] = training.data()
-    return _Anew(training.data, made) if isinstance(made, Iterator) else made
+    return _Reiterable(training.data, made) if isinstance(made, Iterator) else made
 
 
 def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch]:
