@@ -186,7 +186,7 @@ def _point(index: int, row: Row, record: Record) -> Point | None:
 def _hover(row: Row, record: Record) -> str:
     trial = row.trial
     loss = (
-        f"{words.terms(record).drop} {words.drop(trial.drop, record)}"
+        f"{words.terms(record).drop}: {words.change(trial.drop, record) if trial.drop else words.UNKNOWN}"
         if labelled(record)
         else f"error {words.error(trial.parity.centred_error if trial.parity else None)}"
     )

@@ -299,6 +299,14 @@ def drop(found: Drop | None, record: Record) -> str:
     return f"{lost(found.value, record)} (≤ {lost(found.upper, record)})"
 
 
+def change(found: Drop, record: Record) -> str:
+    """The drop in a sentence or a list of facts: ``0.20% (≤ 0.55%)``, or ``improvement of 1.09% (drop ≤ 2.08%)``."""
+    if found.value >= 0:
+        return drop(found, record)
+    named = terms(record)
+    return f"{named.gain} of {lost(abs(found.value), record)} ({named.drop} ≤ {lost(found.upper, record)})"
+
+
 def parity(found: Parity | None, record: Record) -> str:
     """The error of the outputs, or of the losses of a training."""
     if found is None:

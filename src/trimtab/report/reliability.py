@@ -41,8 +41,8 @@ def _confirmation(record: Record) -> Iterator[Fact]:
     if found.drop is not None:
         scores = f"{words.score(found.baseline_score, record)} before, {words.score(found.score, record)} after"
         yield f"{terms.score} {terms.again}", f"{scores}, {terms.samples(found.drop.n)}"
-        before = f"; {words.drop(searched.drop, record)} {terms.searched}" if searched is not None and searched.drop else ""
-        yield f"{terms.lost} {terms.again}", words.drop(found.drop, record) + before
+        before = f"; {words.change(searched.drop, record)} {terms.searched}" if searched is not None and searched.drop else ""
+        yield f"{terms.lost} {terms.again}", words.change(found.drop, record) + before
     yield f"{terms.outputs} {terms.again}", words.parity(found.parity, record)
     if found.measured_at is not None:
         yield "measured again at", plain(found.measured_at)
