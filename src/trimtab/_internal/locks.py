@@ -16,6 +16,7 @@ def locked(file: int, *, inherited: bool = True) -> bool:
     ``inherited=True`` (flock): a forked process shares the lock and keeps it when this process ends.
     ``inherited=False`` (lockf): a forked process does not share the lock. This process loses the lock as soon as it closes any
     other handle on the same file.
+
     Raises:
         OSError: the file system has no locks.
     """

@@ -72,8 +72,8 @@ def raised(text: str) -> str:
 
 
 def told(text: str) -> str:
-    """The first line of a library's error message, without final punctuation. If that line ends with a colon, the second line is
-    added. Of a TorchScript error it is the line with the original message."""
+    """The first line of a library's error message, without final punctuation. If that line ends with a colon, the second
+    line is added. Of a TorchScript error it is the line with the original message."""
     lines = [line.strip() for line in raised(text.strip()).splitlines() if line.strip()] or ["no message"]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(" .!:")
 
@@ -85,8 +85,8 @@ def no_file(path: str | os.PathLike[str], fix: str) -> UsageError:
 
 @contextlib.contextmanager
 def mended_by(fix: str) -> Iterator[None]:
-    """Append ``fix`` to the message of an :class:`~trimtab.errors.IntegrityError` that the block raises. The code that reads a file
-    does not know where the file is from; its caller does. Works as a decorator too."""
+    """Append ``fix`` to the message of an :class:`~trimtab.errors.IntegrityError` that the block raises. The code that reads
+    a file does not know where the file is from; its caller does. Works as a decorator too."""
     try:
         yield
     except IntegrityError as error:

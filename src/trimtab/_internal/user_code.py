@@ -60,8 +60,8 @@ class user_code:
 
 
 class writing:
-    """Context manager that turns an error of a backend that writes its files into a :class:`CompileError`. Errors of the disk pass
-    unchanged."""
+    """Context manager that turns an error of a backend that writes its files into a :class:`CompileError`. Errors of the disk
+    pass unchanged."""
 
     def __enter__(self) -> None:
         return None

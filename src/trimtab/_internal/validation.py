@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def by_name(cls: type[T]) -> type[T]:
-    """Class decorator: the dataclass takes keyword arguments only, and wrong names raise a :class:`UsageError` that lists the fields."""
+    """Class decorator: the dataclass takes keyword arguments only. Wrong names raise a :class:`UsageError` with the fields."""
     made = getattr(cls, "__init__")  # noqa: B009 - mypy refuses cls.__init__ as unsound
 
     @functools.wraps(made)

@@ -64,7 +64,7 @@ class Peaks:
     """Problems of measuring or caching, in sentences."""
 
     def find(self, kind: Kind, device: str = "cpu", threads: int | None = None) -> float | None:
-        """The rate in its unit, or ``None`` if it was not measured. ``threads`` defaults to all usable cores; GPUs ignore it."""
+        """The rate in its unit, or ``None`` if not measured. ``threads`` defaults to all usable cores; GPUs ignore it."""
         wanted = (threads or self.threads) if device == "cpu" else None
         return next((r.value for r in self.rates if (r.kind, r.device, r.threads) == (kind, device, wanted)), None)
 
@@ -151,7 +151,7 @@ def _bandwidth(device: str, threads: int | None, size: int) -> Rate:
 
 
 def _stream_bytes(memory_mb: float) -> int:
-    """Four times the last-level caches, so that they have no effect; at least 192 MB, at most 2 GB and an eighth of the memory."""
+    """Four times the last-level caches, so that they do not help; at least 192 MB, at most 2 GB or an eighth of the memory."""
     return int(min(max(192e6, 4 * (system.last_level_cache() or 0)), 2e9, memory_mb * 1e6 / 8))
 
 

@@ -88,7 +88,7 @@ def cpu_name(root: pathlib.Path = ROOT) -> str:
 
 
 def isa(capabilities: Mapping[str, object], root: pathlib.Path = ROOT) -> tuple[str, ...]:
-    """Instruction sets that matter for speed, sorted. ``capabilities``, as torch detects them, are used where /proc has none."""
+    """Instruction sets that matter for speed, sorted. ``capabilities``, which torch detects, are used if /proc has none."""
     fields = cpuinfo(root)
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     if flags:
