@@ -1,4 +1,4 @@
-"""TorchScript, frozen."""
+"""Frozen TorchScript."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trimtab.core.signature import Signature
 from trimtab.errors import CompileError
 
 WARM_UP = 3
-"""Calls until the profiling executor has specialized the graph."""
+"""Calls until TorchScript's profiling executor has specialized the graph."""
 
 
 class TorchScriptExecutable(Executable):
-    """A frozen, optimized script module."""
+    """A frozen script module, optimized for inference."""
 
     def __init__(self, module: Any, source: Any, signature: Signature, settings: Settings) -> None:
         super().__init__(signature, settings)
@@ -36,7 +36,7 @@ class TorchScriptExecutable(Executable):
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the module."""
-        with torch.no_grad():  # callers could not write into what inference mode makes, and copies cost more than it saves
+        with torch.no_grad():  # not inference mode: callers could not modify the outputs, and copies cost more than it saves
             outputs: Sequence[torch.Tensor] = self._module(*leaves)
             if self._lent is None or self._branches:
                 self._lent = lent(outputs, self._held)
@@ -44,7 +44,7 @@ class TorchScriptExecutable(Executable):
             return in_order(outputs) if self._laid else outputs
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Write the module frozen, but not optimized for this machine: that form can be saved and not loaded."""
+        """Write the frozen module without the optimizations for this machine, which could be saved but not loaded."""
         if self._source is None:
             raise CompileError("This executable was loaded from files; copy those.")
         return save_script(self._source, folder)
@@ -52,10 +52,10 @@ class TorchScriptExecutable(Executable):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchScript(Backend):
-    """Trace, freeze (weights become constants, batch norms are folded), optimize for inference.
+    """Trace the model, freeze it (weights become constants, batch norms are folded), and optimize it for inference.
 
-    Pays a little on small networks, where it removes the interpreter, and on convolutions (oneDNN graph fusions). Needs no
-    compiler. Models whose control flow depends on data are compiled from their source instead of traced.
+    Pays off a little for small networks, because Python is removed, and for convolutions (oneDNN graph fusions). Needs no
+    compiler. Models with data-dependent control flow are compiled from their source instead of traced.
     Source: https://docs.pytorch.org/docs/stable/jit.html
     """
 
@@ -63,11 +63,11 @@ class TorchScript(Backend):
     honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
 
     def describe(self) -> str:
-        """By its name."""
+        """Names the form."""
         return "TorchScript, frozen"
 
     def compile(self, candidate: Candidate) -> Executable:
-        """Trace or script a copy, and run it until it is specialized."""
+        """Trace or script a copy, and run it until TorchScript has specialized it."""
         source, notes = trace_or_script(candidate)
         optimized, more = _optimized(frozen(source))
         signature = kept_signature(candidate, optimized)
@@ -80,14 +80,14 @@ class TorchScript(Backend):
         return executable
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
-        """Read the frozen module and optimize it for this machine."""
+        """Load the frozen module and optimize it for this machine."""
         optimized, notes = _optimized(load_script(folder))
         executable = TorchScriptExecutable(optimized, None, signature, settings)
         executable.notes += notes
         return executable
 
     def script(self) -> str:
-        """Runs the frozen module with torch alone."""
+        """Runs the frozen module with torch."""
         return """
 def load(folder, threads):
     import torch
