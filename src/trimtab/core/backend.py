@@ -145,7 +145,7 @@ class Backend(Technique):
 
     @abc.abstractmethod
     def script(self) -> str:
-        """Python source of ``load(folder, threads)``, at most 16 lines, for the artifact's ``run.py``. It may import the
+        """Python source of ``load(folder, threads)``, at most 24 lines, for the artifact's ``run.py``. It may import the
         runtime only.
 
         ``load`` returns a callable from a list of inputs to a list of outputs. Both are numpy arrays; they are tensors if
