@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from trimtab._internal.text import of_type, said
+from trimtab._internal.text import error_text, of_type
 from trimtab.errors import UsageError
 
 
@@ -61,7 +61,7 @@ def out_of_space(error: BaseException | None) -> bool:
     seen = set[int]()
     while error is not None and id(error) not in seen:  # an error can be its own cause
         seen.add(id(error))
-        if (isinstance(error, OSError) and error.errno in FULL) or says_full(said(error)):
+        if (isinstance(error, OSError) and error.errno in FULL) or says_full(error_text(error)):
             return True
         shown = None if error.__suppress_context__ else error.__context__
         error = shown if error.__cause__ is None else error.__cause__

@@ -17,11 +17,8 @@ MOST = 4000
 LONGEST = 40_000
 """Most characters of a traceback."""
 
-_VOWEL = re.compile(r"[AEFHILMNORSX][A-Z]|(?!one|One)[aeioAEIO]|[Uu]n(?!i)")
-"""How a noun begins that is spoken with a vowel first; capitals are spelled."""
 
-
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The message of ``error``. An error whose ``__str__`` raises gives a placeholder."""
     return str(traceback.TracebackException(type(error), error, None, compact=True))
 
@@ -41,14 +38,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def an(noun: str) -> str:
-    """``noun`` with its article: ``a Linear``, ``an OrderedDict``, ``an LSTM``."""
-    return f"{'an' if _VOWEL.match(noun) else 'a'} {noun}"
-
-
 def of_type(value: object) -> str:
     """The type of ``value`` with its article, such as ``an int``; ``None`` gives ``None``."""
-    return "None" if value is None else an(type(value).__name__)
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 _INTERPRETED = "The following operation failed in the TorchScript interpreter"
@@ -62,7 +55,7 @@ def with_fix(sentence: str, fix: str) -> str:
     return f"{sentence}{stop} {fix}"
 
 
-def raised(text: str) -> str:
+def original_message(text: str) -> str:
     """The original message inside an error text of the TorchScript interpreter; any other text is returned unchanged."""
     if not text.startswith(_INTERPRETED):
         return text
@@ -71,10 +64,10 @@ def raised(text: str) -> str:
     return found.removeprefix("RuntimeError: ")  # the wrapping error has that type too
 
 
-def told(text: str) -> str:
+def summary_line(text: str) -> str:
     """The first line of a library's error message, without final punctuation. If that line ends with a colon, the second
     line is added. Of a TorchScript error it is the line with the original message."""
-    lines = [line.strip() for line in raised(text.strip()).splitlines() if line.strip()] or ["no message"]
+    lines = [line.strip() for line in original_message(text.strip()).splitlines() if line.strip()] or ["no message"]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(" .!:")
 
 
@@ -84,7 +77,7 @@ def no_file(path: str | os.PathLike[str], fix: str) -> UsageError:
 
 
 @contextlib.contextmanager
-def mended_by(fix: str) -> Iterator[None]:
+def with_remedy(fix: str) -> Iterator[None]:
     """Append ``fix`` to the message of an :class:`~trimtab.errors.IntegrityError` that the block raises. The code that reads
     a file does not know where the file is from; its caller does. Works as a decorator too."""
     try:

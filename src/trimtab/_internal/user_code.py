@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable
 
 from trimtab._internal.files import out_of_space
-from trimtab._internal.text import raised, said, told, with_fix
+from trimtab._internal.text import error_text, original_message, summary_line, with_fix
 from trimtab.errors import CompileError, UsageError, WorkloadError
 
 BY_HAND = "Call the model with these inputs yourself."
@@ -55,8 +55,8 @@ class user_code:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
-            told = f"{self.what}: {_words(error)}"
-            raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
+            message = f"{self.what}: {_words(error)}"
+            raise WorkloadError(message if self.fix is None else with_fix(message, self.fix)) from error
 
 
 class writing:
@@ -69,16 +69,17 @@ class writing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         own = isinstance(error, (Exception, SystemExit)) and not isinstance(error, (CompileError, OSError))
         if error is not None and own and not out_of_space(error):
-            raise CompileError(f"Writing it failed: {type(error).__name__}: {told(said(error))}{_place(error)}.") from error
+            text = summary_line(error_text(error))
+            raise CompileError(f"Writing it failed: {type(error).__name__}: {text}{_place(error)}.") from error
 
 
 def _words(error: BaseException) -> str:
     """The message of ``error``, and the line of the user's code that raised it."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error}){_place(error)}"
-    text = said(error)
+    text = error_text(error)
     if f"\nOriginal {_TRACEBACK}" not in text:
-        return f"{type(error).__name__}: {raised(text)}{_place(error)}"
+        return f"{type(error).__name__}: {original_message(text)}{_place(error)}"
     # An error that torch passes on from a DataLoader worker contains the tracebacks of its causes first; the last one counts.
     lines = text.rpartition(_TRACEBACK)[2].rstrip().splitlines()
     first = next((index for index, line in enumerate(lines) if not line.startswith(" ")), 0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trimtab._internal.files import path_of
-from trimtab._internal.text import mended_by, with_fix
+from trimtab._internal.text import with_fix, with_remedy
 from trimtab.artifact.manifest import BASELINE, COPY, MANIFEST, MODEL, Manifest, findings, read_manifest
 from trimtab.artifact.staging import fresh_folder
 from trimtab.artifact.test_vectors import GOLDEN, Case, Golden
@@ -54,7 +54,7 @@ class Artifact:
     path: pathlib.Path
     manifest: Manifest
 
-    @mended_by(COPY)
+    @with_remedy(COPY)
     def check(self) -> None:
         """Check names, kinds, sizes and hashes of all files.
 
@@ -81,7 +81,7 @@ class Artifact:
         backend = _made(lambda: technique_from_json(BACKENDS, facts.backend))
         return _load(backend, self.path / BASELINE, facts.signature, facts.settings, trust, self.manifest.environment)
 
-    @mended_by(COPY)
+    @with_remedy(COPY)
     def golden(self) -> Golden:
         """The test vectors.
 
@@ -271,7 +271,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False) -> Verification
     )
 
 
-@mended_by(COPY)
+@with_remedy(COPY)
 def _backend(manifest: Manifest) -> Backend:
     backend = _made(lambda: manifest.backend)
     if backend.native_code != manifest.native_code:
@@ -287,7 +287,7 @@ def _made(make: Callable[[], Backend]) -> Backend:
         raise ArtifactError(with_fix(problem, "Install what its README.md names, or make a new one.")) from error
 
 
-@mended_by(COPY)
+@with_remedy(COPY)
 def _load(
     backend: Backend, folder: pathlib.Path, signature: Signature, settings: Settings, trust: bool, proven: Environment
 ) -> Executable:

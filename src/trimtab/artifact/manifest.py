@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from trimtab._internal.serialization import dumps, from_json, to_json
-from trimtab._internal.text import counted, mended_by
+from trimtab._internal.text import counted, with_remedy
 from trimtab.artifact.test_vectors import GOLDEN
 from trimtab.core.backend import BACKENDS, Backend
 from trimtab.core.measurement import Interval
@@ -110,7 +110,7 @@ class Manifest:
         return found
 
 
-@mended_by(COPY)
+@with_remedy(COPY)
 def read_manifest(folder: pathlib.Path) -> Manifest:
     """Read and check the manifest in ``folder``.
 

@@ -99,8 +99,8 @@ def following(spec: TensorSpec, name: str, seen: Mapping[int, Sequence[int]]) ->
     tensor's shape."""
     axes = zip(*seen.values(), strict=True)
     shape = tuple(
-        said if len(set(found)) == 1 else name if isinstance(said, int) and list(found) == list(seen) else "?"
-        for said, found in zip(spec.shape, axes, strict=True)
+        size if len(set(found)) == 1 else name if isinstance(size, int) and list(found) == list(seen) else "?"
+        for size, found in zip(spec.shape, axes, strict=True)
     )
     return dataclasses.replace(spec, shape=shape)
 

@@ -146,9 +146,9 @@ class Comparison:
         """How much the ratio differs between starts, as text; ``None`` if little, or if the machine was busy."""
         if self.starts == 1 or self.process_noise <= UNLIKE or self.foreign + self.stolen + self.slowed > QUIET:
             return None
-        told = f"each time they start the two run at another ratio, by {self.process_noise:.0%} over {self.starts} starts"
+        text = f"each time they start the two run at another ratio, by {self.process_noise:.0%} over {self.starts} starts"
         low, high = self.rival_ms or (0.0, 0.0)
-        return told + (f"; the baseline took {low:.3g} to {high:.3g} ms" if high > (1 + UNLIKE) * low else "")
+        return text + (f"; the baseline took {low:.3g} to {high:.3g} ms" if high > (1 + UNLIKE) * low else "")
 
     @property
     def doubt(self) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 
 from trimtab._internal.registry import Registry
 from trimtab._internal.serialization import fields_from_json, fields_to_json, type_hints
-from trimtab._internal.text import said, shortened
+from trimtab._internal.text import error_text, shortened
 from trimtab._internal.user_code import user_code
 from trimtab.core.candidate import Candidate
 from trimtab.errors import MissingPackageError, UsageError, WorkloadError
@@ -183,7 +183,7 @@ def require(package: str) -> Any:
         if missing_package((whole,)):
             message = f"{package} cannot be imported ({error}). Install it: {install_hint(package)}."
         else:
-            why = " ".join(said(error).split())
+            why = " ".join(error_text(error).split())
             message = f"{package} is installed but cannot be imported ({type(error).__name__}: {shortened(why, 300)}). "
             message += f"Install it again: pip install --force-reinstall {whole}."
         raise MissingPackageError(message) from error

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab._internal.files import path_of
-from trimtab._internal.text import mended_by, no_file
+from trimtab._internal.text import no_file, with_remedy
 from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.core.workload import Workload
 from trimtab.errors import IntegrityError, TrimtabError, UsageError
@@ -77,7 +77,7 @@ def is_python(reference: str) -> bool:
     return not reference.startswith(HF) and _NAMED.search(reference) is not None
 
 
-@mended_by("Export the model again, or bring it in a workload file: trimtab init custom.")
+@with_remedy("Export the model again, or bring it in a workload file: trimtab init custom.")
 def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
     if not os.path.isfile(path):  # False for a forbidden folder, where pathlib's is_file raises
         raise no_file(path, "Check the path, or write a workload file to start from: trimtab init.")
@@ -120,7 +120,7 @@ def _workload(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[s
     )
 
 
-@mended_by("Save the model into it again with save_pretrained.")
+@with_remedy("Save the model into it again with save_pretrained.")
 def _from_folder(
     folder: str, inputs: str | os.PathLike[str] | None, shapes: Mapping[str, str | Sequence[int]], task: str | None
 ) -> Workload:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from trimtab._internal.text import plain, said, told
+from trimtab._internal.text import error_text, plain, summary_line
 
 _EMPTY = ("Exception from", "Traceback", "Check 'false' failed at", "FrontEnd API failed", "Model wasn't fully", "Summary:")
 """Beginnings of lines without information; the cause follows below them."""
@@ -36,8 +36,8 @@ def first_line(error: BaseException) -> str:
     """
     while error.__cause__ is not None and (type(error).__module__.startswith("torch.onnx.") or str(error).startswith(_WRAPPED)):
         error = error.__cause__
-    lines = [line.strip().removeprefix("-- ") for line in plain(said(error)).splitlines()]
+    lines = [line.strip().removeprefix("-- ") for line in plain(error_text(error)).splitlines()]
     saying = [line for line in lines if len(line) > 3 and not line.startswith(_EMPTY)]
     saying.sort(key=lambda line: not line.startswith(_UNKNOWN))
     text = "\n".join(saying)
-    return f"{type(error).__name__}: {told(text)[:300]}"
+    return f"{type(error).__name__}: {summary_line(text)[:300]}"

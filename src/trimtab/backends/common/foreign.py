@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trimtab._internal.serialization import from_json, write_json
-from trimtab._internal.text import counted, told
+from trimtab._internal.text import counted, summary_line
 from trimtab.backends.common.causes import known_cause
 from trimtab.backends.common.exported_program import SHARED, fewer_dims, lost_dims
 from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
@@ -209,7 +209,7 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
         try:
             got = run(leaves)
         except CONVERSION_ERRORS as error:
-            return f"it fails at {what} ({told(str(error))[:200]})"
+            return f"it fails at {what} ({summary_line(str(error))[:200]})"
         if difference := _difference(expected, got, tolerance(candidate.model, TOLERANCE)):
             return f"{difference} at {what}{known_cause(candidate.model)}"
     return None

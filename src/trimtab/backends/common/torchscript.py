@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.jit._trace import TracerWarning
 
-from trimtab._internal.text import told
+from trimtab._internal.text import summary_line
 from trimtab.backends.common.causes import first_line
 from trimtab.backends.common.decisions import refuse_decisions
 from trimtab.backends.common.exportable import exportable, plain_weights
@@ -149,7 +149,7 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
             module = torch.jit.trace(flat, tuple(candidate.own_leaves()), check_trace=False)  # type: ignore[no-untyped-call]
         except EXPORT_ERRORS as error:
             return None, [], first_line(error)
-    doubts = [told(str(w.message)) for w in caught if isinstance(w.message, TracerWarning)]
+    doubts = [summary_line(str(w.message)) for w in caught if isinstance(w.message, TracerWarning)]
     return module, doubts, _wrong(candidate, _caller(module))
 
 
