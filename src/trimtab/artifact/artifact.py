@@ -68,7 +68,7 @@ class Artifact:
         """See :func:`load`."""
         return load(self.path, trust=trust, threads=threads)
 
-    def load_baseline(self, *, trust: bool = False) -> Executable | None:
+    def load_baseline(self) -> Executable | None:
         """The original model, called like the artifact's model; ``None`` if the artifact does not contain it.
 
         Raises:
@@ -79,7 +79,7 @@ class Artifact:
         if facts is None:
             return None
         backend = _made(lambda: technique_from_json(BACKENDS, facts.backend))
-        return _load(backend, self.path / BASELINE, facts.signature, facts.settings, trust, self.manifest.environment)
+        return _load(backend, self.path / BASELINE, facts.signature, facts.settings, False, self.manifest.environment)
 
     @with_remedy(COPY)
     def golden(self) -> Golden:

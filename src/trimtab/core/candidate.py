@@ -87,7 +87,7 @@ class Candidate:
             now, near, half = tried(dim, inputs, leaves)
             if near == now:
                 continue
-            at = functools.partial(_at, model, dim, inputs, leaves, (structure, output_structure), outputs)
+            at = functools.partial(_outputs_at, model, dim, inputs, leaves, (structure, output_structure), outputs)
             seen = {now: outputs, near: at(near)}
             if half not in seen:
                 with contextlib.suppress(WorkloadError, UsageError):  # optional evidence; not every model accepts half the size
@@ -149,15 +149,15 @@ class Candidate:
         """The calibration inputs as flat lists in the order of the signature."""
         return [list(self.signature.bind(args, kwargs)) for args, kwargs in self.calibration]
 
-    def dynamic_leaves(self, size: int = 2) -> list[torch.Tensor]:
-        """Copies of the example tensors with all dynamic sizes at least ``size``, as far as the dimensions' bounds allow.
+    def dynamic_leaves(self) -> list[torch.Tensor]:
+        """Copies of the example tensors with all dynamic sizes at least 2, as far as the dimensions' bounds allow.
 
         Exporters specialize a dimension of size 1 to a constant, so a batch of 1 does not export to a dynamic batch.
         """
         leaves = self.own_leaves()
-        most = {dim.name: dim.max or size for dim in self.signature.dims}
+        most = {dim.name: dim.max or 2 for dim in self.signature.dims}
         for name, now in self.signature.sizes(leaves).items():
-            wanted, pairs = max(now, min(size, most[name])), zip(leaves, self.signature.inputs, strict=True)
+            wanted, pairs = max(now, min(2, most[name])), zip(leaves, self.signature.inputs, strict=True)
             leaves = [resized(leaf, spec.shape, name, wanted) for leaf, spec in pairs]
         return leaves
 
@@ -218,7 +218,7 @@ def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[i
     )
 
 
-def _at(
+def _outputs_at(
     model: nn.Module,
     dim: Dim,
     inputs: Sequence[TensorSpec],

@@ -156,7 +156,7 @@ class _Recorder:
 
 def difference(first: Structure, other: Structure, one: int, two: int) -> str:
     """The first difference between the structures of calls number ``one`` and ``two``, as text."""
-    where, mine, yours = _apart(first, other, "") or ("", first, other)
+    where, mine, yours = _first_difference(first, other, "") or ("", first, other)
     if not where:  # equal arguments, so the keyword arguments have another order
         where, mine, yours = "the call", first.items[1], other.items[1]
     if mine is None or yours is None:
@@ -167,7 +167,7 @@ def difference(first: Structure, other: Structure, one: int, two: int) -> str:
     return f"{where} is {_word(mine)} in call {one} and {_word(yours)} in call {two}"
 
 
-def _apart(first: Structure, other: Structure, where: str) -> tuple[str, Structure | None, Structure | None] | None:
+def _first_difference(first: Structure, other: Structure, where: str) -> tuple[str, Structure | None, Structure | None] | None:
     if first == other:
         return None
     mine, yours = (_children(found, top=not where) for found in (first, other))
@@ -177,7 +177,7 @@ def _apart(first: Structure, other: Structure, where: str) -> tuple[str, Structu
         path = f"{where}{key}" if where else key.strip("[]'")
         if key not in mine or key not in yours:
             return path, mine.get(key), yours.get(key)
-        if found := _apart(mine[key], yours[key], path):
+        if found := _first_difference(mine[key], yours[key], path):
             return found
     return where, first, other
 

@@ -162,7 +162,7 @@ class Signature:
         if structure != self.input_structure:
             structure, leaves = rearranged(structure, leaves, self.input_structure)
         if structure != self.input_structure:
-            raise InputError(self._unlike(structure))
+            raise InputError(self._structure_difference(structure))
         return leaves
 
     @cached_property
@@ -268,7 +268,7 @@ class Signature:
         constant = f" with {name}={structure.value!r}" if structure.kind == "constant" else ""
         return InputError(f"The input {name!r} is missing. This was built for {self.describe()}{constant}.")
 
-    def _unlike(self, structure: Structure) -> str:
+    def _structure_difference(self, structure: Structure) -> str:
         """How ``structure`` differs from the structure of the example's inputs, as text."""
         (args, kwargs), (own, named) = structure.items, self.input_structure.items
         if len(args.items) != len(own.items):

@@ -87,11 +87,11 @@ class Technique(abc.ABC):
             return reason
         if "calibration" in self.needs and not candidate.calibration:
             return f"{self.name} needs calibration data: give the workload calibration=... or an evaluation to take some from."
-        return _asked(f"{self.name} cannot look at this model", lambda: self.why_not(candidate))
+        return _reason_or_error(f"{self.name} cannot look at this model", lambda: self.why_not(candidate))
 
     def blocked_here(self) -> str | None:
         """The result of :meth:`why_not_here`. Never raises: an installed package may fail to import."""
-        return _asked(f"{self.name} cannot look at this machine", self.why_not_here)
+        return _reason_or_error(f"{self.name} cannot look at this machine", self.why_not_here)
 
     @classmethod
     def choices(cls) -> dict[str, tuple[Any, ...]]:
@@ -189,7 +189,7 @@ def require(package: str) -> Any:
         raise MissingPackageError(message) from error
 
 
-def _asked(what: str, why_not: Callable[[], str | None]) -> str | None:
+def _reason_or_error(what: str, why_not: Callable[[], str | None]) -> str | None:
     """The result of ``why_not``, or the text of its error: one technique must not end a study."""
     try:
         with user_code(what):

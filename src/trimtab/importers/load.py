@@ -58,15 +58,15 @@ def load_workload(
     text = os.fspath(path_of(reference, "The workload", "model.py"))
     given = {"inputs": inputs, "shapes": shapes, "task": task}
     if text.startswith(HF):  # first, because a folder's name may contain colons and suffixes
-        return _referred(_from_folder(text.removeprefix(HF), inputs, shapes or {}, task), _words(text, given))
+        return _with_reference(_from_folder(text.removeprefix(HF), inputs, shapes or {}, task), _words(text, given))
     if _NAMED.search(text):
-        _none_of(given, text, ())
+        _refuse_options(given, text, ())
         return read_script(text)
     path = pathlib.Path(text)
     if path.suffix in (".pt2", ".onnx", *SCRIPTS):
-        _none_of(given, text, ("inputs", "shapes"))
+        _refuse_options(given, text, ("inputs", "shapes"))
         found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
-        return _referred(found, _words(text, given))
+        return _with_reference(found, _words(text, given))
     if os.path.isfile(os.path.join(text, "config.json")):
         raise UsageError(f"{text!r} is a folder. For the transformers model in it, write {HF + text!r}.")
     raise UsageError(f"{text!r} is not a workload. Write {FORMS}.")
@@ -143,7 +143,7 @@ def _name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "model"
 
 
-def _referred(found: Workload, words: tuple[str, ...]) -> Workload:
+def _with_reference(found: Workload, words: tuple[str, ...]) -> Workload:
     """Set ``reference`` of ``found``; the field is not a constructor argument."""
     object.__setattr__(found, "reference", words)
     return found
@@ -158,7 +158,7 @@ def _words(text: str, given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _none_of(given: Mapping[str, Any], text: str, taken: Sequence[str]) -> None:
+def _refuse_options(given: Mapping[str, Any], text: str, taken: Sequence[str]) -> None:
     for name, value in given.items():
         if value and name not in taken:
             option = {"inputs": "--inputs", "shapes": "--shape", "task": "--task"}[name]

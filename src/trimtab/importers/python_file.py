@@ -45,12 +45,12 @@ def _run_file(path: pathlib.Path) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    with user_code(f"{path} could not be run", _alone(path)), _arguments(str(path)):
+    with user_code(f"{path} could not be run", _remedy(path)), _arguments(str(path)):
         spec.loader.exec_module(module)
     return module
 
 
-def _alone(path: pathlib.Path) -> str:
+def _remedy(path: pathlib.Path) -> str:
     """The remedy for a file that fails. A file in a package may fail because of relative imports."""
     folders, names = path.resolve().parents, [path.stem]
     for folder in folders:

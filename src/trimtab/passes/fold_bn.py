@@ -78,12 +78,12 @@ class _Proof:
         self._structure = candidate.signature.input_structure
         generator = torch.Generator().manual_seed(0)
         self._model, self._tolerance = candidate.own_model(), tolerance(candidate.model, SINGLE_TOLERANCE)
-        _stir(self._model, generator)
+        _randomize_norms(self._model, generator)
         # the model may refuse resampled inputs, for example lengths that must be in falling order
         others = filter(self._answers, [_resampled(candidate.leaves, generator), *_other_sizes(candidate)])
         self._inputs = [candidate.leaves, *others]
         self._double()
-        with _noted(self._model) as self.ran:
+        with _names_of_running_norms(self._model) as self.ran:
             self._reference = [self._outputs(self._model, leaves) for leaves in self._inputs]
 
     def __call__(self, pairs: Sequence[Pair]) -> bool:
@@ -120,7 +120,7 @@ class _Proof:
 
 
 @contextlib.contextmanager
-def _noted(model: nn.Module) -> Iterator[set[str]]:
+def _names_of_running_norms(model: nn.Module) -> Iterator[set[str]]:
     """Collect the names of the batch norms that run in the block. Folds of any other cannot be verified."""
     ran = set[str]()
     norms = [item for item in model.named_modules(remove_duplicate=False) if isinstance(item[1], _BatchNorm)]
@@ -225,7 +225,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _stir(model: nn.Module, generator: torch.Generator) -> None:
+def _randomize_norms(model: nn.Module, generator: torch.Generator) -> None:
     """Give every batch norm random statistics and weights, so that it changes its inputs."""
     with torch.no_grad():
         for norm in model.modules():

@@ -59,7 +59,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def _absorb(digest: hashlib.blake2b, key: str, value: object, around: frozenset[int] = frozenset()) -> None:
-    """Add ``value`` to the digest. ``around`` has the ids of the containers that it lies in, which it may be one of."""
+    """Add ``value`` to the digest. ``around``: ids of the containers around it, because a container may contain itself."""
     digest.update(f"\n{key} ".encode())
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())

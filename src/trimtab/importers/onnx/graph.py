@@ -15,7 +15,7 @@ from torch import fx, nn
 from trimtab.core.technique import require
 from trimtab.importers.onnx import (
     layers,
-    legacy_operators,  # noqa: F401  registers its operators, as what it imports does
+    legacy_operators,  # noqa: F401  importing it registers the operators
 )
 from trimtab.importers.onnx.operators import DTYPES, OPS, SEVERAL, TENSORS_ONLY
 from trimtab.importers.onnx.values import MOST_HOST, Host, host, tensor, unsupported
