@@ -133,7 +133,7 @@ def _laid_out(outputs: Sequence[torch.Tensor], settings: Settings) -> Sequence[t
 class Eager(Backend):
     """PyTorch's eager mode, the baseline of all measurements.
 
-    It wins for tiny networks, data-dependent control flow, and operators that no other runtime supports. It accepts every
+    Pays off for tiny networks, data-dependent control flow, and operators that no other runtime supports. It accepts every
     model, needs no other package, and ships if nothing else is verifiably faster. Its artifacts contain an exported program or,
     if that is impossible, frozen TorchScript.
     Source: https://docs.pytorch.org/docs/stable/notes/autograd.html#inference-mode
