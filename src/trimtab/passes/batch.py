@@ -16,8 +16,8 @@ from trimtab.tensors.structure import unflatten
 class Batch(Pass):
     """Run this many examples per call.
 
-    Pays off for throughput: weights are read once per call instead of once per example, and larger matrix products use the whole
-    processor. Latency grows, so it is tried for the throughput objective only.
+    Pays off for throughput: weights are read once per call instead of once per example, and larger matrix products use
+    the whole processor. Latency grows, so it is tried for the throughput objective only.
     Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-fully-connected/index.html#batch-size
     """
 

@@ -16,8 +16,8 @@ class RemoveDropout(Pass):
     """Replace dropout layers by identities, which they are at inference.
 
     Pays off a little in eager mode, which calls one module less per layer, and on runtimes that would keep dropout as an
-    operator, which prevents fusion; most exporters remove it themselves. Calls of ``functional.dropout`` are not changed: they are not visible in the module, and
-    return their input in evaluation mode.
+    operator, which prevents fusion; most exporters remove it themselves. Calls of ``functional.dropout`` are not changed: they
+    are not visible in the module, and return their input in evaluation mode.
     Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html (dropout is for training only).
     """
 
