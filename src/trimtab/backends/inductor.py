@@ -39,8 +39,7 @@ from trimtab.safe_load.archives import load_program
 
 
 class FlatProgram(nn.Module):
-    """The module of an exported program with flat inputs and outputs, so that torch.compile compiles the pytree handling
-    too."""
+    """An exported program with flat inputs and outputs, so that torch.compile compiles the pytree handling too."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -150,8 +150,7 @@ class OnnxRuntime(Backend):
     """``int8_dynamic`` finds the ranges of activations at run time, for transformers and LSTMs. ``int8_static`` takes them from
     calibration data, for convolutions."""
     operators: Literal["auto", "all", "linear"] = "auto"
-    """Operators to quantize: ``auto`` depends on the graph, ``all`` is the quantizer's default, ``linear`` is matrix
-    products."""
+    """Operators to quantize: ``auto`` depends on the graph, ``all``: the quantizer's default, ``linear``: matrix products."""
     spinning: bool = True
     """Whether waiting threads spin: lower latency, but CPU time is lost for other processes."""
 

@@ -303,8 +303,7 @@ def _recurrent(model: nn.Module) -> bool:
 
 
 def _read(folder: pathlib.Path) -> Any:
-    """The model with its weights in memory. Memory-mapped weights would change if the file is overwritten in place, and use as
-    much memory."""
+    """The model with its weights in memory; mapped weights would change if the file is overwritten in place."""
     try:
         return ir.core().read_model(folder / ir.MODEL, folder / ir.WEIGHTS, {"ENABLE_MMAP": False})
     except CONVERSION_ERRORS as error:

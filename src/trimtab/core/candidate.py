@@ -26,8 +26,7 @@ from trimtab.tensors.structure import Structure, classes, cloned, flatten, names
 from trimtab.tensors.weights import raw
 
 MODEL_ERRORS: tuple[type[Exception], ...] = (*IMPORT_ERRORS, pickle.PickleError)
-"""Errors of a model that is called in an unusual way, for example by an exporter. The model's own exceptions are not
-included."""
+"""Errors of a model that is called in an unusual way, as by an exporter. The model's own exceptions are not included."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,8 +226,7 @@ def _outputs_at(
     outputs: Sequence[torch.Tensor],
     size: int,
 ) -> list[torch.Tensor]:
-    """The outputs for the example with ``dim`` at ``size``. ``structures`` are those of inputs and ``outputs``, and must stay
-    equal."""
+    """The outputs for the example with ``dim`` at ``size``; refused if their structure is not ``structures[1]``."""
     changed = [resized(leaf, spec.shape, dim.name, size) for leaf, spec in zip(leaves, inputs, strict=True)]
     fix = (
         f"If sizes must be multiples, state trimtab.Dim({dim.name!r}, step=...), or leave it out of dynamic; if there is a "

@@ -183,8 +183,7 @@ def _first_difference(first: Structure, other: Structure, where: str) -> tuple[s
 
 
 def _children(structure: Structure, *, top: bool) -> dict[str, Structure]:
-    """The children of ``structure`` by path. At the top these are the positional arguments by number and keyword arguments by
-    name."""
+    """The children of ``structure`` by path; at the top, positional arguments by number and keyword arguments by name."""
     if top:
         args, kwargs = structure.items
         numbered = {f"argument {i}": item for i, item in enumerate(args.items)}

@@ -152,8 +152,7 @@ class Comparison:
 
     @property
     def doubt(self) -> str | None:
-        """A sentence that says why the ratio is unreliable: a busy machine, slow calls, or starts that differ. ``None`` if it
-        is reliable."""
+        """Why the ratio is unreliable (busy machine, slow calls, or starts that differ), as a sentence; else ``None``."""
         if self.ratio.width <= UNRELIABLE:
             return None
         if self.few:
@@ -229,8 +228,7 @@ class Parity:
     unrelated: int = 0
     """Examples whose error is as large as the reference's variation: another example's outputs would be as close."""
     left_out: int = 0
-    """Batches that were not compared because their sizes, which depend on data, differ from the reference's; only the score
-    judges them."""
+    """Batches whose data-dependent sizes differ from the reference's. They are not compared; only the score judges them."""
     still: bool = False
     """Whether trainings were compared with dropout and other random numbers switched off, because these differ."""
 

@@ -221,8 +221,7 @@ class Workload:
     """Sizes that may differ between calls: ``{"input_ids": {0: "batch", 1: "length"}}``. ``None``: inferred from ``examples``
     and the data. A :class:`~trimtab.core.signature.Dim` instead of a name states bounds or a step."""
     examples: Sequence[Any] = ()
-    """Further example inputs of other sizes. Axes that differ are dynamic; axes with equal sizes in all examples are one
-    dimension."""
+    """Example inputs of other sizes. Axes that differ are dynamic; axes that are equal in all examples are one dimension."""
     mode: Literal["infer", "train"] = "infer"
     """What to optimize: calls of the model (:func:`trimtab.optimize`) or its training (:func:`trimtab.tune`)."""
     training: Training | None = None

@@ -182,8 +182,7 @@ def random_tensor(
 
 
 def _sizes(form: Form, stated: Mapping[str, tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """The shape of each input, and the sizes that were assumed. A dynamic size is the stated one, else the file's hint, else a
-    default."""
+    """The shape of each input, and the assumed sizes. A dynamic size is the stated one, else the file's, else a default."""
     known: dict[str, int] = {}
     for name, shape in zip(form.names, form.shapes, strict=True):
         if name in stated:

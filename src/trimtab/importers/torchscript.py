@@ -85,8 +85,7 @@ class ScriptFile:
 
 
 def scripted(script: torch.jit.ScriptModule, names: tuple[str, ...]) -> nn.Module:
-    """``script`` as a module whose ``forward`` has the parameters ``names``; the signature of TorchScript's does not show
-    them."""
+    """``script`` as a module whose ``forward`` shows the parameters ``names`` in its signature."""
     kind = type("Scripted", (Beside,), {"forward": _forward(names)})
     module: nn.Module = kind(script).eval()
     return module

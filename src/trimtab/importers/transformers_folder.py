@@ -80,8 +80,7 @@ class TransformersFolder:
     task: str | None = None
 
     def __call__(self) -> nn.Module:
-        """The model in evaluation mode, with its cache of past tokens switched off: caches cannot be passed to other
-        runtimes."""
+        """The model in evaluation mode, without its cache of past tokens: caches cannot be passed to other runtimes."""
         model: nn.Module = self.load()[0]
         return model
 
@@ -206,8 +205,7 @@ def _form(model: Any, folder: pathlib.Path) -> Form:
 
 
 def _longest(model: nn.Module, config: Any) -> int | None:
-    """The longest input in tokens that the position table allows; ``None`` without a table. Some models reserve rows for
-    padding."""
+    """Most tokens that the position table allows, without the rows for padding; ``None`` without a table."""
     text = getattr(config, "text_config", config)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     places = next((found for name in names if (found := getattr(text, name, None))), None)

@@ -31,8 +31,7 @@ class Attention(Pass):
     tries = True
 
     kernel: Literal["flash", "efficient", "cudnn", "math"] = "flash"
-    """``flash`` and ``efficient`` never store the attention matrix; ``cudnn`` is NVIDIA's; ``math`` is plain matrix
-    products."""
+    """``flash`` and ``efficient`` never store the attention matrix; ``cudnn`` is NVIDIA's; ``math`` is plain products."""
 
     def describe(self) -> str:
         """Names the kernel."""

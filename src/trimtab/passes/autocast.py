@@ -52,8 +52,7 @@ class Autocast(Pass):
         return candidate.with_settings(autocast=self.dtype)
 
     def _failure(self, candidate: Candidate) -> str | None:
-        """The error of a run on the example under autocast, or ``None``. Only a run shows which operators have 16-bit
-        kernels."""
+        """The error of a run under autocast, or ``None``. Only a run shows which operators have 16-bit kernels."""
         try:
             with torch.no_grad():
                 self.apply(candidate).flat(copied=False)(*candidate.own_leaves())

@@ -48,8 +48,7 @@ class RemoveDropout(Pass):
 
 
 def _removable(module: nn.Module) -> bool:
-    """Whether ``module`` is one of torch's dropout layers, in evaluation mode, without hooks and without an overridden
-    forward."""
+    """Whether ``module`` is a dropout layer of torch, in evaluation mode, without hooks and with torch's ``forward``."""
     if not isinstance(module, _DropoutNd) or module.training or module._forward_hooks or module._forward_pre_hooks:
         return False
     return "forward" not in vars(module) and type(module).forward.__module__ == _DropoutNd.__module__

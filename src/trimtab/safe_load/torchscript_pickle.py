@@ -284,8 +284,7 @@ class _Machine:
                 raise ValueError(f"the attribute {str(key)[:80]!r} of {name[:120]} is not what its class declares")
 
     def fits(self, value: Any, kind: Type) -> bool:
-        """Whether ``value`` has the type ``kind``. ``Any`` and ``Union`` accept every value: source must refine them before
-        use."""
+        """Whether ``value`` has the type ``kind``. ``Any`` and ``Union`` accept every value: source must check it before use."""
         self.compared += 1
         if self.compared > MAX_STEPS:
             raise ValueError("too long")
@@ -348,8 +347,7 @@ _PLAIN_TYPES: dict[str, tuple[type, ...]] = {
     **{name: (kind,) for name, kind in (("bool", bool), ("int", int), ("float", float), ("str", str))},
     **dict.fromkeys(("Tensor", "List", "Dict", "Tuple", "Optional", "NoneType"), ()),
 }
-"""Python types of pickled values for types without items. Types that are missing here, such as a device, are numbers or
-text."""
+"""Python types of pickled values for types without items; types that are missing here are pickled as numbers or text."""
 _MADE = {
     "tensor": ("Tensor",),
     **{f"torch.jit._pickle.build_{kind}list": ("List", kind) for kind in ("int", "bool")},

@@ -176,8 +176,7 @@ def _lines(source: str, name: str) -> Iterator[str]:
 
 
 def _casts_plainly(line: str) -> bool:
-    """Whether every ``unchecked_cast`` in ``line`` is to a type without classes. torch writes such casts for optional
-    values."""
+    """Whether every ``unchecked_cast`` in ``line`` is to a type without classes, as torch writes for optional values."""
     kinds = [_first(line[match.end() :]) for match in _CAST.finditer(line)]
     return all(re.fullmatch(r"\([A-Za-z][\w\[\], ]*", kind) for kind in kinds)
 

@@ -111,8 +111,7 @@ class _Reads(TorchFunctionMode):
 
 
 class _Traced(_Reads):
-    """For use under the tracer, where sizes are tensors: ``places`` of all reads, ``of_sizes`` of reads of data-dependent
-    sizes."""
+    """Under the tracer, where sizes are tensors: ``places`` of all reads, ``of_sizes`` of data-dependent sizes."""
 
     def __init__(self, flow: _Flow) -> None:
         super().__init__(None)

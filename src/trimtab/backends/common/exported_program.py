@@ -46,8 +46,7 @@ Call = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 TOLERANCE = 0.02
 REDUCED_TOLERANCE = 0.1
-"""Largest errors relative to the largest output. They detect a different function; the accuracy is judged later, on real
-data."""
+"""Largest errors, relative to the largest output, of the same function. Accuracy is judged later, on real data."""
 
 
 def export_program(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:

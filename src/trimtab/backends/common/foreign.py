@@ -1,5 +1,4 @@
-"""Shared code of the backends outside of PyTorch: identifiers, numpy conversion, silencing converters, and verification of the
-converted graph."""
+"""Shared code of the backends outside of PyTorch: names, numpy conversion, silencing, verification of the graph."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ def owned(outputs: T, held: Collection[int] = (), *, inference: bool = False) ->
 
 
 def held_by(module: nn.Module) -> frozenset[int]:
-    """Addresses of the memory that ``module`` keeps between calls: parameters, buffers, attributes, and constants of
-    TorchScript."""
+    """Addresses of the memory that ``module`` keeps between calls: parameters, buffers, attributes, constants."""
     kept = (part for tensor in _kept(module) for part in parts(tensor) if part.layout is torch.strided)
     return frozenset({_start(part) for part in kept} - {0})
 
