@@ -284,7 +284,7 @@ class _Machine:
                 raise ValueError(f"the attribute {str(key)[:80]!r} of {name[:120]} is not what its class declares")
 
     def fits(self, value: Any, kind: Type) -> bool:
-        """Whether ``value`` has the type ``kind``. ``Any`` and ``Union`` accept every value: source must check it before use."""
+        """Whether ``value`` has the type ``kind``. ``Any`` and ``Union`` accept every value; source must check it."""
         self.compared += 1
         if self.compared > MAX_STEPS:
             raise ValueError("too long")
