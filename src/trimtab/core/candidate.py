@@ -154,7 +154,7 @@ class Candidate:
         Exporters specialize a dimension of size 1 to a constant, so a batch of 1 does not export to a dynamic batch.
         """
         leaves = self.own_leaves()
-        most = {dim.name: dim.max or 2 for dim in self.signature.dims}
+        most = {dim.name: 2 if dim.max is None else dim.max for dim in self.signature.dims}
         for name, now in self.signature.sizes(leaves).items():
             wanted, pairs = max(now, min(2, most[name])), zip(leaves, self.signature.inputs, strict=True)
             leaves = [resized(leaf, spec.shape, name, wanted) for leaf, spec in pairs]
@@ -162,12 +162,16 @@ class Candidate:
 
 
 def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int) -> torch.Tensor:
-    """``leaf`` with each axis that ``shape`` names ``name`` repeated or cut to ``size``. Sorted values stay sorted."""
+    """``leaf`` with each axis that ``shape`` names ``name`` repeated or cut to ``size``. Sorted values stay sorted; an empty
+    axis is extended with zeros."""
     for axis, want in enumerate(shape):
         if want == name and leaf.shape[axis] != size:
             if ordered(leaf):
                 return stretched(leaf, size)
-            leaf = torch.cat([leaf] * -(-size // max(leaf.shape[axis], 1)), dim=axis).narrow(axis, 0, size).contiguous()
+            if size and not leaf.shape[axis]:
+                return leaf.new_zeros([*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]])
+            copies = max(1, -(-size // max(leaf.shape[axis], 1)))
+            leaf = torch.cat([leaf] * copies, dim=axis).narrow(axis, 0, size).contiguous()
     return leaf
 
 

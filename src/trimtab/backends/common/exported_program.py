@@ -31,6 +31,8 @@ from trimtab.tensors.comparison import NEAR_TIES, errors, is_discrete, too_many_
 from trimtab.tensors.weights import HALVES, weights
 
 PROGRAM = "program.pt2"
+SPECIAL = (0, 1)
+"""Sizes that tracers and exporters take for constants."""
 RAISES = "it raises"
 
 EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subprocess.SubprocessError)
@@ -156,8 +158,8 @@ def _export_dim(dim: Dim) -> Any:
 def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Signature:
     """The candidate's signature as far as ``call`` supports it, found by comparing ``call`` with the model at other sizes.
 
-    Sizes far above the example's are tried too (see :func:`farthest`). With ``smallest``, size 1 is tried as well, because
-    tracers tend to specialize it; if it fails, the dimension's lower bound becomes 2.
+    Sizes far above the example's are tried too (see :func:`farthest`). With ``smallest``, sizes 0 and 1 are tried as well,
+    because tracers tend to specialize them; if one fails, the dimension's lower bound becomes the next size.
 
     Raises:
         CompileError: ``call`` fails or differs at another size; the message says how.
@@ -170,18 +172,20 @@ def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Sign
     others = {dim.name: other_size(candidate, dim.name, step) for step, dim in enumerate(signature.dims, start=1)}
     if reason := disagreement(candidate, call, at_sizes(candidate, others)):
         raise CompileError(f"The result does something else than the model at the sizes {others}: {reason}.")
-    kept = [_bounded(candidate, call, dim, others) for dim in signature.dims]
-    signature = dataclasses.replace(signature, dims=tuple(kept))
+    bounded = [_bounded(candidate, call, dim, others) for dim in signature.dims]
+    signature = dataclasses.replace(signature, dims=tuple(bounded))
     if not smallest:
         return signature
     now = signature.sizes(candidate.leaves)
     dims = []
     for dim in signature.dims:
-        small = at_sizes(candidate, {**others, dim.name: 1})
-        reason = disagreement(candidate, call, small) if dim.min == 1 and dim.max != 1 else None
-        if reason and now[dim.name] == 1:
-            raise CompileError(f"The result does something else than the model where {dim.name!r} is 1: {reason}.")
-        dims.append(dataclasses.replace(dim, min=2) if reason else dim)
+        kept = dim
+        for size in (size for size in SPECIAL if size in dim and size != dim.max):
+            reason = disagreement(candidate, call, at_sizes(candidate, {**others, dim.name: size}))
+            if reason and now[dim.name] == size:
+                raise CompileError(f"The result does something else than the model where {dim.name!r} is {size}: {reason}.")
+            kept = dataclasses.replace(kept, min=size + 1) if reason else kept
+        dims.append(kept)
     return dataclasses.replace(signature, dims=tuple(dims))
 
 
