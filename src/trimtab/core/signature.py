@@ -33,8 +33,8 @@ STORED = frozenset(
 class Dim:
     """A dimension whose size may differ between calls: a multiple of ``step`` from ``min`` to ``max``.
 
-    Bounds that are not multiples of ``step`` are moved inwards. ``min=0`` allows empty tensors, such as a decoder's cache in its
-    first step.
+    Bounds that are not multiples of ``step`` are moved inwards. ``min=0`` allows empty tensors, such as a decoder's cache
+    in its first step.
     """
 
     name: str
