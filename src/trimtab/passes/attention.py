@@ -55,7 +55,7 @@ class Attention(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model. The Trainer prefers this kernel, and uses another for inputs that it does not support."""
-        return candidate.with_settings(attention=self.kernel)
+        return candidate.with_settings({"attention": self.kernel})
 
     def _failure(self, candidate: Candidate, kernels: list[SDPBackend]) -> str | None:
         """The error of a call that may use ``kernels`` only, or ``None``.
@@ -63,7 +63,7 @@ class Attention(Pass):
         Gradients are enabled, because fused inference layers do not call attention separately. Autocast follows the settings,
         because some kernels support 16 bits only.
         """
-        device, named = torch.device(candidate.settings.device), candidate.settings.autocast
+        device, named = torch.device(candidate.settings.device), candidate.settings.precision.autocast
         precision = torch.autocast(device.type, dtype=getattr(torch, named)) if named else contextlib.nullcontext()
         drawing = [] if device.type == "cpu" else [device]  # by default torch initializes all GPUs, with a warning
         kept = torch.random.fork_rng(drawing, device_type=device.type)

@@ -22,7 +22,7 @@ class Autocast(Pass):
 
     name = "autocast"
     modes = frozenset({"infer", "train"})
-    sets = frozenset({"autocast"})
+    sets = frozenset({"precision.autocast"})
     tries = True
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -39,8 +39,8 @@ class Autocast(Pass):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs float32 weights and 16-bit kernels for every operator: some CPUs have none for a float16 LSTM."""
-        if candidate.settings.autocast is not None:
-            return f"The candidate runs under autocast to {candidate.settings.autocast} already."
+        if candidate.settings.precision.autocast is not None:
+            return f"The candidate runs under autocast to {candidate.settings.precision.autocast} already."
         if not torch.amp.is_autocast_available(candidate.settings.device):
             return f"PyTorch has no autocast for the device {candidate.settings.device!r}."
         if not any(p.dtype is torch.float32 for p in candidate.model.parameters()):
@@ -48,8 +48,8 @@ class Autocast(Pass):
         return self._failure(candidate)
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``autocast``, which backends apply."""
-        return candidate.with_settings(autocast=self.dtype)
+        """The same model with the setting ``precision.autocast``, which backends apply."""
+        return candidate.with_settings({"precision.autocast": self.dtype})
 
     def _failure(self, candidate: Candidate) -> str | None:
         """The error of a run under autocast, or ``None``. Only a run shows which operators have 16-bit kernels."""

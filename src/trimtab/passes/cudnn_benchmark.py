@@ -41,4 +41,4 @@ class CudnnBenchmark(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model with the setting ``cudnn_benchmark``; the Trainer sets torch's flag."""
-        return candidate.with_settings(cudnn_benchmark=True)
+        return candidate.with_settings({"cudnn_benchmark": True})

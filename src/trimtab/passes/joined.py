@@ -13,13 +13,13 @@ class Joined(Pass):
     """Run the accumulated batches of an update as one batch, if only their batch size differs and memory suffices.
 
     Pays off for small batches, whose matrix products do not use the whole processor. BatchNorm then normalizes over the whole
-    update, as in training without accumulation. ``Settings.exact_batchnorm`` enforces this.
+    update, as in training without accumulation. ``data.exact_batchnorm`` enforces this.
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, on what accumulation does to BatchNorm
     """
 
     name = "joined"
     modes = frozenset({"train"})
-    sets = frozenset({"joined"})
+    sets = frozenset({"data.joined"})
 
     def describe(self) -> str:
         """Describes the effect."""
@@ -27,10 +27,10 @@ class Joined(Pass):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs gradient accumulation."""
-        if candidate.settings.accumulate == 1:
+        if candidate.settings.data.accumulate == 1:
             return "joined needs batches that are accumulated, and each of these is an update of its own."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``joined``; the Trainer joins the batches."""
-        return candidate.with_settings(joined=True)
+        """The same model with the setting ``data.joined``; the Trainer joins the batches."""
+        return candidate.with_settings({"data.joined": True})

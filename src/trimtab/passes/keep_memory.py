@@ -23,7 +23,7 @@ class KeepMemory(Pass):
 
     name = "keep_memory"
     modes = frozenset({"infer", "train"})
-    sets = frozenset({"keep_memory"})
+    sets = frozenset({"memory.keep_freed"})
 
     def describe(self) -> str:
         """Describes the effect."""
@@ -42,5 +42,5 @@ class KeepMemory(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``keep_memory``; the process that runs it configures the allocator."""
-        return candidate.with_settings(keep_memory=True)
+        """The same model with the setting ``memory.keep_freed``; the process that runs it configures the allocator."""
+        return candidate.with_settings({"memory.keep_freed": True})

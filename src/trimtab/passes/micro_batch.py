@@ -20,7 +20,7 @@ class MicroBatch(Pass):
 
     name = "micro_batch"
     modes = frozenset({"train"})
-    sets = frozenset({"batch"})
+    sets = frozenset({"data.micro_batch"})
 
     size: Annotated[int, Choice(4, 8, 16, 32, 64, 128, 256)] = 32
     """Examples per part."""
@@ -37,5 +37,5 @@ class MicroBatch(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``batch``; the Trainer splits the batches."""
-        return candidate.with_settings(batch=self.size)
+        """The same model with the setting ``data.micro_batch``; the Trainer splits the batches."""
+        return candidate.with_settings({"data.micro_batch": self.size})

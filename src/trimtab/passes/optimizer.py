@@ -20,7 +20,7 @@ class OptimizerKernels(Pass):
 
     name = "optimizer"
     modes = frozenset({"train"})
-    sets = frozenset({"optimizer"})
+    sets = frozenset({"optimizer.implementation"})
 
     kernels: Literal["fused", "foreach"] = "fused"
     """``fused``: one kernel for the whole update. ``foreach``: one kernel per operation, for all parameters."""
@@ -30,5 +30,5 @@ class OptimizerKernels(Pass):
         return f"{self.kernels} optimizer"
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``optimizer``; the Trainer applies it."""
-        return candidate.with_settings(optimizer=self.kernels)
+        """The same model with the setting ``optimizer.implementation``; the Trainer applies it."""
+        return candidate.with_settings({"optimizer.implementation": self.kernels})

@@ -23,7 +23,7 @@ class Tf32(Pass):
 
     name = "tf32"
     modes = frozenset({"train"})
-    sets = frozenset({"tf32"})
+    sets = frozenset({"precision.tf32"})
 
     @property
     def exact(self) -> bool:
@@ -52,5 +52,5 @@ class Tf32(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``tf32``; the Trainer sets torch's precision."""
-        return candidate.with_settings(tf32=True)
+        """The same model with the setting ``precision.tf32``; the Trainer sets torch's precision."""
+        return candidate.with_settings({"precision.tf32": True})

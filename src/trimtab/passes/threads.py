@@ -44,4 +44,4 @@ class Threads(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model with the setting ``threads``; backends and the Trainer apply it."""
-        return candidate.with_settings(threads=self.count)
+        return candidate.with_settings({"threads": self.count})

@@ -75,7 +75,7 @@ def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
         CompileError: the source or the structure of inputs or outputs is not valid TorchScript, or autocast is set, which only
             the flat module applies.
     """
-    if candidate.settings.autocast is not None:
+    if candidate.settings.precision.autocast is not None:
         raise CompileError("The model's source cannot be compiled under autocast.")
     holder = type("Flat", (nn.Module,), {})()  # a new class: scripts of one class share their methods
     holder.model = candidate.own_model()
