@@ -209,7 +209,7 @@ def test_the_proof_looks_beside_infinities(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "g.onnx"
     shift = numpy_helper.from_array(np.array([-np.inf, 1.0, 0, 0], np.float32), "c")
     onnx.save(graph([helper.make_node("Add", ["x", "c"], ["y"])], initializer=[shift]), path)
-    session = intake._session(str(path))
+    session = intake._session(str(path))[0]
 
     class Moved(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -318,7 +318,7 @@ def test_the_proof_lets_near_ties_pass(tmp_path: pathlib.Path) -> None:
 
     path, rows = tmp_path / "classes.onnx", [torch.randn(1000, 4)]
     torch.onnx.export(Classes(), tuple(rows), str(path), dynamo=False)
-    session = intake._session(str(path))
+    session = intake._session(str(path))[0]
     assert intake._difference(Turned(1), session, rows) is None
     assert "1.00% of its values differ, where 0.50% may" in str(intake._difference(Turned(10), session, rows))
 
