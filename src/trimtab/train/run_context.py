@@ -46,7 +46,7 @@ class FitState:
     """What belongs to one call of ``fit`` alone: the next one has another, of which nothing is known."""
 
     memory_plan: Any
-    """The :class:`~trimtab.train.engine.out_of_memory.MemoryPlan` of the call."""
+    """The :class:`~trimtab.train.engine.memory_plan.MemoryPlan` of the call."""
     planned: int | None = None
     """How many updates there will be when it has ended, where that is known."""
     goes_on: bool = False

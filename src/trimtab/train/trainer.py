@@ -25,10 +25,10 @@ from trimtab.train.distributed.launch import join
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.engine import checkpoint_policy, duration, epoch, setup, validation
 from trimtab.train.engine import evaluate as held_out
-from trimtab.train.engine.out_of_memory import MemoryPlan
+from trimtab.train.engine.memory_plan import MemoryPlan
 from trimtab.train.engine.signals import interruptible
-from trimtab.train.engine.step import Update
-from trimtab.train.loss.adapter import Batch, LossAdapter, in_step
+from trimtab.train.engine.step import Run, Update
+from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.optim import schedules
 from trimtab.train.optim.ema import Ema, EvalWeights
 from trimtab.train.optim.optimizer_state import OptimizerModes
@@ -44,8 +44,6 @@ from trimtab.train.telemetry.events import Callback, Ended, Event, Validated
 from trimtab.train.telemetry.meter import Meter
 from trimtab.train.telemetry.metrics import Metric, checked_metrics
 from trimtab.train.telemetry.summary import Summary
-
-_STEP = in_step("The model or its loss raised")
 
 
 class Trainer:
@@ -342,19 +340,15 @@ class Trainer:
 
     def _epoch(self, ready: setup.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
         """What is left of the epoch; returns whether it is whole."""
-        feed, position, kept = ready.feed, self.context.position, checkpoint_policy.Saving(self.context, ready)
-        for group in checkpoint_policy.rounds(self.context, ready, kept):
-            update, remarks = self._update(ready, group)
+        feed, position, saving = ready.feed, self.context.position, checkpoint_policy.Saving(self.context, ready)
+        run = Run(self.context, feed, meter.count, saving)
+        for batches in epoch.rounds(self.context, feed, saving):
+            update = ready.step(batches, run)
             if not self.context.world.used:
                 break
-            position.batch, position.update = feed.taken, position.update + 1
-            position.skipped += not update.applied
-            with kept:
-                for remark in remarks:
-                    self.context.note_once(remark)
-                meter.count(update, group if self.context.world.counts else [])
-            if not (update.applied or update.overflowed) and self.context.settings.nonfinite == "stop":
-                self.context.stop("The loss was not finite.")
+            if update.applied and not self.context.fit.kept:
+                self.context.fit.kept = True
+                setup.refuse_unkept(self.context, feed)
             if self.context.checkpoint_every is not None and position.update % self.context.checkpoint_every == 0:
                 checkpoint_policy.save(self.context, ready)
             yield update
@@ -379,20 +373,6 @@ class Trainer:
             raise
         if self.context.checkpoint_every is None and not self.context.position.due:
             checkpoint_policy.save(self.context, ready)
-
-    def _update(self, ready: setup.Ready, group: list[Batch]) -> tuple[Update, list[str | None]]:
-        """One update and what goes along with it, and what there is to tell of it once it counts."""
-        with _STEP:
-            update = self.context.fit.memory_plan.update(ready, group)
-        remarks = [self.context.objective.doubt(group, alone=self.context.world.size == 1)]
-        if ready.scheduler is not None and update.applied:
-            remarks.append(schedules.advance(ready.scheduler))
-        if self.context.ema is not None and update.applied:
-            self.context.ema.update(self.context.model)
-        if update.applied and not self.context.fit.kept:
-            self.context.fit.kept = True
-            setup.refuse_unkept(self.context, ready.feed)
-        return update, remarks
 
     def _validate(self, held_out: Iterable[Batch] | None, ready: setup.Ready) -> None:
         """Go through the validation data, keep the best parameters, and stop where it has stopped getting better."""

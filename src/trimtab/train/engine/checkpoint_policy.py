@@ -12,9 +12,7 @@ from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.checkpoint.folder_lock import let_go
 from trimtab.train.distributed.consistency import tell
 from trimtab.train.engine import epoch, setup
-from trimtab.train.loss.adapter import Batch
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.world import NOTHING
 from trimtab.train.telemetry.events import Saved
 
 if TYPE_CHECKING:
@@ -94,17 +92,3 @@ class Saving:
         if context.world.heard(error) and context.world.any(bool(unsaved)):
             epoch.take_back(context, self.ready.feed)
             save(context, self.ready)
-
-
-def rounds(context: RunContext, ready: Ready, saving: Saving) -> Iterator[list[Batch]]:
-    """What is left of the epoch, as :func:`trimtab.train.engine.epoch.rounds` gives it; the loader may fail before each update.
-
-    Of several processes the others may be in an update by then, which does not come to its end: there nothing can be saved.
-    """
-    groups, alone = epoch.rounds(context, ready.feed), context.world.processes == 1
-    while True:
-        with saving if alone else NOTHING:
-            group = next(groups, None)
-        if group is None:
-            return
-        yield group

@@ -12,12 +12,10 @@ from torch import nn
 
 from trimtab.core.settings import Settings
 from trimtab.core.technique import require
-from trimtab.train.engine.step import Step, Update
+from trimtab.train.engine.step import ForwardState, MicroBatchLosses, Step
 from trimtab.train.loss.adapter import Batch, LossAdapter, tensors
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.snapshots import moving
 from trimtab.train.runtime.step_clock import Clock
-from trimtab.train.runtime.torch_settings import random_state, set_random_state
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Ended, Event, Progressed, Remarked
 
@@ -56,15 +54,14 @@ class CompiledStep(Step):
         compiled.register_forward_pre_hook(self._hear)
         self.model = compiled
 
-    def __call__(self, batches: Sequence[Batch]) -> Update:
-        """Update the parameters from ``batches``, compiled if that is possible."""
+    def gradients(self, batches: Sequence[Batch]) -> MicroBatchLosses:
+        """:meth:`Step.gradients`, compiled if that is possible."""
         if self.model is self.plain:
-            return super().__call__(batches)
+            return super().gradients(batches)
         shapes = tuple(tensor.shape for batch in batches for tensor in tensors(batch))
-        new = shapes not in self._met
-        before = (moving(self.plain, self.objective.module), random_state()) if new else None
+        before = None if shapes in self._met else ForwardState(self.plain, self.objective.module)
         try:
-            update = super().__call__(batches)
+            found = super().gradients(batches)
         except RuntimeError as error:
             failure = _failure(error)
             if failure is None:
@@ -75,16 +72,14 @@ class CompiledStep(Step):
             if not self._called:
                 self.failure = "The loss calls methods of the model, of which only model(...) itself is compiled."
                 self.model = self.plain
-            return update
+            return found
         self.discard()
-        if before is None:  # the loss went another way than with all batches of these shapes before
+        if before is None:  # the loss took another path than with all earlier batches of these shapes
             self.failure += f" {_BEGUN}"
         else:
-            kept, random = before
-            kept.put_back()
-            set_random_state(random)
+            before.put_back()
         self.model = self.plain
-        return super().__call__(batches)
+        return super().gradients(batches)
 
     def _hear(self, *_: object) -> None:
         """The compiled model is called, and not only a method of it, which would run as it was written."""

@@ -19,6 +19,7 @@ from trimtab.train.loss.adapter import Batch
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.random_generators import generators_of, generators_within, set_states, states_of
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
+from trimtab.train.runtime.world import NOTHING
 
 _WORKERS = (
     "No checkpoint holds the random generators of the loader's worker processes: if the dataset draws from them, a resumed run "
@@ -180,10 +181,20 @@ def _other(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {**state, "torch": host, "cuda": others}
 
 
-def rounds(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]:
-    """What is left of the epoch, for as long as any process has something left of it."""
-    groups = _until_cut(context, feed)
-    return context.world.rounds(groups, feed.length(), functools.partial(_again, feed))
+def rounds(context: RunContext, feed: MicroBatcher, saving: contextlib.AbstractContextManager[None]) -> Iterator[list[Batch]]:
+    """The batches of each update that is left of the epoch, for as long as any process has some left.
+
+    A process that trains alone reads them in ``saving``, because the loader may fail. Of several processes the others may be in
+    an update by then, which does not come to its end: there nothing can be saved.
+    """
+    updates = context.world.rounds(_until_cut(context, feed), feed.length(), functools.partial(_again, feed))
+    alone = context.world.processes == 1
+    while True:
+        with saving if alone else NOTHING:
+            batches = next(updates, None)
+        if batches is None:
+            return
+        yield batches
 
 
 def _until_cut(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]:
