@@ -40,10 +40,8 @@ TIE = 0.02
 """Sizes whose throughput differs by a smaller fraction count as equally fast."""
 _CLOSE, _FINALISTS = 0.15, 3
 """Sizes within this fraction of the fastest are timed again, and at least so many."""
-_PATIENCE = 2
-"""Sizes in a row without an improvement after which the sweep ends."""
-_SECOND_LOOK = 3
-"""Updates of each size that confirm the end of the sweep."""
+_PATIENCE, _FIRST_LOOK = 2, 3
+"""Sizes in a row without an improvement after which the sweep ends, and timings of each, of which the best counts."""
 _SHARE = 0.8
 """Fraction of the host's free memory that the search may use."""
 _ROUNDS = 15
@@ -274,20 +272,8 @@ class _Search:
             behind = 0 if entry.rate > best * (1 + TIE) else behind + 1
             best = max(best, entry.rate)
             if behind >= _PATIENCE:
-                able = [one for one in entries if not one.reason]
-                if not self._caught_up(able):
-                    break
-                best, behind = max(one.rate for one in able), 0
+                break
         return entries
-
-    def _caught_up(self, able: Sequence[_Entry]) -> bool:
-        """Whether timing again, in turns, finds the last sizes faster than those before: a first timing may be disturbed."""
-        before, last = able[:-_PATIENCE], able[-_PATIENCE:]
-        leader = max(before, key=lambda entry: entry.rate)
-        for _ in range(_SECOND_LOOK):
-            for entry in (leader, *last):
-                entry.seconds.append(self._time(entry))
-        return max(entry.rate for entry in last) > leader.rate * (1 + TIE)
 
     def _attempt(self, entry: _Entry) -> str:
         """Run ``entry`` for the first time; the reason why it cannot run, or "", the same in all processes."""
@@ -311,7 +297,7 @@ class _Search:
         first = self._time(entry)
         run_s = math.inf if self.updates is None else self.updates * first
         self.seconds, self.short = min(self.seconds, _EARLY * run_s), _EARLY * run_s < _LEAST * max(first, _SAMPLE_S)
-        entry.seconds += [first] if self.short else [self._time(entry) for _ in range(2)]
+        entry.seconds += [first] if self.short else [self._time(entry) for _ in range(_FIRST_LOOK)]
         return ""
 
     def _agreed(self, reason: str, others: str = "it does not fit into the memory of another process") -> str:

@@ -304,24 +304,24 @@ class Step:
         return self.settings.clip_norm is not None or self._made % self._norm_every == 0 or on_gpu
 
     def _kept_statistics(self) -> Snapshot:
-        """What normalisation layers gather, as it is now."""
+        """A copy of the running statistics of normalisation layers."""
         return Snapshot(buffer for module, name in self._statistics if (buffer := module._buffers[name]) is not None)
 
     def _kept_buffers(self) -> Snapshot:
-        """The buffers as they are now; the statistics of SyncBatchNorm are those of all, and stay alike."""
+        """A copy of the buffers; with SyncBatchNorm only of the loss's, because all processes must keep the same statistics."""
         loss = self.objective.module
         own = () if loss is None else loss.modules()
         return Snapshot((), own if self.settings.exact_batchnorm else modules_of_both(self.model, loss))
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
-        """The precision that the forward pass runs in."""
+        """A block in the precision of the forward pass."""
         dtype = self.settings.autocast
         if dtype is None:
             return NOTHING
         return torch.autocast(self.settings.device, dtype=getattr(torch, dtype))
 
     def check(self) -> None:
-        """Read what was not read yet.
+        """Read the verdict on the last update, if it was not read yet; waits for the device.
 
         Raises:
             NonFiniteError: the last update was not finite.
@@ -335,16 +335,16 @@ class Step:
             )
 
     def _watch(self, update: Update) -> None:
-        """Have :meth:`check` look at ``update``. What it reads is made now, before the device has other work."""
+        """Have :meth:`check` read the verdict on ``update``, which the device computes now, before other work."""
         self._unread = update
         self._verdict.send(update.loss + update.check)
 
     def discard(self) -> None:
-        """Forget the gradients of an update that was cut off."""
+        """Free the gradients of an update that did not come to its end."""
         _discard(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale of float16 losses, and the weight that others are relative to."""
+        """The scale of float16 losses, and the weight that the weights of losses are divided by."""
         return {"scaler": self.scaler.state_dict(), "typical": self._typical}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -355,11 +355,11 @@ class Step:
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
-        """What the optimizer has now: a run may add to it, as one that thaws its model layer by layer does."""
+        """The optimizer's parameters now: a run may add some, as one that unfreezes its model layer by layer does."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _weighted(self, loss: torch.Tensor, weight: Weight, count: int) -> torch.Tensor:
-        """The loss by its weight, relative to a typical one, so that float16 gradients keep their range."""
+        """The loss times its weight, divided by a typical weight so that float16 gradients keep their range."""
         if self.objective.summed or (count == 1 and self.world.size == 1):
             return loss
         if self._typical is None:
@@ -367,13 +367,13 @@ class Step:
         return self._of_something(loss, weight) * (weight / self._typical)
 
     def _of_something(self, loss: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """``loss``, or 0 where it is a mean over nothing, as where all labels are ignored, which is no number."""
+        """``loss``, or 0 if it is a mean over nothing and so NaN, as when all labels are ignored."""
         if _known_to_be_nothing(weight):
             return loss.nan_to_num() * 0
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) if isinstance(weight, torch.Tensor) else loss
 
     def _unweight(self, grads: list[torch.Tensor], total: Weight | None) -> None:
-        """Turn the sum of weighted gradients into that of the mean; ``total`` is ``None`` where nothing was weighted."""
+        """Turn the sum of weighted gradients into the gradient of the mean; ``total`` is ``None`` if nothing was weighted."""
         factor: Weight = float(self.world.size) if self.world.averages else 1.0
         if total is not None and not self.objective.summed and self._typical is not None:
             factor = factor * self._typical / total
@@ -416,15 +416,15 @@ class Step:
 
 
 def _known_to_be_nothing(weight: Weight) -> bool:
-    """Whether a loss stands for nothing, as far as can be said without waiting for a GPU."""
+    """Whether a loss is a mean over nothing, as far as is known without waiting for a GPU."""
     return (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu") and not weight
 
 
 @contextlib.contextmanager
 def _left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A block whose backward pass goes its way, since others may wait for what it exchanges, and adds nothing to gradients.
+    """A block whose backward pass adds nothing to gradients; it runs because other processes may wait for its exchange.
 
-    Those of a mean over nothing are no numbers, even where it is multiplied by 0.
+    The gradients of a mean over nothing are NaN, even if the mean is multiplied by 0.
     """
     hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
     try:
@@ -435,12 +435,12 @@ def _left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients, in memory that may be changed in place: of a sparse one, as an embedding's may be, its values."""
+    """The gradients, in memory that can be changed in place: of a sparse gradient, as of an embedding, its values."""
     found = []
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
             if grad.is_sparse:
-                grad = parameter.grad = grad.coalesce()  # so that no row stands in it twice
+                grad = parameter.grad = grad.coalesce()  # each row once
             found.append(grad._values() if grad.is_sparse else grad)
     return found
 
