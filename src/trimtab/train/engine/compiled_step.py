@@ -30,7 +30,7 @@ MOST_REMARKS = 4
 class CompiledStep(Step):
     """A :class:`Step` through a compiled model, which falls back to the model as written if compilation fails.
 
-    Compilation may fail at the first batch of each shape. Before such a batch, everything that a forward pass changes is copied;
+    Compilation may fail at the first batch of each shape. Before such a batch, what a forward pass changes is copied;
     after a failure it is restored, and the update is repeated without compilation, with the same result.
     """
 

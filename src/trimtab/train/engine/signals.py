@@ -15,7 +15,7 @@ _CHILD: signal.Signals | None = getattr(signal, "SIGCHLD", None)
 
 @contextlib.contextmanager
 def interruptible(context: RunContext) -> Iterator[None]:
-    """A block in which Ctrl-C and SIGTERM end the run after its update, or during validation; a second signal ends it at once."""
+    """A block in which Ctrl-C and SIGTERM end the run after its update, or in validation; a second signal ends it at once."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
@@ -27,9 +27,7 @@ def interruptible(context: RunContext) -> Iterator[None]:
     finally:
         end.over = True
         for number, handler in end.before.items():
-            if (
-                number == _CHILD or signal.getsignal(number) is end
-            ):  # otherwise a later run has set its own, and is still running
+            if number == _CHILD or signal.getsignal(number) is end:  # else a later run has set its own, and goes on
                 signal.signal(number, _lasting(number, handler))
 
 
