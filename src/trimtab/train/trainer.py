@@ -234,10 +234,14 @@ class Trainer:
     ) -> Summary:
         """Train until ``epochs`` or ``steps`` are reached, and validate after each epoch.
 
-        Example, for a trainer with the loaders ``batches`` and ``held_out``::
+        Example, in which the second call adds two epochs::
 
-            print(trainer.fit(batches, held_out, epochs=3).metrics["loss"])
-            trainer.fit(batches, held_out, epochs=5)  # two more epochs: both calls count from the beginning
+            import torch
+            from trimtab import Trainer
+            batches = [(torch.randn(16, 8), torch.randn(16, 1)) for _ in range(4)]
+            trainer = Trainer(torch.nn.Linear(8, 1), loss=torch.nn.MSELoss(), optimizer=torch.optim.Adam)
+            trainer.fit(batches, batches[:1], epochs=3)
+            print(trainer.fit(batches, batches[:1], epochs=5).metrics)
 
         After :meth:`resume`, the run continues at the checkpoint. A second call with the same data continues too, also in the
         middle of an epoch; data is the same if it is the same object, or a loader of the same dataset with as many batches.
