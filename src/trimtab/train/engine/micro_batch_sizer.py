@@ -47,7 +47,7 @@ class MicroBatchSizer:
         """The loss of a batch against that of its parts; ``None`` if not measured, or not measurable."""
         self._asked = self._begun = self._looked = False
         self._group: Sequence[Batch] = ()
-        """The micro-batches of the last update."""
+        """The batches of the last update, before they were halved."""
         self._least: int | None = None
         """The smallest size that was noted."""
         self._wait, self._since = AGAIN_AFTER, 0
@@ -151,7 +151,7 @@ class MicroBatchSizer:
                 before.put_back()
             size = -(-size // 2)
             group = parts(group, size)
-        self._fitted, self._group = max(self._fitted, elements), group
+        self._fitted = max(self._fitted, elements)
         if self.limit is not None or size is not None:
             self._remember(size or largest, largest, again=again)
         return found
@@ -196,7 +196,7 @@ class MicroBatchSizer:
         if head is None:
             return None
         if step.world.processes == 1:  # others need not have run out of memory, and would not ask
-            self.ask(step, self._group)
+            self.ask(step, parts(self._group, 2 * (self._least or 1)))  # two parts as one: it may fit without gradients
         if self.changes_loss:
             return f"{head}other updates than those of whole batches. {self.compared} {ADVICE}"
         if self.compared is None:
