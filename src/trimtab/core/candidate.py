@@ -123,13 +123,13 @@ class Candidate:
         """The copies that :meth:`own_inputs` gives, in the order of the signature."""
         return [leaf.clone() for leaf in self.leaves]
 
-    def with_model(self, model: nn.Module, **settings: Any) -> Candidate:
-        """This candidate with another model and, if given, other settings."""
-        return dataclasses.replace(self, model=model, settings=dataclasses.replace(self.settings, **settings))
+    def with_model(self, model: nn.Module, changes: Mapping[str, Any] | None = None) -> Candidate:
+        """This candidate with another model and, if given, other settings: names, such as ``"threads"``, to values."""
+        return dataclasses.replace(self, model=model, settings=self.settings.replaced(changes or {}))
 
-    def with_settings(self, **settings: Any) -> Candidate:
-        """This candidate with other settings."""
-        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **settings))
+    def with_settings(self, changes: Mapping[str, Any]) -> Candidate:
+        """This candidate with other settings: names, such as ``"precision.autocast"``, to values."""
+        return dataclasses.replace(self, settings=self.settings.replaced(changes))
 
     @functools.cached_property
     def leaves(self) -> list[torch.Tensor]:
@@ -154,7 +154,7 @@ class Candidate:
         Exporters treat a dimension of size one as a constant, so a graph for any batch cannot be exported from a batch of one.
         """
         leaves = self.own_leaves()
-        most = {dim.name: dim.max or size for dim in self.signature.dims}
+        most = {dim.name: size if dim.max is None else dim.max for dim in self.signature.dims}
         for name, now in self.signature.sizes(leaves).items():
             wanted, pairs = max(now, min(size, most[name])), zip(leaves, self.signature.inputs, strict=True)
             leaves = [resized(leaf, spec.shape, name, wanted) for leaf, spec in pairs]
@@ -162,12 +162,18 @@ class Candidate:
 
 
 def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int) -> torch.Tensor:
-    """``leaf`` with every axis that ``shape`` calls ``name`` repeated or cut to ``size``; an ordered row stays one."""
+    """``leaf`` with every axis that ``shape`` calls ``name`` repeated or cut to ``size``; of an empty one zeros.
+
+    An ordered row stays ordered.
+    """
     for axis, want in enumerate(shape):
         if want == name and leaf.shape[axis] != size:
             if ordered(leaf):
                 return stretched(leaf, size)
-            leaf = torch.cat([leaf] * -(-size // max(leaf.shape[axis], 1)), dim=axis).narrow(axis, 0, size).contiguous()
+            if size and not leaf.shape[axis]:
+                return leaf.new_zeros([*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]])
+            copies = max(1, -(-size // max(leaf.shape[axis], 1)))
+            leaf = torch.cat([leaf] * copies, dim=axis).narrow(axis, 0, size).contiguous()
     return leaf
 
 
@@ -300,14 +306,14 @@ class FlatModel(nn.Module):
         for i in self._signature.written:
             if leaves[i] is not given[i]:  # the model wrote to what was laid out anew, and the caller looks at his own
                 given[i].copy_(leaves[i])
-        if self._settings.autocast is None:
+        if self._settings.precision.autocast is None:
             return tuple(outputs)
         return tuple(t.to(dtype) for t, dtype in zip(outputs, self._dtypes, strict=True))  # callers rely on the dtypes
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
-        if self._settings.autocast is None:
+        if self._settings.precision.autocast is None:
             yield
             return
-        with torch.autocast(self._settings.device, dtype=getattr(torch, self._settings.autocast)):
+        with torch.autocast(self._settings.device, dtype=getattr(torch, self._settings.precision.autocast)):
             yield

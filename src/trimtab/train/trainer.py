@@ -53,14 +53,14 @@ class Trainer:
 
         import torch
         from torch import nn
-        from trimtab import Settings, Trainer
+        from trimtab import DataSettings, Settings, Trainer
         x = torch.randn(64, 8)
         batches = list(zip(x.split(16), x.sum(1, keepdim=True).split(16)))
         trainer = Trainer(
             nn.Linear(8, 1),
             loss=nn.MSELoss(),
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
-            settings=Settings(accumulate=2),
+            settings=Settings(data=DataSettings(accumulate=2)),
         )
         print(trainer.fit(batches, epochs=20).loss)
 

@@ -67,7 +67,7 @@ class MemoryPlan:
             UsageError: the activations cannot keep the budget ``activation_mb``.
             WorkloadError: a single example does not fit.
         """
-        settings, model = self.context.settings, self.context.model
+        settings, model = self.context.settings.memory, self.context.model
         if settings.segments is not None and not self._begun:
             self._recomputed = Recomputed([longest_chain(model)], model.buffers(), segments=settings.segments)
         self._begun = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -20,17 +19,20 @@ from trimtab.train.runtime.memory_errors import out_of_memory, said
 
 AGAIN_AFTER = 100
 """Updates with the halved size before whole batches are tried again; doubled after each failure."""
-_UNTOLD = "batch={}: batches are not taken apart of which nothing tells how many examples they have. Make the loader's smaller."
-_INSEPARABLE = "batch=None: batches stay whole. {}"
-_NOT_ADDITIVE = "batch=None: batches are not taken apart, because that would change what is learnt. {}"
+_UNTOLD = (
+    "data.micro_batch={}: batches are not taken apart of which nothing tells how many examples they have. Make the "
+    "loader's smaller."
+)
+_INSEPARABLE = "data.micro_batch=None: batches stay whole. {}"
+_NOT_ADDITIVE = "data.micro_batch=None: batches are not taken apart, because that would change what is learnt. {}"
 _APART = "An update from parts is not that of the whole."
 
 
 class MicroBatchSizer:
     """Chooses the number of examples per micro-batch, in one call of ``fit``.
 
-    - ``Settings(batch=4)``: the loader's batches are split into micro-batches of at most 4 examples.
-    - ``Settings(batch="auto")``: the first update searches for the fastest size that fits into memory.
+    - ``DataSettings(micro_batch=4)``: the loader's batches are split into micro-batches of at most 4 examples.
+    - ``DataSettings(micro_batch="auto")``: the first update searches for the fastest size that fits into memory.
     - Memory runs out: batches are halved until the update fits. No update is lost, and the size is kept for the updates that
       follow. Whole batches are tried again after :data:`AGAIN_AFTER` updates, because one long batch may have been the reason.
 
@@ -76,7 +78,7 @@ class MicroBatchSizer:
         return f"other updates would come of it. {self.compared}" if changes else None
 
     def begin(self, step: Step, feed: MicroBatcher, group: Sequence[Batch]) -> Sequence[Batch]:
-        """The micro-batches of an update from ``group``; the first call decides ``Settings(batch="auto")``.
+        """The micro-batches of an update from ``group``; the first call decides ``micro_batch="auto"``.
 
         Raises:
             WorkloadError: not even one example fits into memory.
@@ -87,7 +89,7 @@ class MicroBatchSizer:
         self._group, context = group, self.context
         if not self._looked and self._splits(group, first=first):
             self._looked = True
-            if self.ask(step, group) and context.settings.batch is not None:
+            if self.ask(step, group) and context.settings.data.micro_batch is not None:
                 context.objective.doubted = True
                 if not any(note.startswith(_APART) for note in context.notes):  # by an earlier call of fit
                     context.note(f"{_APART} {self.compared} {ADVICE}")
@@ -95,7 +97,7 @@ class MicroBatchSizer:
 
     def _decide(self, step: Step, feed: MicroBatcher, group: Sequence[Batch]) -> Sequence[Batch]:
         """Search for the size if it is ``"auto"``; leave batches whole if they cannot, or must not, be split."""
-        context, batch = self.context, self.context.settings.batch
+        context, batch = self.context, self.context.settings.data.micro_batch
         unknown = batch is not None and any(length(each) is None for each in group)
         if batch != "auto":
             context.note_once(_UNTOLD.format(batch) if unknown else None)
@@ -109,7 +111,8 @@ class MicroBatchSizer:
         else:
             feed.micro = search_micro_batch(context, step, group, updates=context.fit.planned)
             return parts(group, feed.micro)
-        context.settings, context.decided["batch"] = dataclasses.replace(context.settings, batch=None), None
+        context.settings = context.settings.replaced({"data.micro_batch": None})
+        context.decided["data.micro_batch"] = None
         context.note_once(reason)
         return group
 
@@ -117,8 +120,8 @@ class MicroBatchSizer:
         """Whether trimtab splits batches; the same in all processes, which can ask each other in the first update only."""
         settings = self.context.settings
         if self.context.world.processes == 1:
-            return settings.batch is not None and len(group) > settings.accumulate
-        return first and (settings.batch is not None or settings.adjust)
+            return settings.data.micro_batch is not None and len(group) > settings.data.accumulate
+        return first and (settings.data.micro_batch is not None or settings.adjust)
 
     def gradients(self, step: Step, group: Sequence[Batch]) -> MicroBatchLosses:
         """:meth:`Step.gradients` of ``group``; where memory runs out, again with micro-batches of half the size.
@@ -162,16 +165,17 @@ class MicroBatchSizer:
             if any(length(batch) is None for batch in group):
                 raise WorkloadError(
                     f"A batch does not fit into memory ({words}), and nothing tells how many examples it has, so it cannot be "
-                    "taken apart. Make the loader's batches smaller, or recompute activations with Settings(activation_mb=...)."
+                    "taken apart. Make the loader's batches smaller, or recompute activations with "
+                    "MemorySettings(activation_mb=...)."
                 ) from error
             raise WorkloadError(
-                f"A single example does not fit into memory ({words}). Recompute activations with Settings(activation_mb=...), "
-                "use a smaller model or shorter inputs."
+                f"A single example does not fit into memory ({words}). Recompute activations with "
+                "MemorySettings(activation_mb=...), use a smaller model or shorter inputs."
             ) from error
-        if self.context.settings.exact_batchnorm:
+        if self.context.settings.data.exact_batchnorm:
             raise WorkloadError(
                 f"An update of {size} examples does not fit into memory ({words}), and with exact_batchnorm it cannot be taken "
-                "apart. Recompute activations with Settings(activation_mb=...), or accumulate less."
+                "apart. Recompute activations with MemorySettings(activation_mb=...), or accumulate less."
             ) from error
 
     def _remember(self, size: int, largest: int, *, again: bool) -> None:

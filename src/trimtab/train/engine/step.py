@@ -31,8 +31,8 @@ from trimtab.train.runtime.world import NOTHING, World
 
 _NO_ROOM = (
     "The gradients fit into memory, but what the optimizer needs beside them does not ({words}). Share them out with "
-    "Settings(sharding='shard'), take an optimizer with less state, or one without temporary copies of it, with "
-    "Settings(optimizer='loop') or 'fused'."
+    "DistributedSettings(sharding='shard'), take an optimizer with less state, or one without temporary copies of it, with "
+    "OptimizerSettings(implementation='loop') or 'fused'."
 )
 _LEAST_SCALE = 2.0**-14
 """Of float16 losses: the smallest normal float16 number. A gradient that still overflows at this scale is not finite."""
@@ -170,11 +170,11 @@ class Step:
     ) -> None:
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.settings, self.world, self.clock = settings, world, clock
-        self.scaler = _Scaler(settings.device, enabled=settings.autocast == "float16")
+        self.scaler = _Scaler(settings.device, enabled=settings.precision.autocast == "float16")
         self.scaler.world = world
         self._known = len(self._parameters)
         world.meet(optimizer)
-        self._statistics = buffers_of(model, set()) if settings.nonfinite in ("skip", "stop") else []
+        self._statistics = buffers_of(model, set()) if settings.optimizer.nonfinite in ("skip", "stop") else []
         self._typical: float | None = None
         self._unread: Update | None = None
         self._verdict = AsyncScalar()
@@ -219,12 +219,12 @@ class Step:
                 # Clip once, by the norm of the whole gradient.
                 norm = world.norm(grads) if self._norm_wanted(grads) else None
                 self._made += 1
-                if settings.clip_norm is not None and norm is not None:
-                    world.scale(grads, (settings.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
+                if settings.optimizer.clip_norm is not None and norm is not None:
+                    world.scale(grads, (settings.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
                 # Check that loss and gradient are finite before the optimizer can spoil parameters with them.
                 check = norm
                 if check is None:
-                    check = loss if settings.nonfinite == "ignore" else world.total(grads)
+                    check = loss if settings.optimizer.nonfinite == "ignore" else world.total(grads)
                 update = self._checked(Update(loss, check, norm, applied=True))
                 # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
                 if update.applied:
@@ -254,7 +254,7 @@ class Step:
             for remark in remarks:
                 context.note_once(remark)
             run.count(update, batches if world.counts else [])
-        if not (update.applied or update.overflowed) and settings.nonfinite == "stop":
+        if not (update.applied or update.overflowed) and settings.optimizer.nonfinite == "stop":
             context.stop("The loss was not finite.")
         return update
 
@@ -300,8 +300,8 @@ class Step:
 
     def _norm_wanted(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether this update computes the norm; a GPU takes all norms in one kernel, but one sum after the other."""
-        on_gpu = bool(grads) and grads[0].is_cuda and self.settings.nonfinite != "ignore"
-        return self.settings.clip_norm is not None or self._made % self._norm_every == 0 or on_gpu
+        on_gpu = bool(grads) and grads[0].is_cuda and self.settings.optimizer.nonfinite != "ignore"
+        return self.settings.optimizer.clip_norm is not None or self._made % self._norm_every == 0 or on_gpu
 
     def _kept_statistics(self) -> Snapshot:
         """A copy of the running statistics of normalisation layers."""
@@ -311,11 +311,11 @@ class Step:
         """A copy of the buffers; with SyncBatchNorm only of the loss's, because all processes must keep the same statistics."""
         loss = self.objective.module
         own = () if loss is None else loss.modules()
-        return Snapshot((), own if self.settings.exact_batchnorm else modules_of_both(self.model, loss))
+        return Snapshot((), own if self.settings.data.exact_batchnorm else modules_of_both(self.model, loss))
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """A block in the precision of the forward pass."""
-        dtype = self.settings.autocast
+        dtype = self.settings.precision.autocast
         if dtype is None:
             return NOTHING
         return torch.autocast(self.settings.device, dtype=getattr(torch, dtype))
@@ -331,7 +331,8 @@ class Step:
             what = "sum" if unread.norm is None else "norm"
             raise NonFiniteError(
                 f"The loss was {float(unread.loss)} and the {what} of its gradient {float(unread.check)}, which is not finite. "
-                'Lower the learning rate, clip with Settings(clip_norm=1.0), or leave such updates out: nonfinite="skip".'
+                "Lower the learning rate, clip with OptimizerSettings(clip_norm=1.0), or leave such updates out: "
+                'nonfinite="skip".'
             )
 
     def _watch(self, update: Update) -> None:
@@ -387,7 +388,7 @@ class Step:
             NonFiniteError: this update is not finite and on the CPU, or the one before it is not finite and on a GPU.
         """
         self.check()
-        nonfinite = self.settings.nonfinite
+        nonfinite = self.settings.optimizer.nonfinite
         if self.scaler.is_enabled():  # torch's fused SGD would write uninitialised momentum in a step with overflow
             left_out = any(map(float, self.scaler._found_inf_per_device(self.optimizer).values()))
             overflowed = left_out and self.scaler.get_scale() > _LEAST_SCALE and bool(torch.isfinite(update.loss))
@@ -410,7 +411,7 @@ class Step:
             return
         hopeless = not (update.applied or update.overflowed)
         self.scaler.update(self.scaler.get_scale() if hopeless else None)
-        if hopeless and self.settings.nonfinite == "raise":
+        if hopeless and self.settings.optimizer.nonfinite == "raise":
             self._watch(update)
             self.check()
 
