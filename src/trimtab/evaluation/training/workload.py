@@ -285,7 +285,7 @@ def _trainer(workload: Workload, training: Training, settings: Settings, seed: i
 
 def refuse_parts(trainer: Trainer) -> None:
     """Refuse to time a run whose batches were split for want of memory."""
-    if trainer.context.fit.memory_plan.fitting.limit is not None:
+    if trainer.context.fit.memory_plan.sizer.limit is not None:
         raise WorkloadError(_IN_PARTS)
 
 
