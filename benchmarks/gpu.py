@@ -67,7 +67,6 @@ AUTO = trimtab.Settings(
     autocast="auto",
     memory_format="auto",
     tf32="auto",
-    cudnn_benchmark="auto",
     optimizer="auto",
     compile="auto",
     attention="auto",

@@ -58,7 +58,7 @@ class Settings:
     """Which implementation scaled dot-product attention uses, wherever that takes its inputs."""
     tf32: bool | Literal["auto"] | None = None
     """Whether float32 products may be rounded to TensorFloat-32 on GPUs that have it; by default torch rounds convolutions."""
-    cudnn_benchmark: bool | Literal["auto"] = False
+    cudnn_benchmark: bool = False
     """Whether cuDNN times its algorithms for each new shape."""
     activation_mb: float | None = None
     """Most memory that a micro-batch may take above parameters, gradients and the optimizer's state, in MB (10**6 bytes).

@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.loss.loss_parity import MARGIN, ROUNDING
+from trimtab.train.loss.loss_parity import MARGIN, ROUNDING, gradient_distance
 from trimtab.train.memory.activation_checkpointing import Recomputed
 from trimtab.train.memory.activation_trace import DifferentiatedError, trace
 from trimtab.train.memory.checkpoint_plans import Plan, front
 from trimtab.train.memory.peak_activations import peak_activations
-from trimtab.train.runtime import gradient_parity
 from trimtab.train.runtime.memory_errors import go_on
 from trimtab.train.runtime.snapshots import rehearsal
 from trimtab.train.runtime.world import World
@@ -181,8 +180,8 @@ class _Search:
         except (RuntimeError, MemoryError) as error:
             go_on(error, repeats=self.world.repeats)
             return 0.0
-        apart = gradient_parity.apart(plain, found)
-        return apart if apart > max(ROUNDING, MARGIN * gradient_parity.apart(plain, again)) else 0.0
+        apart = gradient_distance(plain, found)
+        return apart if apart > max(ROUNDING, MARGIN * gradient_distance(plain, again)) else 0.0
 
     def _gradient(self, modules: Sequence[nn.Module]) -> list[torch.Tensor | None]:
         """By parameter, with ``modules`` recomputed; leaves no trace."""

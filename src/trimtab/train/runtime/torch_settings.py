@@ -31,7 +31,7 @@ def running(settings: Settings) -> Iterator[None]:
             torch.set_num_threads(settings.threads)
         if settings.keep_memory:
             system.keep_freed_memory()
-        torch.backends.cudnn.benchmark = settings.cudnn_benchmark is True or benchmark
+        torch.backends.cudnn.benchmark = settings.cudnn_benchmark or benchmark
         tf32 = settings.tf32  # while it is open, as torch has it
         with contextlib.nullcontext() if tf32 in (None, "auto") else products_of_float32(tf32=tf32 is True), kernels:
             yield
