@@ -33,7 +33,7 @@ from trimtab.train.memory.activation_budget import Verified, choose
 from trimtab.train.memory.peak_activations import peak_activations
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import go_on
-from trimtab.train.runtime.snapshots import moved, rehearsal, stand_still
+from trimtab.train.runtime.snapshots import Snapshot, rehearsal, stand_still
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
 
@@ -235,7 +235,7 @@ class _Search:
         model, optimizer, loss = self.context.model, self.context.optimizer, self.context.objective.module
         with rehearsal(model, optimizer, loss=loss) as kept, self.world.rehearsed():
             stand_still(optimizer)
-            entries = self._sweep(candidates, lambda: moved(kept, model) if same else "")
+            entries = self._sweep(candidates, lambda: _changes(kept, model) if same else "")
             able = [entry for entry in entries if not entry.reason]
             if not able:
                 raise UsageError(f"No batch size can be used. {'; '.join(f'{e.size}: {e.reason}' for e in entries)}.")
@@ -395,6 +395,19 @@ def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], 
     if not drawn:
         raise WorkloadError("The loader gave no batch, so no batch size can be found. Give one with examples in it.")
     return drawn, time.perf_counter() - begun
+
+
+def _changes(kept: Snapshot, model: nn.Module) -> str:
+    """What makes an update from parts differ from that of the whole batch, after a forward pass; empty if nothing does.
+
+    Args:
+        kept: taken before the forward pass.
+        model: the model.
+    """
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()):
+        return "BatchNorm"
+    changed = [tensor for tensor in kept.changed() if not tensor.requires_grad]
+    return "what the forward pass changes, such as buffers" if changed else ""
 
 
 def _fastest(tried: Sequence[Tried], *, smallest: bool) -> int:
