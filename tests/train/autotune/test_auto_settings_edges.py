@@ -115,7 +115,7 @@ def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
         "autocast, optimizer stay off: a copy of a model with SyncBatchNorm would wait for the other processes."
     ]
     assert (made.settings.autocast, made.settings.optimizer) == (None, None)
-    assert flops_share(made.context, batches, 10.0) is None
+    assert flops_share(made.context, batches, 10.0) == (None, None)
     assert shadow_run.why_not_alone(trainer(Settings(threads=1), nn.SyncBatchNorm(4)).context) is None
     assert shadow_run.why_not_alone(trainer(Settings(threads=1), world=Two()).context) is None
 
