@@ -1,8 +1,7 @@
-"""How many examples at once: the number with which most of them are learnt from per second, within the memory there is.
+"""Find the micro-batch size with the highest training throughput (examples/s) that fits in memory.
 
-Larger is not always faster: once all cores or the whole GPU are busy, larger batches only leave the caches. So sizes are tried
-on real updates, in turns, and the run that they belong to does not notice: parameters, the optimizer's state, buffers and
-random generators are put back from copies.
+Larger is not always faster: once all cores or the whole GPU are busy, larger batches only leave the caches. So sizes are timed
+on real updates, in turns. Parameters, the optimizer's state, buffers and random generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -38,38 +37,38 @@ from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
 
 TIE = 0.02
-"""Sizes whose speeds differ by less are taken to be equally fast."""
+"""Sizes whose speeds differ by a smaller share count as equally fast."""
 _CLOSE, _FINALISTS = 0.15, 3
-"""Sizes that fall behind by more in a first look, where one may have been lucky, are not looked at again, but for a few."""
+"""Sizes within this share of the fastest at first, and the fastest three in any case, are timed again in turns."""
 _PATIENCE = 2
-"""Sizes in a row that are no faster than one before them, after which no further one is tried."""
+"""No further size is tried after this many in a row that are no faster than one before them."""
 _SECOND_LOOK = 3
-"""Updates of each size in the look that makes sure of that."""
+"""Times that each size is timed again before the search ends for that reason."""
 _SHARE = 0.8
-"""Of the free memory of the host that a search may use."""
+"""Share of the free memory of the host that a search may use."""
 _ROUNDS = 15
 _EARLY, _LEAST = 0.1, 8
-"""A search takes a tenth of the run at most, and is not begun where that is less than so many samples or updates."""
+"""A search takes 10% of the run at most, and only one size is tried if that is less than 8 samples or updates."""
 _SAMPLE_S = 0.03
-"""Updates are repeated for as long: where others want the same cores, what is shorter is at the mercy of their turns."""
+"""Least seconds of a sample, in which updates are repeated: shorter ones vary with the scheduling of other processes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A number of examples at once, and how it did."""
+    """A batch size that was tried."""
 
     size: int
     rate: Interval | None = None
-    """Examples per second, with the loader's part; ``None`` where it did not run."""
+    """Examples per second, including the time of the loader; ``None`` if the size did not run."""
     peak_mb: float | None = None
-    """Of activations, where that was measured; see :func:`~trimtab.train.memory.peak_activations.peak_activations`."""
+    """Peak memory of activations in MB (10**6 bytes), if measured."""
     reason: str = ""
-    """Why it did not run."""
+    """Why the size did not run; empty if it did."""
     finalist: bool = False
-    """Whether it was about as fast as the fastest in a first look, and so was looked at again."""
+    """Whether the size was among the fastest at first, and was timed in turns with them."""
 
     def __str__(self) -> str:
-        """A line for a person."""
+        """A line of text."""
         if self.rate is None:
             return f"{self.size}: {self.reason}"
         memory = "" if self.peak_mb is None else f", {self.peak_mb:,.1f} MB of activations"
@@ -78,12 +77,12 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """The best number of examples at once, and all that were tried, in order of size."""
+    """The best batch size, and all that were tried, in order of size."""
 
     size: int
     tried: tuple[Tried, ...]
     loader_examples_per_s: float | None = None
-    """How fast the loader alone is."""
+    """Throughput of the loader alone; ``None`` if it took no time."""
 
     def __str__(self) -> str:
         """A line per size."""
@@ -91,7 +90,7 @@ class Found:
 
 
 class HasContext(Protocol):
-    """A Trainer, as far as a search for its batch size looks at it."""
+    """The part of a Trainer that a search reads."""
 
     context: RunContext
 
@@ -104,19 +103,20 @@ def find_batch(
     limit_mb: float | None = None,
     seconds: float = 10.0,
 ) -> Found:
-    """The batch size with the best throughput for ``trainer``, the loader's time included; sizes are 1, 2, 4 and so on.
+    """The batch size with the best throughput for ``trainer``, including the time of the loader. Sizes are 1, 2, 4 and so on.
 
-    The trainer is as before afterwards, and its first update is the one that it would have made.
+    The trainer is unchanged afterwards.
 
     Args:
+        trainer: the trainer.
         batches: a loader, from which as many batches are drawn as the largest size needs.
-        largest: that no more is tried than; by default 16 times a batch of the loader.
-        limit_mb: most memory for activations, in MB (10**6 bytes); by default what the machine has.
-        seconds: after which no new round of measuring begins.
+        largest: the largest size to try; by default 16 times a batch of the loader.
+        limit_mb: most memory for activations, in MB (10**6 bytes); by default that of the machine.
+        seconds: time after which no new round of timing begins.
 
     Raises:
-        UsageError: a limit is not above zero, or not even one example keeps it.
-        WorkloadError: the loader gives nothing, or batches that cannot be taken apart or joined.
+        UsageError: a limit is not above zero, or a single example exceeds it.
+        WorkloadError: the loader gives no batch, or batches that cannot be split or joined.
     """
     for name, value in (("largest", largest), ("limit_mb", limit_mb), ("seconds", seconds)):
         positive(1 if value is None else value, f"find_batch {name}")
@@ -125,7 +125,7 @@ def find_batch(
     own, world = sum(examples(batch) for batch in drawn), context.world
     count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # per example; all processes try the same sizes
     pool = join(drawn)
-    beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # which computes while this reads
+    beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # reading and computing overlap
     called = world.wrap(context.model, context.settings, fresh=False)
     move = setup.laid_out(context.model, context.settings, context.device)
     step = Step(called, context.objective, context.optimizer, context.settings, world, HostClock())
@@ -144,15 +144,14 @@ def find_batch(
     return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
 
 
-def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, updates: int | None) -> int:
-    """Into how large micro-batches the batches of an update are best taken apart; the update itself stays the same.
+def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, updates: int | None) -> tuple[int, str]:
+    """The fastest micro-batch size in examples for the batches of ``group``, and a sentence on it; all processes get the same.
 
-    Where whole batches are as fast as the best, it is those; with BatchNorm, or another state that each micro-batch would move,
-    or where so few ``updates`` are to come that no search would be paid back, it is the largest that fits. Several processes
-    agree on it. The decision is the trainer's from now on, and noted.
+    Of sizes that are equally fast it is the largest. With BatchNorm, or other buffers that each micro-batch would change, or
+    if a search takes too long for the ``updates`` to come, it is the largest that fits.
 
     Raises:
-        WorkloadError: batches cannot be taken apart, or not even one example fits.
+        WorkloadError: batches cannot be split, or a single example does not fit.
     """
     whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
     sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
@@ -160,44 +159,40 @@ def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, upda
     candidates = ((size, parts(group, size)) for size in sizes)
     tried = tuple(entry.tried(0.0) for entry in search.run(candidates, same=True))
     size = _fastest(tried, smallest=False)
-    context.settings = dataclasses.replace(context.settings, batch=size)
-    context.decided["batch"] = size
     kept = " Smaller ones are not tried, because the run is short." if search.short else ""
     kept = f" They are not made smaller for speed, because of {search.moved}." if search.moved else kept
-    context.note(
-        f"batch={size}: examples per micro-batch, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept
-    )
-    return size
+    times = "; ".join(map(str, tried))
+    return size, f"batch={size}: examples per micro-batch, tried on updates of {whole}. {times}.{kept}"
 
 
 def parts(group: Sequence[Batch], size: int) -> list[Batch]:
-    """The batches of ``group`` in parts of at most ``size`` examples."""
+    """The batches of ``group``, split into parts of at most ``size`` examples."""
     return [part for batch in group for part in split(batch, size)]
 
 
 @dataclasses.dataclass
 class _Entry:
-    """A size in the search."""
+    """A size in a search."""
 
     size: int
     group: Sequence[Batch]
     examples: float
-    """In ``group``: the mean of all processes."""
+    """Examples in ``group``: the mean of all processes."""
     plan: Verified | None = None
     peak: float | None = None
     reason: str = ""
     updates: int = 1
-    """That are timed in a row."""
+    """Updates per sample."""
     seconds: list[float] = dataclasses.field(default_factory=list)
     finalist: bool = False
 
     @property
     def rate(self) -> float:
-        """By the best time so far."""
+        """Examples per second, by the shortest sample so far."""
         return self.examples / min(self.seconds)
 
     def tried(self, load_s: float, *, beside: bool = False) -> Tried:
-        """What a person sees; ``load_s`` per example passes before the update, or, if ``beside``, during it."""
+        """The result; loading takes ``load_s`` per example, before the update, or during it if ``beside``."""
         peak = None if self.peak is None else self.peak / 1e6
         if self.reason:
             return Tried(size=self.size, peak_mb=peak, reason=self.reason)
@@ -208,14 +203,17 @@ class _Entry:
 
 
 class _Search:
-    """Tries sizes: once each until it gets no faster, then the fastest of them in turns."""
+    """Times sizes: each once until larger ones are no faster, then the fastest of them in turns."""
 
     def __init__(self, context: RunContext, step: Step, limit_mb: float | None, seconds: float, updates: int | None) -> None:
         self.updates, self.short, self.moved = updates, False, ""
         self.context, self.world = context, step.world
-        model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
-        waits = context.device.type == "cpu" or context.settings.nonfinite in ("skip", "stop")  # for what is not finite
-        settings = dataclasses.replace(context.settings, nonfinite="skip" if waits else "ignore")  # nothing ends the search
+        model = getattr(step.model, "_orig_mod", step.model)  # not compiled, which would take long for each size
+        waits = context.device.type == "cpu" or context.settings.nonfinite in (
+            "skip",
+            "stop",
+        )  # reads gradients
+        settings = dataclasses.replace(context.settings, nonfinite="skip" if waits else "ignore")  # which ends no search
         self.step = Step(model, context.objective, context.optimizer, settings, step.world, HostClock())
         self._wait = synchronizer(context.device)
         self.limit = None if limit_mb is None else limit_mb * 1e6
@@ -225,11 +223,11 @@ class _Search:
         """The sizes that were tried, in order of size.
 
         Args:
-            candidates: from which no more is taken once it gets no faster.
-            same: whether the update must be the same for all: the first that fits will do where others would move more.
+            candidates: sizes with their batches, in the order in which they are tried.
+            same: whether all sizes must give the same update. If they do not, the first that fits is taken.
 
         Raises:
-            UsageError: none fits.
+            UsageError: no size fits.
         """
         begun = time.perf_counter()
         model, optimizer, loss = self.context.model, self.context.optimizer, self.context.objective.module
@@ -259,7 +257,7 @@ class _Search:
             entry.reason = self._agreed(self._beyond(entries[-1], size) if growing else "") or self._attempt(entry)
             entries.append(entry)
             if entry.reason:
-                if growing:  # what is larger will not fit either
+                if growing:  # larger sizes do not fit either
                     break
                 continue
             self.moved = self._agreed(moved(), "what another process has")
@@ -275,7 +273,7 @@ class _Search:
         return entries
 
     def _caught_up(self, able: Sequence[_Entry]) -> bool:
-        """Whether a second look, in turns, finds the last sizes faster than those before: the first may have been disturbed."""
+        """Whether the last sizes are faster than those before when timed again, in turns: the first sample may be disturbed."""
         before, last = able[:-_PATIENCE], able[-_PATIENCE:]
         leader = max(before, key=lambda entry: entry.rate)
         for _ in range(_SECOND_LOOK):
@@ -284,15 +282,15 @@ class _Search:
         return max(entry.rate for entry in last) > leader.rate * (1 + TIE)
 
     def _attempt(self, entry: _Entry) -> str:
-        """Run ``entry`` for the first time; returns why it cannot run, or nothing, the same in all processes."""
-        reason = self._tried(self._fit, entry) or self._tried(self._first_times, entry)  # updates are of all processes
+        """Run ``entry`` for the first time. Returns why it cannot run, or an empty text; the same in all processes."""
+        reason = self._tried(self._fit, entry) or self._tried(self._first_times, entry)  # an update is a collective operation
         if reason:
             self.step.discard()
             torch.cuda.empty_cache()  # does nothing where there is no GPU
         return reason
 
     def _tried(self, action: Callable[[_Entry], str], entry: _Entry) -> str:
-        """The reason that ``action`` gives, or that there is no memory for it, or that one example has no statistics."""
+        """What ``action`` returns, or why it failed: memory ran out, or BatchNorm got a single example."""
         try:
             reason = action(entry)
         except (RuntimeError, MemoryError, ValueError) as error:
@@ -309,11 +307,11 @@ class _Search:
         return ""
 
     def _agreed(self, reason: str, others: str = "it does not fit into the memory of another process") -> str:
-        """``reason`` if there is one, else that of ``others`` if another process has one: what follows is the same for all."""
+        """``reason``, or ``others`` if only another process has a reason; empty in all processes or in none."""
         return reason or others if self.world.any(bool(reason)) else ""
 
     def _fit(self, entry: _Entry) -> str:
-        """Measure the activations of ``entry``, and see to their budget; returns why that cannot be kept, or nothing."""
+        """Measure the activations of ``entry``, and plan recomputation for a budget. Returns why they exceed a limit."""
         batch, context = max(entry.group, key=examples), self.context
         budget = context.settings.activation_mb
         if budget is not None:
@@ -330,13 +328,13 @@ class _Search:
         return "" if limit is None or entry.peak <= limit else f"it takes {entry.peak / 1e6:,.1f} MB of {limit / 1e6:g} allowed"
 
     def _beyond(self, before: _Entry, size: int) -> str:
-        """Why ``size`` is not even tried: a host that runs out of memory does not say so, but ends the process."""
+        """Why ``size`` is not tried: the operating system kills a process that exhausts the memory of the host."""
         expected = (before.peak or 0.0) * size / before.size
         free = 1e6 * free_mb() if self.context.device.type == "cpu" else math.inf
         return f"it would take about {expected / 1e6:,.0f} MB of {free / 1e6:,.0f} free" if expected > free * _SHARE else ""
 
     def _time(self, entry: _Entry) -> float:
-        """Seconds of an update, the same on all processes."""
+        """Seconds of an update: the mean of all processes."""
         recomputed = None if entry.plan is None else entry.plan.apply()
         try:
             self._wait()
@@ -353,10 +351,10 @@ class _Search:
 
 
 def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, device: torch.device) -> Verified:
-    """What to recompute of ``model`` so that the activations of ``batch`` keep within ``budget_mb``.
+    """Which modules of ``model`` to recompute so that the activations of ``batch`` stay within ``budget_mb`` (10**6 bytes).
 
     Raises:
-        UsageError: nothing does; the message names the smallest budget that can be kept.
+        UsageError: no plan stays within it; the message names the smallest possible budget.
     """
 
     def loss() -> torch.Tensor:
@@ -369,22 +367,22 @@ def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, devic
 
 
 def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
-    """A block for backward passes whose gradients are thrown away: they do not cross between processes.
+    """A block for backward passes whose gradients are discarded, and so not exchanged between processes.
 
-    Those of shards do, because FSDP keeps what has not crossed where nobody else can throw it away, for the next update.
+    With FSDP they are exchanged: it would keep gradients that are not, and add them to the next update.
     """
     return step.world.exchanging(now=step.settings.sharding != "replicate")
 
 
 def backward(step: Step, batch: Batch) -> None:
-    """A forward and backward pass as in ``step``, for nothing but to be looked at."""
+    """A forward and backward pass as in ``step``, to be measured."""
     with step.precision():
         loss, _ = step.world.looked(lambda: step.objective(step.model, batch))
     loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], float]:
-    """Batches with up to ``largest`` examples, 16 batches by default, and the seconds that the loader took for them."""
+    """Batches with ``largest`` examples together, by default 16 batches, and the seconds that the loader took for them."""
     begun, drawn, count = time.perf_counter(), list[Batch](), 0
     with untouched(batches) as peeked:
         for batch in itertools.islice(peeked, None if largest else 16):
@@ -411,7 +409,7 @@ def _changes(kept: Snapshot, model: nn.Module) -> str:
 
 
 def _fastest(tried: Sequence[Tried], *, smallest: bool) -> int:
-    """The fastest of those that were looked at again; of those as fast, the smallest or the largest."""
+    """The fastest of the finalists; of those that are equally fast, the smallest or the largest."""
     rates = {one.size: one.rate.value for one in tried if one.rate is not None and one.finalist}
     able = [size for size, rate in rates.items() if rate >= (1 - TIE) * max(rates.values())]
     return min(able) if smallest else max(able)

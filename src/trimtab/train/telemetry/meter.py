@@ -92,6 +92,7 @@ class Meter:
     def summary(self, ended: str) -> Summary:
         """The summary of the run, which ended for the reason ``ended``."""
         context, seconds = self.context, time.perf_counter() - self._began
+        peak_mb = context.fit.memory_plan.peak_mb  # before operations are counted, which takes memory too
         share, remark = self._flops_share()
         context.note_once(remark)
         return Summary(
@@ -104,7 +105,7 @@ class Meter:
             metrics=context.results,
             restored=_restored(context),
             examples_per_s=self._all_examples / seconds if self._all_examples else None,
-            peak_mb=context.fit.memory_plan.peak_mb,
+            peak_mb=peak_mb,
             flops_share=share,
             shares=_shares(self._spent, sum(self._spent.values())),
             skipped=context.position.skipped,
