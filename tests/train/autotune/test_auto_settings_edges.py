@@ -389,7 +389,7 @@ def test_gradients_of_a_model_that_amplifies_rounding_are_not_held_to_what_other
     decisions = auto_settings._Decisions(made.context, [(torch.randn(16, 64), torch.zeros(16, 1))], None)
     decisions.make([])
     other = shadow_run.ShadowRun(made.context, Settings(threads=1), decisions.batches)
-    with other.shaken(1e-7):  # as another order of its sums would
+    with other.with_noise(1e-7):  # as another order of its sums would
         assert gradient_distance(decisions.best.reset_round().gradient, other.reset_round().gradient) > GRADIENT  # type: ignore[union-attr]
         assert decisions._difference(other, exact=True) is None
     assert gradient_distance(decisions.best.reset_round().gradient, other.reset_round().gradient) == 0  # type: ignore[union-attr]
@@ -420,7 +420,7 @@ def test_gradients_of_a_model_in_16_bits_are_held_to_its_rounding() -> None:
     decisions.make([])
     best, other = decisions.best, shadow_run.ShadowRun(made.context, Settings(threads=1), decisions.batches)
     assert best is not None
-    with other.shaken(2.0**-9):  # as sums in another order are off
+    with other.with_noise(2.0**-9):  # as sums in another order are off
         assert gradient_distance(best.reset_round().gradient, other.reset_round().gradient) > GRADIENT
         assert decisions._difference(other, exact=True) is None
 

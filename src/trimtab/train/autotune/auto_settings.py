@@ -261,10 +261,10 @@ class _Decisions:
         assert self.best is not None
         if not exact and (coarse := rounded(other.model, other.step.objective, other.settings, self.batches[0], LOSSY)):
             return coarse
-        with contextlib.ExitStack() as still:
+        with contextlib.ExitStack() as blocks:
             if self._losses_differ(want := self._rounds(other, exact), exact=exact):
-                still.enter_context(self.best.still())
-                still.enter_context(other.still())
+                blocks.enter_context(self.best.without_dropout())
+                blocks.enter_context(other.without_dropout())
                 want = self._rounds(other, exact)
                 if reason := self._losses_differ(want, exact=exact):
                     return reason
@@ -278,7 +278,7 @@ class _Decisions:
         assert self.best is not None
         first = noisy = self.best.reset_round()
         if exact:
-            with self.best.shaken(max(SHAKE, rounding(other.model, other.settings))):
+            with self.best.with_noise(max(SHAKE, rounding(other.model, other.settings))):
                 noisy = self.best.reset_round()
         return first, noisy, other.reset_round()
 

@@ -32,7 +32,7 @@ from trimtab.train.memory.activation_budget import Verified, choose
 from trimtab.train.memory.peak_activations import peak_activations
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import go_on
-from trimtab.train.runtime.snapshots import Snapshot, rehearsal, stand_still
+from trimtab.train.runtime.snapshots import Snapshot, rehearsal, zero_learning_rates
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
 
@@ -232,7 +232,7 @@ class _Search:
         begun = time.perf_counter()
         model, optimizer, loss = self.context.model, self.context.optimizer, self.context.objective.module
         with rehearsal(model, optimizer, loss=loss) as kept, self.world.rehearsed():
-            stand_still(optimizer)
+            zero_learning_rates(optimizer)
             entries = self._sweep(candidates, lambda: _changes(kept, model) if same else "")
             able = [entry for entry in entries if not entry.reason]
             if not able:

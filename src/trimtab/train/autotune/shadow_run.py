@@ -26,10 +26,10 @@ from trimtab.train.loss.loss_parity import shaken, too_coarse
 from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
 from trimtab.train.optim.kernels import use_kernels
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.snapshots import Snapshot, moving, stand_still
+from trimtab.train.runtime.snapshots import Snapshot, moving, zero_learning_rates
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
-from trimtab.train.runtime.train_modes import Still, floats, gathered
+from trimtab.train.runtime.train_modes import DropoutOff, changed_modules, float_buffers
 from trimtab.train.runtime.world import World
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class ShadowRun:
         self.modes.train(self.model)
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise CompileError("The optimizer finds its own learning rate, so that no copy of the run can stand still.")
-        stand_still(optimizer)
+        zero_learning_rates(optimizer)
         with running(settings):
             move = setup.laid_out(self.model, settings, context.device)
             self.step = setup.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())
@@ -117,22 +117,22 @@ class ShadowRun:
             return Round(self.round(), gradient)
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
+    def without_dropout(self) -> Iterator[None]:
         """A block in which dropout and other random layers are off, so that rounds draw no random numbers."""
-        before, modes = floats(self.model), self.modes
+        before, modes = float_buffers(self.model), self.modes
         self.round()
-        self.modes = still = Still(self.model, gathered(self.model, before))
+        self.modes = off = DropoutOff(self.model, changed_modules(self.model, before))
         try:
-            still.look()
-            still.train()
+            off.look()
+            off.train()
             yield
         finally:
-            still.end()
+            off.end()
             self.modes = modes
             modes.train(self.model)
 
     @contextlib.contextmanager
-    def shaken(self, size: float) -> Iterator[None]:
+    def with_noise(self, size: float) -> Iterator[None]:
         """A block in which noise of relative size ``size`` is added to the parameters."""
         kept = Snapshot(self.model.parameters())
         shaken(self.model, 0, size)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from trimtab.train.optim.optimizer_state import with_inner
 from trimtab.train.runtime.random_generators import generators_within, set_states, states_of
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
-from trimtab.train.runtime.train_modes import same
+from trimtab.train.runtime.train_modes import equal_nan
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, submodules, hooks and the mode."""
@@ -49,14 +49,14 @@ class Snapshot:
             if name not in held or held[name] is not buffer:
                 held[name] = buffer
         for tensor, kept in zip(self._tensors, self._copies, strict=True):
-            if not same(tensor, kept):
+            if not equal_nan(tensor, kept):
                 tensor.copy_(kept)
 
     def changed(self) -> list[torch.Tensor]:
         """The tensors that have another value now, and the buffers that another tensor has replaced."""
         replaced = {id(buffer) for held, name, buffer in self._places if held.get(name) is not buffer}
         pairs = zip(self._tensors, self._copies, strict=True)
-        return [tensor for tensor, kept in pairs if id(tensor) in replaced or not same(tensor, kept)]
+        return [tensor for tensor, kept in pairs if id(tensor) in replaced or not equal_nan(tensor, kept)]
 
 
 class _Attributes:
@@ -85,7 +85,7 @@ class _Attributes:
                     held[name] = value
         for value, kept in self._contents.values():
             if isinstance(value, torch.Tensor):
-                if not same(value, kept):
+                if not equal_nan(value, kept):
                     value.copy_(kept)
             elif _has_tensors(value) or _has_tensors(kept):
                 value.clear()
@@ -119,7 +119,7 @@ def modules_of_both(model: nn.Module, loss: nn.Module | None) -> list[nn.Module]
     return [*model.modules(), *(() if loss is None else loss.modules())]
 
 
-def averages(model: nn.Module, loss: nn.Module | None) -> list[nn.Parameter]:
+def _moving_averages(model: nn.Module, loss: nn.Module | None) -> list[nn.Parameter]:
     """Parameters without gradient that a forward pass may change, such as those of a teacher that is a moving average.
 
     Empty where they take more memory than the trained parameters: those are of a frozen backbone.
@@ -132,7 +132,7 @@ def averages(model: nn.Module, loss: nn.Module | None) -> list[nn.Parameter]:
 
 def moving(model: nn.Module, loss: nn.Module | None) -> Snapshot:
     """A snapshot of everything that a forward pass may change."""
-    return Snapshot(averages(model, loss), modules_of_both(model, loss))
+    return Snapshot(_moving_averages(model, loss), modules_of_both(model, loss))
 
 
 def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.
     Random generators are restored too, and with an ``optimizer`` its state, its options and all parameters. The block gets the
     snapshot of the tensors.
     """
-    parameters: dict[torch.Tensor, None] = dict.fromkeys(averages(model, loss))
+    parameters: dict[torch.Tensor, None] = dict.fromkeys(_moving_averages(model, loss))
     if optimizer is not None:  # which may have parameters of the loss, too
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters = dict.fromkeys([*parameters, *model.parameters(), *trained])
@@ -169,7 +169,7 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.
         set_states(generators, drawn)
 
 
-def stand_still(optimizer: Optimizer) -> None:
+def zero_learning_rates(optimizer: Optimizer) -> None:
     """Set the learning rates of ``optimizer`` to 0, so that its updates change no parameter.
 
     An optimizer without ``lr`` is left alone.

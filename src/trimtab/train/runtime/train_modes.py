@@ -37,12 +37,10 @@ class Modes:
             return None
         return f"In evaluation mode, and so it stays: {shown}. model.train() before fit() has all modules train."
 
-    def follow(self) -> list[str]:
-        """Find the modules that callbacks have frozen or thawed since. Returns sentences on them."""
-        before = self._frozen
+    def follow(self) -> None:
+        """Find the modules that callbacks have frozen or thawed since."""
         if self.model.training:  # else the model was evaluated, which says nothing of its modules
             self._find()
-        return self._changes(before, "from now on")
 
     def state_of(self) -> dict[str, list[str] | None]:
         """For a checkpoint: the modules that are frozen now, and those that were as the run began."""
@@ -58,7 +56,9 @@ class Modes:
             (_FROZEN.add if name in now else _FROZEN.discard)(module)
         self._frozen = self._names()
         self.train()
-        return self._changes(before, "as the run before left it")
+        modes = {"evaluation": set(self._frozen) - set(before), "training": set(before) - set(self._frozen)}
+        names = {mode: self._shown(sorted(changed)) for mode, changed in modes.items()}
+        return [f"In {mode} mode, as the run before left it: {shown}." for mode, shown in names.items() if shown]
 
     def train(self, copy: nn.Module | None = None) -> None:
         """Put the model, or a ``copy`` of it, in training mode, except for its frozen modules."""
@@ -78,11 +78,6 @@ class Modes:
     def _names(self) -> list[str]:
         return [name for name, module in self.model.named_modules() if module in _FROZEN]
 
-    def _changes(self, before: list[str], since: str) -> list[str]:
-        modes = {"evaluation": set(self._frozen) - set(before), "training": set(before) - set(self._frozen)}
-        names = {mode: self._shown(sorted(changed)) for mode, changed in modes.items()}
-        return [f"In {mode} mode, {since}: {shown}." for mode, shown in names.items() if shown]
-
     def _shown(self, names: Sequence[str]) -> str:
         """Up to three of the modules ``names`` to which the mode matters; a module stands for those within it."""
         matter: list[str] = []
@@ -93,7 +88,7 @@ class Modes:
         return ", ".join(matter[:3]) + (f" and {len(matter) - 3} more" if len(matter) > 3 else "")
 
 
-class Still(Modes):
+class DropoutOff(Modes):
     """Training mode without random numbers: dropout and all else that might draw is in evaluation mode.
 
     Normalisation layers train as before. So do recurrent layers, whose backward pass on a GPU requires training mode; their
@@ -101,7 +96,7 @@ class Still(Modes):
 
     Args:
         model: the model.
-        gathering: names of other modules that train as before, because they gather statistics; see :func:`gathered`.
+        gathering: names of other modules that train as before, because they gather statistics; see :func:`changed_modules`.
     """
 
     def __init__(self, model: nn.Module, gathering: Collection[str]) -> None:
@@ -124,19 +119,19 @@ class Still(Modes):
             module.dropout = dropout
 
 
-def floats(model: nn.Module) -> dict[str, torch.Tensor]:
+def float_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the floating-point buffers, by name."""
     found = model.named_buffers(remove_duplicate=False)
     return {name: buffer.detach().clone() for name, buffer in found if not is_lazy(buffer) and buffer.is_floating_point()}
 
 
-def gathered(model: nn.Module, before: Mapping[str, torch.Tensor]) -> set[str]:
-    """Names of the modules whose :func:`floats` have changed since ``before``: they gather statistics."""
-    now = floats(model).items()
-    return {name.rpartition(".")[0] for name, buffer in now if name not in before or not same(buffer, before[name])}
+def changed_modules(model: nn.Module, before: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of the modules whose :func:`float_buffers` have changed since ``before``: they gather statistics."""
+    now = float_buffers(model).items()
+    return {name.rpartition(".")[0] for name, buffer in now if name not in before or not equal_nan(buffer, before[name])}
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def equal_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal, where NaN equals NaN."""
     if a.layout != torch.strided:  # torch.equal takes no sparse tensors
         a, b = a.detach().to_dense(), b.to_dense()

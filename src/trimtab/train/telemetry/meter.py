@@ -14,7 +14,7 @@ from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES, Clock
 from trimtab.train.telemetry.events import Progressed
 from trimtab.train.telemetry.mfu import flops_share
-from trimtab.train.telemetry.stragglers import Pace, laggard
+from trimtab.train.telemetry.stragglers import Pace, slow_process
 from trimtab.train.telemetry.summary import Summary
 
 
@@ -81,7 +81,7 @@ class Meter:
         self._all_examples += made
         self._unread, self._examples, self._since = [], 0, now
         tell(self.context, event)
-        slow = laggard(paces)
+        slow = slow_process(paces)
         rank, text = slow or (None, "")
         if rank is not None and rank == self._slow and rank not in self._named:  # slow twice in a row
             self._named.add(rank)

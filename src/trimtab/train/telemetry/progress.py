@@ -60,7 +60,7 @@ class View:
             if not self.console.is_terminal and time.monotonic() - self._said >= LINE_S:
                 self._said = time.monotonic()
                 self.console.print(self.line(), soft_wrap=True)
-        elif text := words(event):
+        elif text := line_of(event):
             self.console.print(text, soft_wrap=True, markup=False)
 
     def line(self) -> Text:
@@ -71,8 +71,8 @@ class View:
         if last is not None:
             parts += [f"loss {last.loss:.4g}", f"{last.examples_per_s:,.0f} examples/s"]
             if (left := self._left()) is not None:
-                parts.append(f"{clock(left)} left")
-            parts.append(split(last.shares))
+                parts.append(f"{duration(left)} left")
+            parts.append(main_phases(last.shares))
         return Text(" · ".join(part for part in parts if part), no_wrap=True, overflow="ellipsis")
 
     def _left(self) -> float | None:
@@ -84,7 +84,7 @@ class View:
         return max(updates - position.update, 0) * (now - self._since) / made
 
 
-def words(event: Event) -> str | None:
+def line_of(event: Event) -> str | None:
     """``event`` as a line of text; ``None`` if it has no line."""
     if isinstance(event, Validated):
         figures = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
@@ -94,12 +94,12 @@ def words(event: Event) -> str | None:
     return None  # an adjustment has a remark of its own, and the caller has the summary
 
 
-def split(shares: Mapping[str, float]) -> str:
+def main_phases(shares: Mapping[str, float]) -> str:
     """The phases that take a tenth of the time or more: ``forward 34%, backward 41%``."""
     return ", ".join(f"{phase} {shares[phase]:.0%}" for phase in PHASES if shares.get(phase, 0.0) >= 0.095)
 
 
-def clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """``1:02`` or ``1:02:03``."""
     minutes, rest = divmod(max(round(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)

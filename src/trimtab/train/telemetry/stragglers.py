@@ -28,7 +28,7 @@ class Pace:
         return sum(seconds for phase, seconds in self.seconds.items() if phase != "communication")
 
 
-def laggard(paces: Sequence[Pace]) -> tuple[int, str] | None:
+def slow_process(paces: Sequence[Pace]) -> tuple[int, str] | None:
     """The rank of the slow process and a sentence about it; ``None`` if there is none."""
     if len(paces) < 2:
         return None
