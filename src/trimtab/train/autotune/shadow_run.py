@@ -181,9 +181,12 @@ def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidat
     moved = mover(context.device)(batch)
     context.modes.train(model)
     inputs = tuple(tensor for tensor in tensors(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
-    # cuDNN is off: torch would keep its choice per shape, and settings with cudnn_benchmark would not search again.
-    with torch.backends.cudnn.flags(enabled=False):
+    enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False  # torch would keep its choice per shape, so that cudnn_benchmark would not search
+    try:
         made = Candidate.of(_Loss(model, objective, moved), inputs)
+    finally:
+        torch.backends.cudnn.enabled = enabled
     return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads", "autocast")})
 
 
