@@ -1,7 +1,8 @@
-"""Find the micro-batch size with the highest training throughput (examples/s) that fits in memory.
+"""How many examples at once: the number with which most of them are learnt from per second, within the memory there is.
 
-Larger is not always faster: once all cores or the whole GPU are busy, larger batches only leave the caches. So sizes are timed
-on real updates, in turns. Parameters, the optimizer's state, buffers and random generators are restored afterwards.
+Larger is not always faster: once all cores or the whole GPU are busy, larger batches only leave the caches. So sizes are tried
+on real updates, in turns, and the run that they belong to does not notice: parameters, the optimizer's state, buffers and
+random generators are put back from copies.
 """
 
 from __future__ import annotations
@@ -32,43 +33,43 @@ from trimtab.train.memory.activation_budget import Verified, choose
 from trimtab.train.memory.peak_activations import peak_activations
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import go_on
-from trimtab.train.runtime.snapshots import Snapshot, rehearsal, zero_learning_rates
+from trimtab.train.runtime.snapshots import moved, rehearsal, stand_still
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
 
 TIE = 0.02
-"""Sizes whose speeds differ by a smaller share count as equally fast."""
+"""Sizes whose speeds differ by less are taken to be equally fast."""
 _CLOSE, _FINALISTS = 0.15, 3
-"""Sizes within this share of the fastest at first, and the fastest three in any case, are timed again in turns."""
+"""Sizes that fall behind by more in a first look, where one may have been lucky, are not looked at again, but for a few."""
 _PATIENCE = 2
-"""No further size is tried after this many in a row that are no faster than one before them."""
+"""Sizes in a row that are no faster than one before them, after which no further one is tried."""
 _SECOND_LOOK = 3
-"""Times that each size is timed again before the search ends for that reason."""
+"""Updates of each size in the look that makes sure of that."""
 _SHARE = 0.8
-"""Share of the free memory of the host that a search may use."""
+"""Of the free memory of the host that a search may use."""
 _ROUNDS = 15
 _EARLY, _LEAST = 0.1, 8
-"""A search takes 10% of the run at most, and only one size is tried if that is less than 8 samples or updates."""
+"""A search takes a tenth of the run at most, and is not begun where that is less than so many samples or updates."""
 _SAMPLE_S = 0.03
-"""Least seconds of a sample, in which updates are repeated: shorter ones vary with the scheduling of other processes."""
+"""Updates are repeated for as long: where others want the same cores, what is shorter is at the mercy of their turns."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A batch size that was tried."""
+    """A number of examples at once, and how it did."""
 
     size: int
     rate: Interval | None = None
-    """Examples per second, including the time of the loader; ``None`` if the size did not run."""
+    """Examples per second, with the loader's part; ``None`` where it did not run."""
     peak_mb: float | None = None
-    """Peak memory of activations in MB (10**6 bytes), if measured."""
+    """Of activations, where that was measured; see :func:`~trimtab.train.memory.peak_activations.peak_activations`."""
     reason: str = ""
-    """Why the size did not run; empty if it did."""
+    """Why it did not run."""
     finalist: bool = False
-    """Whether the size was among the fastest at first, and was timed in turns with them."""
+    """Whether it was about as fast as the fastest in a first look, and so was looked at again."""
 
     def __str__(self) -> str:
-        """A line of text."""
+        """A line for a person."""
         if self.rate is None:
             return f"{self.size}: {self.reason}"
         memory = "" if self.peak_mb is None else f", {self.peak_mb:,.1f} MB of activations"
@@ -77,12 +78,12 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """The best batch size, and all that were tried, in order of size."""
+    """The best number of examples at once, and all that were tried, in order of size."""
 
     size: int
     tried: tuple[Tried, ...]
     loader_examples_per_s: float | None = None
-    """Throughput of the loader alone; ``None`` if it took no time."""
+    """How fast the loader alone is."""
 
     def __str__(self) -> str:
         """A line per size."""
@@ -90,7 +91,7 @@ class Found:
 
 
 class HasContext(Protocol):
-    """The part of a Trainer that a search reads."""
+    """A Trainer, as far as a search for its batch size looks at it."""
 
     context: RunContext
 
@@ -103,20 +104,19 @@ def find_batch(
     limit_mb: float | None = None,
     seconds: float = 10.0,
 ) -> Found:
-    """The batch size with the best throughput for ``trainer``, including the time of the loader. Sizes are 1, 2, 4 and so on.
+    """The batch size with the best throughput for ``trainer``, the loader's time included; sizes are 1, 2, 4 and so on.
 
-    The trainer is unchanged afterwards.
+    The trainer is as before afterwards, and its first update is the one that it would have made.
 
     Args:
-        trainer: the trainer.
         batches: a loader, from which as many batches are drawn as the largest size needs.
-        largest: the largest size to try; by default 16 times a batch of the loader.
-        limit_mb: most memory for activations, in MB (10**6 bytes); by default that of the machine.
-        seconds: time after which no new round of timing begins.
+        largest: that no more is tried than; by default 16 times a batch of the loader.
+        limit_mb: most memory for activations, in MB (10**6 bytes); by default what the machine has.
+        seconds: after which no new round of measuring begins.
 
     Raises:
-        UsageError: a limit is not above zero, or a single example exceeds it.
-        WorkloadError: the loader gives no batch, or batches that cannot be split or joined.
+        UsageError: a limit is not above zero, or not even one example keeps it.
+        WorkloadError: the loader gives nothing, or batches that cannot be taken apart or joined.
     """
     for name, value in (("largest", largest), ("limit_mb", limit_mb), ("seconds", seconds)):
         positive(1 if value is None else value, f"find_batch {name}")
@@ -125,7 +125,7 @@ def find_batch(
     own, world = sum(examples(batch) for batch in drawn), context.world
     count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # per example; all processes try the same sizes
     pool = join(drawn)
-    beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # reading and computing overlap
+    beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # which computes while this reads
     called = world.wrap(context.model, context.settings, fresh=False)
     move = setup.laid_out(context.model, context.settings, context.device)
     step = Step(called, context.objective, context.optimizer, context.settings, world, HostClock())
@@ -144,14 +144,15 @@ def find_batch(
     return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
 
 
-def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, updates: int | None) -> tuple[int, str]:
-    """The fastest micro-batch size in examples for the batches of ``group``, and a sentence on it; all processes get the same.
+def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, updates: int | None) -> int:
+    """Into how large micro-batches the batches of an update are best taken apart; the update itself stays the same.
 
-    Of sizes that are equally fast it is the largest. With BatchNorm, or other buffers that each micro-batch would change, or
-    if a search takes too long for the ``updates`` to come, it is the largest that fits.
+    Where whole batches are as fast as the best, it is those; with BatchNorm, or another state that each micro-batch would move,
+    or where so few ``updates`` are to come that no search would be paid back, it is the largest that fits. Several processes
+    agree on it. The decision is the trainer's from now on, and noted.
 
     Raises:
-        WorkloadError: batches cannot be split, or a single example does not fit.
+        WorkloadError: batches cannot be taken apart, or not even one example fits.
     """
     whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
     sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
@@ -159,40 +160,44 @@ def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, upda
     candidates = ((size, parts(group, size)) for size in sizes)
     tried = tuple(entry.tried(0.0) for entry in search.run(candidates, same=True))
     size = _fastest(tried, smallest=False)
+    context.settings = dataclasses.replace(context.settings, batch=size)
+    context.decided["batch"] = size
     kept = " Smaller ones are not tried, because the run is short." if search.short else ""
     kept = f" They are not made smaller for speed, because of {search.moved}." if search.moved else kept
-    times = "; ".join(map(str, tried))
-    return size, f"batch={size}: examples per micro-batch, tried on updates of {whole}. {times}.{kept}"
+    context.note(
+        f"batch={size}: examples per micro-batch, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept
+    )
+    return size
 
 
 def parts(group: Sequence[Batch], size: int) -> list[Batch]:
-    """The batches of ``group``, split into parts of at most ``size`` examples."""
+    """The batches of ``group`` in parts of at most ``size`` examples."""
     return [part for batch in group for part in split(batch, size)]
 
 
 @dataclasses.dataclass
 class _Entry:
-    """A size in a search."""
+    """A size in the search."""
 
     size: int
     group: Sequence[Batch]
     examples: float
-    """Examples in ``group``: the mean of all processes."""
+    """In ``group``: the mean of all processes."""
     plan: Verified | None = None
     peak: float | None = None
     reason: str = ""
     updates: int = 1
-    """Updates per sample."""
+    """That are timed in a row."""
     seconds: list[float] = dataclasses.field(default_factory=list)
     finalist: bool = False
 
     @property
     def rate(self) -> float:
-        """Examples per second, by the shortest sample so far."""
+        """By the best time so far."""
         return self.examples / min(self.seconds)
 
     def tried(self, load_s: float, *, beside: bool = False) -> Tried:
-        """The result; loading takes ``load_s`` per example, before the update, or during it if ``beside``."""
+        """What a person sees; ``load_s`` per example passes before the update, or, if ``beside``, during it."""
         peak = None if self.peak is None else self.peak / 1e6
         if self.reason:
             return Tried(size=self.size, peak_mb=peak, reason=self.reason)
@@ -203,17 +208,14 @@ class _Entry:
 
 
 class _Search:
-    """Times sizes: each once until larger ones are no faster, then the fastest of them in turns."""
+    """Tries sizes: once each until it gets no faster, then the fastest of them in turns."""
 
     def __init__(self, context: RunContext, step: Step, limit_mb: float | None, seconds: float, updates: int | None) -> None:
         self.updates, self.short, self.moved = updates, False, ""
         self.context, self.world = context, step.world
-        model = getattr(step.model, "_orig_mod", step.model)  # not compiled, which would take long for each size
-        waits = context.device.type == "cpu" or context.settings.nonfinite in (
-            "skip",
-            "stop",
-        )  # reads gradients
-        settings = dataclasses.replace(context.settings, nonfinite="skip" if waits else "ignore")  # which ends no search
+        model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
+        waits = context.device.type == "cpu" or context.settings.nonfinite in ("skip", "stop")  # for what is not finite
+        settings = dataclasses.replace(context.settings, nonfinite="skip" if waits else "ignore")  # nothing ends the search
         self.step = Step(model, context.objective, context.optimizer, settings, step.world, HostClock())
         self._wait = synchronizer(context.device)
         self.limit = None if limit_mb is None else limit_mb * 1e6
@@ -223,17 +225,17 @@ class _Search:
         """The sizes that were tried, in order of size.
 
         Args:
-            candidates: sizes with their batches, in the order in which they are tried.
-            same: whether all sizes must give the same update. If they do not, the first that fits is taken.
+            candidates: from which no more is taken once it gets no faster.
+            same: whether the update must be the same for all: the first that fits will do where others would move more.
 
         Raises:
-            UsageError: no size fits.
+            UsageError: none fits.
         """
         begun = time.perf_counter()
         model, optimizer, loss = self.context.model, self.context.optimizer, self.context.objective.module
         with rehearsal(model, optimizer, loss=loss) as kept, self.world.rehearsed():
-            zero_learning_rates(optimizer)
-            entries = self._sweep(candidates, lambda: _changes(kept, model) if same else "")
+            stand_still(optimizer)
+            entries = self._sweep(candidates, lambda: moved(kept, model) if same else "")
             able = [entry for entry in entries if not entry.reason]
             if not able:
                 raise UsageError(f"No batch size can be used. {'; '.join(f'{e.size}: {e.reason}' for e in entries)}.")
@@ -257,7 +259,7 @@ class _Search:
             entry.reason = self._agreed(self._beyond(entries[-1], size) if growing else "") or self._attempt(entry)
             entries.append(entry)
             if entry.reason:
-                if growing:  # larger sizes do not fit either
+                if growing:  # what is larger will not fit either
                     break
                 continue
             self.moved = self._agreed(moved(), "what another process has")
@@ -273,7 +275,7 @@ class _Search:
         return entries
 
     def _caught_up(self, able: Sequence[_Entry]) -> bool:
-        """Whether the last sizes are faster than those before when timed again, in turns: the first sample may be disturbed."""
+        """Whether a second look, in turns, finds the last sizes faster than those before: the first may have been disturbed."""
         before, last = able[:-_PATIENCE], able[-_PATIENCE:]
         leader = max(before, key=lambda entry: entry.rate)
         for _ in range(_SECOND_LOOK):
@@ -282,15 +284,15 @@ class _Search:
         return max(entry.rate for entry in last) > leader.rate * (1 + TIE)
 
     def _attempt(self, entry: _Entry) -> str:
-        """Run ``entry`` for the first time. Returns why it cannot run, or an empty text; the same in all processes."""
-        reason = self._tried(self._fit, entry) or self._tried(self._first_times, entry)  # an update is a collective operation
+        """Run ``entry`` for the first time; returns why it cannot run, or nothing, the same in all processes."""
+        reason = self._tried(self._fit, entry) or self._tried(self._first_times, entry)  # updates are of all processes
         if reason:
             self.step.discard()
             torch.cuda.empty_cache()  # does nothing where there is no GPU
         return reason
 
     def _tried(self, action: Callable[[_Entry], str], entry: _Entry) -> str:
-        """What ``action`` returns, or why it failed: memory ran out, or BatchNorm got a single example."""
+        """The reason that ``action`` gives, or that there is no memory for it, or that one example has no statistics."""
         try:
             reason = action(entry)
         except (RuntimeError, MemoryError, ValueError) as error:
@@ -307,11 +309,11 @@ class _Search:
         return ""
 
     def _agreed(self, reason: str, others: str = "it does not fit into the memory of another process") -> str:
-        """``reason``, or ``others`` if only another process has a reason; empty in all processes or in none."""
+        """``reason`` if there is one, else that of ``others`` if another process has one: what follows is the same for all."""
         return reason or others if self.world.any(bool(reason)) else ""
 
     def _fit(self, entry: _Entry) -> str:
-        """Measure the activations of ``entry``, and plan recomputation for a budget. Returns why they exceed a limit."""
+        """Measure the activations of ``entry``, and see to their budget; returns why that cannot be kept, or nothing."""
         batch, context = max(entry.group, key=examples), self.context
         budget = context.settings.activation_mb
         if budget is not None:
@@ -328,13 +330,13 @@ class _Search:
         return "" if limit is None or entry.peak <= limit else f"it takes {entry.peak / 1e6:,.1f} MB of {limit / 1e6:g} allowed"
 
     def _beyond(self, before: _Entry, size: int) -> str:
-        """Why ``size`` is not tried: the operating system kills a process that exhausts the memory of the host."""
+        """Why ``size`` is not even tried: a host that runs out of memory does not say so, but ends the process."""
         expected = (before.peak or 0.0) * size / before.size
         free = 1e6 * free_mb() if self.context.device.type == "cpu" else math.inf
         return f"it would take about {expected / 1e6:,.0f} MB of {free / 1e6:,.0f} free" if expected > free * _SHARE else ""
 
     def _time(self, entry: _Entry) -> float:
-        """Seconds of an update: the mean of all processes."""
+        """Seconds of an update, the same on all processes."""
         recomputed = None if entry.plan is None else entry.plan.apply()
         try:
             self._wait()
@@ -351,10 +353,10 @@ class _Search:
 
 
 def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, device: torch.device) -> Verified:
-    """Which modules of ``model`` to recompute so that the activations of ``batch`` stay within ``budget_mb`` (10**6 bytes).
+    """What to recompute of ``model`` so that the activations of ``batch`` keep within ``budget_mb``.
 
     Raises:
-        UsageError: no plan stays within it; the message names the smallest possible budget.
+        UsageError: nothing does; the message names the smallest budget that can be kept.
     """
 
     def loss() -> torch.Tensor:
@@ -367,22 +369,22 @@ def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, devic
 
 
 def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
-    """A block for backward passes whose gradients are discarded, and so not exchanged between processes.
+    """A block for backward passes whose gradients are thrown away: they do not cross between processes.
 
-    With FSDP they are exchanged: it would keep gradients that are not, and add them to the next update.
+    Those of shards do, because FSDP keeps what has not crossed where nobody else can throw it away, for the next update.
     """
     return step.world.exchanging(now=step.settings.sharding != "replicate")
 
 
 def backward(step: Step, batch: Batch) -> None:
-    """A forward and backward pass as in ``step``, to be measured."""
+    """A forward and backward pass as in ``step``, for nothing but to be looked at."""
     with step.precision():
         loss, _ = step.world.looked(lambda: step.objective(step.model, batch))
     loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], float]:
-    """Batches with ``largest`` examples together, by default 16 batches, and the seconds that the loader took for them."""
+    """Batches with up to ``largest`` examples, 16 batches by default, and the seconds that the loader took for them."""
     begun, drawn, count = time.perf_counter(), list[Batch](), 0
     with untouched(batches) as peeked:
         for batch in itertools.islice(peeked, None if largest else 16):
@@ -395,21 +397,8 @@ def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], 
     return drawn, time.perf_counter() - begun
 
 
-def _changes(kept: Snapshot, model: nn.Module) -> str:
-    """What makes an update from parts differ from that of the whole batch, after a forward pass; empty if nothing does.
-
-    Args:
-        kept: taken before the forward pass.
-        model: the model.
-    """
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()):
-        return "BatchNorm"
-    changed = [tensor for tensor in kept.changed() if not tensor.requires_grad]
-    return "what the forward pass changes, such as buffers" if changed else ""
-
-
 def _fastest(tried: Sequence[Tried], *, smallest: bool) -> int:
-    """The fastest of the finalists; of those that are equally fast, the smallest or the largest."""
+    """The fastest of those that were looked at again; of those as fast, the smallest or the largest."""
     rates = {one.size: one.rate.value for one in tried if one.rate is not None and one.finalist}
     able = [size for size, rate in rates.items() if rate >= (1 - TIE) * max(rates.values())]
     return min(able) if smallest else max(able)

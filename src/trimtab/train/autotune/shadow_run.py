@@ -26,7 +26,7 @@ from trimtab.train.loss.loss_parity import shaken, too_coarse
 from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
 from trimtab.train.optim.kernels import use_kernels
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.snapshots import Snapshot, moving, zero_learning_rates
+from trimtab.train.runtime.snapshots import Snapshot, moving, stand_still
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
 from trimtab.train.runtime.train_modes import DropoutOff, changed_modules, float_buffers
@@ -69,7 +69,7 @@ class ShadowRun:
         self.modes.train(self.model)
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise CompileError("The optimizer finds its own learning rate, so that no copy of the run can stand still.")
-        zero_learning_rates(optimizer)
+        stand_still(optimizer)
         with running(settings):
             move = setup.laid_out(self.model, settings, context.device)
             self.step = setup.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())

@@ -111,23 +111,20 @@ class MemoryPlan:
             return group
         whole = None if untold else next(filter(None, map(_inseparable, group)), None)
         if self.context.world.any(untold or whole is not None):
-            self._decide(None)
+            self._leave_whole()
             self.context.note_once(_INSEPARABLE.format(whole) if whole else _UNTOLD.format(None))
             return group
         if self.additive.ask(ready.step, group):
             self._looked = self.context.objective.doubted = True
-            self._decide(None)
+            self._leave_whole()
             self.context.note(f"batch=None: batches are not taken apart, because that would change what is learnt. {self._why}")
             return group
-        size, found = micro_batch(self.context, ready.step, group, updates=ready.updates)
-        self._decide(size)
-        self.context.note(found)
-        ready.feed.micro = size
-        return parts(group, size)
+        ready.feed.micro = micro_batch(self.context, ready.step, group, updates=ready.updates)
+        return parts(group, ready.feed.micro)
 
-    def _decide(self, size: int | None) -> None:
-        """Set the micro-batch size for the rest of the run; ``None``: batches are not taken apart."""
-        self.context.settings, self.context.decided["batch"] = dataclasses.replace(self.context.settings, batch=size), size
+    def _leave_whole(self) -> None:
+        """Decide that batches are not taken apart."""
+        self.context.settings, self.context.decided["batch"] = dataclasses.replace(self.context.settings, batch=None), None
 
     def _in_parts(self, group: Sequence[Batch]) -> bool:
         """Whether this update is made from parts whose losses might not add up; the same in all processes.

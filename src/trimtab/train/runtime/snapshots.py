@@ -135,6 +135,19 @@ def moving(model: nn.Module, loss: nn.Module | None) -> Snapshot:
     return Snapshot(_moving_averages(model, loss), modules_of_both(model, loss))
 
 
+def moved(kept: Snapshot, model: nn.Module) -> str:
+    """What makes an update from parts differ from that of the whole batch, after a forward pass; empty if nothing does.
+
+    Args:
+        kept: taken before the forward pass.
+        model: the model.
+    """
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()):
+        return "BatchNorm"
+    changed = [tensor for tensor in kept.changed() if not tensor.requires_grad]
+    return "what the forward pass changes, such as buffers" if changed else ""
+
+
 def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, Any]:
     """The random generators that modules of ``model`` and ``loss`` have as attributes."""
     return {**generators_within("model", model), **generators_within("loss", loss)}
@@ -169,7 +182,7 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.
         set_states(generators, drawn)
 
 
-def zero_learning_rates(optimizer: Optimizer) -> None:
+def stand_still(optimizer: Optimizer) -> None:
     """Set the learning rates of ``optimizer`` to 0, so that its updates change no parameter.
 
     An optimizer without ``lr`` is left alone.
