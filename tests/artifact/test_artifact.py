@@ -562,7 +562,7 @@ def test_scrambled_manifests_with_right_hashes_never_crash_the_loader(folder: pa
 def test_run_py_keeps_freed_memory_where_the_recipe_does(pristine: Artifact, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(pristine.path, folder)
-    settings = dataclasses.replace(pristine.manifest.settings, keep_memory=True)
+    settings = pristine.manifest.settings.replaced({"memory.keep_freed": True})
     backend = technique_from_json(BACKENDS, pristine.manifest.recipe["backend"])
     text = run_script(dataclasses.replace(pristine.manifest, settings=settings), backend)
     assert "mallopt" in text

@@ -431,7 +431,7 @@ def test_quiet_puts_everything_back():
 
 def test_fingerprint_sees_what_matters():
     first = _scratch.fingerprint(small())
-    assert first == _scratch.fingerprint(small()) == _scratch.fingerprint(small().with_settings(threads=7))
+    assert first == _scratch.fingerprint(small()) == _scratch.fingerprint(small().with_settings({"threads": 7}))
     weights, plain, sizes = small(), small(), small()
     with torch.no_grad():
         weights.model.first.weight[0, 0] += 1e-3

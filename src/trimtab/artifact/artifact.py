@@ -216,11 +216,11 @@ def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | No
     artifact = open_artifact(path)
     artifact.check()
     manifest = artifact.manifest
-    settings = dataclasses.replace(manifest.settings, threads=threads or manifest.settings.threads)
+    settings = manifest.settings.replaced({"threads": threads or manifest.settings.threads})
     backend = _backend(manifest)
     if settings.threads is not None and "torch" in backend.packages:
         torch.set_num_threads(settings.threads)
-    if settings.keep_memory:
+    if settings.memory.keep_freed:
         system.keep_freed_memory()
     if manifest.native_code and trust:
         _refuse_other_processors(manifest.environment)

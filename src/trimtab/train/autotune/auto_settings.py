@@ -7,7 +7,6 @@ best settings so far. It is on only if the lower bound of its speed-up is above 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import math
@@ -33,11 +32,11 @@ from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import out_of_memory
 
 OFF: Mapping[str, Any] = {
-    "autocast": None,
+    "precision.autocast": None,
     "memory_format": "contiguous",
-    "tf32": None,
+    "precision.tf32": None,
     "attention": None,
-    "optimizer": None,
+    "optimizer.implementation": None,
     "compile": False,
 }
 """Each field that is decided here, with its value when nothing pays. The order is that of the decisions, which build on each
@@ -61,7 +60,7 @@ class _InterruptedError(Exception):
 
 def undecided(settings: Settings) -> list[str]:
     """The fields of :data:`OFF` that are ``"auto"``, in order."""
-    return [name for name in OFF if getattr(settings, name) == "auto"]
+    return [name for name in OFF if settings.value(name) == "auto"]
 
 
 def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> Iterable[Batch]:
@@ -82,18 +81,18 @@ def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> 
     if not fields:
         return train
     before = context.settings
-    context.settings = dataclasses.replace(before, **{name: OFF[name] for name in fields})
+    context.settings = before.replaced({name: OFF[name] for name in fields})
     if reason := why_not_alone(context):
         context.note(f"{', '.join(fields)} stay off: {reason}.")
         return train
-    batches, train = first_batches(train, GROUPS * before.accumulate)
+    batches, train = first_batches(train, GROUPS * before.data.accumulate)
     left: Sequence[str] = ()
     if not context.world.any(not batches):
         with kept_random():
             left = _Decisions(context, batches, updates).make(fields)
             gc.collect()  # compiled code refers to itself, and holds the last copies of model and optimizer
             torch.cuda.empty_cache()  # does nothing without a GPU
-    values = {name: getattr(context.settings, name) for name in fields}
+    values = {name: context.settings.value(name) for name in fields}
     context.decided |= {name: value for name, value in values.items() if name not in left or value != OFF[name]}
     return train
 
@@ -131,10 +130,10 @@ class _Decisions:
             return ()
         tried = sum(reason is None for name, found in options.items() for _, reason in found if name != "compile")
         seconds = min(self._seconds() / max(tried, 1), max(SECONDS, MOST_ROUNDS * self.round_s))
-        precision = context.settings.autocast
+        precision = context.settings.precision.autocast
         for index, name in enumerate(fields):
-            if precision != context.settings.autocast:  # some kernels take 16 bits only
-                precision = context.settings.autocast
+            if precision != context.settings.precision.autocast:  # some kernels take 16 bits only
+                precision = context.settings.precision.autocast
                 options |= self._options(fields[index:])
             results: dict[str, list[str]] = {}
             for technique, reason in options[name]:
@@ -148,7 +147,7 @@ class _Decisions:
     def _options(self, fields: Sequence[str]) -> dict[str, list[tuple[Pass, str | None]]]:
         """The passes for each field, each with the reason why it need not be timed now, or ``None``."""
         assert self.candidate is not None
-        self.candidate = self.candidate.with_settings(autocast=self.context.settings.autocast)
+        self.candidate = self.candidate.with_settings({"precision.autocast": self.context.settings.precision.autocast})
         return {name: [(technique, self._against_trying(technique)) for technique in _techniques(name)] for name in fields}
 
     def _against_trying(self, technique: Pass) -> str | None:
@@ -157,9 +156,9 @@ class _Decisions:
         field, value = self._set_by(technique)
         if value == "float16" and self.context.device.type == "cpu":
             return "float16 pays on GPUs only; bfloat16 is the one that some CPUs multiply."
-        if value == "float16" and self.context.world.size > 1 and self.context.settings.communication == "powersgd":
+        if value == "float16" and self.context.world.size > 1 and self.context.settings.distributed.communication == "powersgd":
             return "what communication leaves out for later updates would be in units of a scale that changes."
-        if field == "optimizer" and (reason := why_not(self.context.optimizer, value)):
+        if field == "optimizer.implementation" and (reason := why_not(self.context.optimizer, value)):
             return reason
         if field == "compile" and self.updates is None:
             return "how many updates there will be is not known, so nothing says whether compiling would be paid back."
@@ -171,7 +170,7 @@ class _Decisions:
         """The field that ``technique`` sets, and the value that it sets."""
         assert self.candidate is not None
         (field,) = technique.sets
-        return field, getattr(technique.apply(self.candidate).settings, field)
+        return field, technique.apply(self.candidate).settings.value(field)
 
     def _decided(self, technique: Pass, reason: str | None, seconds: float) -> tuple[str, str]:
         """Time ``technique``, and keep it if it pays in every process.
@@ -194,13 +193,13 @@ class _Decisions:
             self.best, self.context.settings = faster, faster.settings
         elif faster is not None:
             result = "off: it does not pay in every process."
-        if self.context.settings.activation_mb is not None or self.context.settings.segments is not None:
+        if self.context.settings.memory.activation_mb is not None or self.context.settings.memory.segments is not None:
             gc.collect()  # recomputed modules are in reference cycles
         return f"{field}={value!r}", result
 
     def _settle(self, run: ShadowRun) -> None:
         """Measure the seconds of an update; a round has one update where batches are alike or updates slow, else several."""
-        accumulate, batches, move = self.context.settings.accumulate, self.batches, mover(self.context.device)
+        accumulate, batches, move = self.context.settings.data.accumulate, self.batches, mover(self.context.device)
         # On a GPU the batches are moved beforehand: a run copies them while it computes.
         self.batches = run.feed.batches = [move(batch) for batch in batches[:accumulate]]
         _, self.step_s = seconds_of(run)
@@ -233,7 +232,7 @@ class _Decisions:
         if field != "compile" and (needed := FEWEST_ROUNDS * self.round_s) > seconds:
             length = "this run" if self.updates is None else f"a run of about {self.updates * self.step_s:.0f} s"
             return None, f"off: measuring it would take {needed:.1f} s, which is too much for {length}."
-        other = ShadowRun(self.context, dataclasses.replace(self.context.settings, **{field: value}), self.batches)
+        other = ShadowRun(self.context, self.context.settings.replaced({field: value}), self.batches)
         first_s, later_s = seconds_of(other)
         if isinstance(other.step, CompiledStep) and other.step.failure is not None:
             return None, f"off: the model cannot be compiled. {other.step.failure}"

@@ -73,17 +73,17 @@ class ShadowRun:
         with running(settings):
             move = setup.laid_out(self.model, settings, context.device)
             self.step = setup.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())
-            if settings.optimizer is not None and settings.optimizer != "auto":
-                use_kernels(optimizer, settings.optimizer)
+            if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
+                use_kernels(optimizer, settings.optimizer.implementation)
             self.feed = setup.feed_for(batches, settings, HostClock(), move)
             self._keep_budget(context.device)
         self._initial = moving(self.model, objective.module)
 
     def _keep_budget(self, device: torch.device) -> None:
         """Recompute activations as the run will, by the largest of the batches."""
-        settings, budget = self.settings, self.settings.activation_mb
-        if settings.segments is not None:
-            Recomputed([longest_chain(self.model)], self.model.buffers(), segments=settings.segments)
+        settings, budget = self.settings, self.settings.memory.activation_mb
+        if settings.memory.segments is not None:
+            Recomputed([longest_chain(self.model)], self.model.buffers(), segments=settings.memory.segments)
         if budget is None:
             return
         with kept_random():
@@ -187,7 +187,7 @@ def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidat
         made = Candidate.of(_Loss(model, objective, moved), inputs)
     finally:
         torch.backends.cudnn.enabled = enabled
-    return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads", "autocast")})
+    return made.with_settings({name: settings.value(name) for name in ("device", "threads", "precision.autocast")})
 
 
 def rounded(model: nn.Module, objective: LossAdapter, settings: Settings, batch: Batch, limit: float) -> str | None:
@@ -195,9 +195,9 @@ def rounded(model: nn.Module, objective: LossAdapter, settings: Settings, batch:
 
     ``model`` makes one forward pass, which may change its buffers: give a copy.
     """
-    if settings.autocast in (None, "auto") or objective.calls_model:  # then only the loss sees the outputs
+    if settings.precision.autocast in (None, "auto") or objective.calls_model:  # then only the loss sees the outputs
         return None
-    device, dtype = torch.device(settings.device), getattr(torch, str(settings.autocast))
+    device, dtype = torch.device(settings.device), getattr(torch, str(settings.precision.autocast))
     moved = mover(device)(batch)
     with torch.enable_grad(), kept_random(), running(settings), torch.autocast(device.type, dtype=dtype):
         outputs = objective.answered(model, moved)[2]

@@ -25,7 +25,7 @@ from trimtab.train.runtime.step_clock import Clock
 _READING, _END = user_code("The loader raised"), object()
 _MOVING = final(
     "A batch has no room on its device ({words}). Make the loader's batches smaller; "
-    "Settings(accumulate=...) keeps the update as it is."
+    "DataSettings(accumulate=...) keeps the update as it is."
 )
 _AS_ONE = "exact_batchnorm runs the batches of an update as one"
 _OTHER_FORM = "Batches that hold different things cannot be joined: give all the same items, tensors in the same places."
