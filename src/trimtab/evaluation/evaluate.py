@@ -18,7 +18,7 @@ import torch
 
 from trimtab._internal.files import out_of_space
 from trimtab._internal.serialization import from_json, write_json
-from trimtab._internal.text import LONGEST, said, shortened
+from trimtab._internal.text import LONGEST, error_text, shortened
 from trimtab._internal.user_code import writing
 from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.core.backend import Executable
@@ -394,6 +394,6 @@ def load_saved(recipe: Recipe, folder: pathlib.Path) -> Executable:
 
 def describe(error: BaseException) -> str:
     """An exception in one sentence."""
-    text = next((line.strip() for line in said(error).splitlines() if line.strip()), "no message")
+    text = next((line.strip() for line in error_text(error).splitlines() if line.strip()), "no message")
     text = shortened(text)
     return text if isinstance(error, (CompileError, InputError)) else f"{type(error).__name__}: {text}"

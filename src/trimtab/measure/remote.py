@@ -20,7 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from types import TracebackType
 from typing import Any, Self
 
-from trimtab._internal.text import said, shortened
+from trimtab._internal.text import error_text, shortened
 from trimtab.errors import MeasurementError, TrimtabError
 from trimtab.measure.timer import MAX_CALLS, Runner
 
@@ -235,5 +235,5 @@ def _check_address(path: str) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    words = shortened(said(error))
+    words = shortened(error_text(error))
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
