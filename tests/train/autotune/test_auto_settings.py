@@ -230,7 +230,10 @@ def test_an_optimizer_without_kernels_says_so() -> None:
         batches(4),
         optimizer=torch.optim.Rprop,
     )
-    assert note(summary, "optimizer='fused'") == "optimizer='fused' is off: Rprop has no fused implementation."
+    assert (
+        note(summary, "optimizer.implementation='fused'")
+        == "optimizer.implementation='fused' is off: Rprop has no fused implementation."
+    )
 
 
 def test_interrupted_while_it_decides() -> None:
@@ -256,7 +259,9 @@ def test_a_run_that_goes_on_keeps_what_was_decided(tmp_path: pathlib.Path) -> No
         deep(), Settings(threads=1, optimizer=OptimizerSettings(implementation="auto")), checkpoint=tmp_path
     ).resume()
     assert second.settings.optimizer.implementation == summary.settings.optimizer.implementation
-    assert second.notes == [f"optimizer={summary.settings.optimizer.implementation!r}: as decided when the run began."]
+    assert second.notes == [
+        f"optimizer.implementation={summary.settings.optimizer.implementation!r}: as decided when the run began."
+    ]
     assert second.decided == first.decided
 
 

@@ -116,7 +116,8 @@ def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
     batches = [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))] * 2
     assert auto_settings.decide(made.context, batches, 1000) is batches
     assert made.notes == [
-        "autocast, optimizer stay off: a copy of a model with SyncBatchNorm would wait for the other processes."
+        "precision.autocast, optimizer.implementation stay off: a copy of a model with SyncBatchNorm would wait for the other "
+        "processes."
     ]
     assert (made.settings.precision.autocast, made.settings.optimizer.implementation) == (None, None)
     assert flops_share(made.context, batches, 10.0) == (None, None)
