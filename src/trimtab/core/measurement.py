@@ -195,10 +195,44 @@ class Drop:
         assert self.limit is not None
         more = "more of them would hardly help, for the drop itself is too close"
         return (
-            f"with {counted(self.n, 'example')}: its drop is {self.show(self.value)}, but up to {self.show(self.upper)} "
-            "cannot be "
-            f"excluded and the limit is {self.show(self.limit)}; {f'about {self.n_needed} would' if self.n_needed else more}"
+            f"with {counted(self.n, 'example')}: its score {self.change()}, but a drop of up to {self.show(self.upper)} "
+            f"cannot be excluded and the limit is {self.show(self.limit)}; "
+            f"{f'about {self.n_needed} would' if self.n_needed else more}"
         )
+
+    def change(self, digits: int = 3) -> str:
+        """The change as a verb phrase: the score ``drops by 0.5%``, ``improves by 1.1%`` or ``does not change``.
+
+        A loss ``ends up 0.02 higher`` or ``ends up 0.02 lower``. ``digits`` are those behind the point of a percentage.
+        """
+        amount = self.show(abs(self.value), digits)
+        if amount == self.show(0.0, digits):
+            return "does not change"
+        if self.value > 0:
+            return self._worse(amount)
+        return f"improves by {amount}" if self.of == "score" else f"ends up {amount} lower"
+
+    def bound(self, digits: int = 3) -> str:
+        """The upper bound of the drop, to stand in brackets behind ``change``: ``at most 2%``, ``drops by 2% at most`` behind
+        an improvement, ``at least 1%`` behind one that is certain."""
+        amount = self.show(abs(self.upper), digits)
+        if self.upper < 0:
+            return f"at least {amount}"
+        if self.value > 0:
+            return f"at most {amount}"
+        return f"{self._worse(amount)} at most"
+
+    def short(self, digits: int = 3) -> str:
+        """Change and bound for a line of figures: ``drop 0.5% (up to 1%)``, ``gain 1.1% (drop up to 2%)``, and of a loss
+        ``rise`` and ``fall``."""
+        worse, better = ("drop", "gain") if self.of == "score" else ("rise", "fall")
+        amount, upper = self.show(abs(self.value), digits), self.show(abs(self.upper), digits)
+        if self.value >= 0 or amount == self.show(0.0, digits):
+            return f"{worse} {amount} (up to {upper})"
+        return f"{better} {amount} ({self.bound(digits) if self.upper < 0 else f'{worse} up to {upper}'})"
+
+    def _worse(self, amount: str) -> str:
+        return f"drops by {amount}" if self.of == "score" else f"ends up {amount} higher"
 
     def show(self, amount: float, digits: int = 3) -> str:
         """``amount`` of the score as text: percent with ``digits`` decimals for a share, else a number."""

@@ -1,4 +1,4 @@
-"""Early stopping."""
+"""Early stopping by a figure of the validation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from trimtab.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Ends a run whose validation has stopped getting better."""
+    """Ends a run whose validation no longer improves.
+
+    Raises:
+        UsageError: a number makes no sense, or ``mode`` is missing for a metric that is not the loss.
+    """
 
     metric: str = "loss"
-    """The figure of the validation that is watched."""
+    """Name of the watched figure: ``"loss"`` or one of ``Trainer(metrics=...)``."""
     patience: int = 3
     """Validations in a row without an improvement before the run ends."""
     min_delta: float = 0.0
-    """What counts as an improvement, in units of the metric."""
+    """Smallest change that counts as an improvement, in units of the metric."""
     mode: Literal["min", "max"] | None = None
-    """Whether less or more of the figure is better. Of a loss it is less; of any other figure it must be said."""
+    """Whether the figure is to fall or to rise. The default is ``"min"`` for the loss; other metrics need it stated."""
     restore_best: bool = True
-    """Whether the parameters of the best validation are put back at the end."""
+    """Whether the model gets the parameters of the best validation at the end."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.patience, Real) or self.patience < 1:
@@ -39,7 +43,7 @@ class EarlyStopping:
             )
 
     def better(self, value: float, best: float | None) -> bool:
-        """Whether ``value`` improves on ``best``; what is no number never does."""
+        """Whether ``value`` improves on ``best``; NaN never does."""
         if math.isnan(value):
             return False
         if best is None:

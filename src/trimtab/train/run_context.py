@@ -1,4 +1,4 @@
-"""What a run knows and changes as it goes: made by the Trainer, given to what drives the run."""
+"""The state of a run: made by the Trainer, passed to the modules that drive the run."""
 
 from __future__ import annotations
 
@@ -25,47 +25,49 @@ from trimtab.train.telemetry.metrics import Metric
 
 @dataclasses.dataclass
 class Position:
-    """Where a run stands: between two updates."""
+    """Where a run stands between two updates."""
 
     epoch: int = 0
     batch: int = 0
-    """Batches of the epoch that were used."""
+    """Batches of the epoch that were used, in this process."""
     begun_by: int | None = None
-    """How many processes have begun the epoch, where others go on with it."""
+    """Number of processes that began the epoch, if another number continues it."""
     update: int = 0
     stale: int = 0
     """Validations in a row without an improvement."""
     best: float | None = None
+    """Best figure of the validations so far."""
     skipped: int = 0
+    """Updates that were not applied, because loss or gradient was not finite."""
     due: bool = False
-    """Whether the last epoch has come to its end, and its validation has not."""
+    """Whether the last epoch is complete and its validation is not."""
 
 
 @dataclasses.dataclass
 class FitState:
-    """What belongs to one call of ``fit`` alone: the next one has another, of which nothing is known."""
+    """The state of one call of ``fit``; each call has a new one."""
 
     memory_plan: Any
-    """The :class:`~trimtab.train.engine.out_of_memory.MemoryPlan` of the call."""
+    """The :class:`~trimtab.train.engine.memory_plan.MemoryPlan` of the call."""
     planned: int | None = None
-    """How many updates there will be when it has ended, where that is known."""
+    """Updates in all at the end of the call, if known."""
     goes_on: bool = False
-    """Whether it has the very iterator that the last one had begun, until its first epoch has."""
+    """Whether it was given the iterator that the last call began to read; until its first epoch begins."""
     kept: bool = False
-    """Whether what an update of it has made was looked at: a checkpoint may not be able to hold it."""
+    """Whether the state after the first applied update was checked for values that no checkpoint can hold."""
     stop: str | None = None
-    """Why it ends after the update that is under way, if it does."""
+    """Why the run ends after the current update, if it does."""
     interrupted: bool = False
-    """Whether a signal ends it, which cuts off a validation too."""
+    """Whether a signal ends the run; it ends a validation too."""
     calling: bool = False
-    """Whether callbacks are being called, of which other processes know nothing."""
+    """Whether callbacks are running: only the first process runs them, so they must not wait for other processes."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RunContext:
-    """What a run is made of and what it has come to; the arguments of :class:`~trimtab.train.trainer.Trainer`, checked.
+    """The checked arguments of :class:`~trimtab.train.trainer.Trainer`, and the state of its run.
 
-    It outlives a call of ``fit``: the next one goes on from it. Only :attr:`fit` is made anew for each.
+    It outlives a call of ``fit``: the next call goes on from it. Only :attr:`fit` is new for each call.
     """
 
     model: nn.Module
@@ -87,55 +89,54 @@ class RunContext:
     tell: Callable[[Event], None]
     """Calls the callbacks of the user with an event."""
     watchers: list[Callable[[RunContext, Event], None]] = dataclasses.field(default_factory=list)
-    """Our own callbacks while a run lasts; every process calls its own."""
+    """trimtab's own callbacks during a run; every process calls its own."""
     position: Position = dataclasses.field(default_factory=Position)
     notes: list[str] = dataclasses.field(default_factory=list)
     decided: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What became of the settings that were ``"auto"``."""
+    """The values chosen for settings that were ``"auto"``, by name."""
     results: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The figures of the last validation."""
+    """The loss and metrics of the last validation, by name."""
     best_parameters: dict[str, Any] | None = None
-    """Of the best validation, where early stopping puts them back."""
+    """State dict of the model at the best validation, if early stopping restores it."""
     epoch_random: dict[str, Any] = dataclasses.field(default_factory=dict)
     resuming: dict[str, Any] | None = None
-    """The checkpoint that the next run goes on from."""
+    """The checkpoint that the next call of ``fit`` resumes."""
     override: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What :meth:`~trimtab.train.trainer.Trainer.resume` was told to have another way than the checkpoint."""
+    """Options that :meth:`~trimtab.train.trainer.Trainer.resume` was given to replace those of the checkpoint."""
     options: Any = None
-    """Of the optimizer when the run began (:func:`~trimtab.train.checkpoint.resume_conflicts.options_of`); ``None`` until it
-    has."""
+    """The optimizer's options when the run began (:func:`~trimtab.train.checkpoint.resume_conflicts.options_of`)."""
     scheduler: LRScheduler | None = None
-    """What was made of ``schedule`` for the last run; the next one goes on from it."""
+    """Made from ``schedule`` by the last call of ``fit``; the next call goes on with it."""
     scheduled: tuple[Any, int] | None = None
-    """The function that it was made by, and for how many updates."""
+    """The function that made :attr:`scheduler`, and the number of updates that it was made for."""
     step_state: dict[str, Any] | None = None
-    """Of the last run's step, such as float16's scale, which the next one need not find again."""
+    """State of the last call's step, such as float16's loss scale."""
     loader_place: dict[str, Any] | None = None
-    """Where a loader with ``state_dict()`` stood when the last run ended."""
+    """Position of a loader with ``state_dict()`` at the end of the last call."""
     fit: FitState = dataclasses.field(init=False)
-    """What belongs to the call of ``fit`` under way alone; of the last one where none is."""
+    """State of the current call of ``fit``, or of the last one."""
 
     def stop(self, reason: str) -> None:
-        """End the run after the update that is under way."""
+        """End the run after the current update; ``reason`` is a sentence for the summary."""
         self.fit.stop = reason
 
     @property
     def ending(self) -> bool:
-        """Whether the run ends after the update that is under way."""
+        """Whether the run ends after the current update."""
         return self.fit.stop is not None
 
     def note(self, text: str) -> None:
-        """Record a sentence for the summary, and tell the callbacks of it now."""
+        """Record a sentence for the summary, and emit it to callbacks."""
         self.notes.append(text)
         self.emit(Remarked(update=self.position.update, epoch=self.position.epoch, text=text))
 
     def note_once(self, text: str | None) -> None:
-        """Record ``text`` once; ``None`` and repeats are ignored."""
+        """Record ``text`` in the summary once; ignore ``None`` and repeats."""
         if text is not None and text not in self.notes:
             self.note(text)
 
     def emit(self, event: Event) -> None:
-        """Tell the watchers of every process, and the user's callbacks in the first one."""
+        """Call the watchers of this process, and in the first process the user's callbacks."""
         for watcher in self.watchers:
             watcher(self, event)
         self.tell(event)

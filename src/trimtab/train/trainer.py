@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop: epochs of updates, validation and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trimtab.train.distributed.launch import join
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.engine import checkpoint_policy, duration, epoch, setup, validation
 from trimtab.train.engine import evaluate as held_out
-from trimtab.train.engine.out_of_memory import MemoryPlan
+from trimtab.train.engine.memory_plan import MemoryPlan
 from trimtab.train.engine.signals import interruptible
-from trimtab.train.engine.step import Update
-from trimtab.train.loss.adapter import Batch, LossAdapter, in_step
+from trimtab.train.engine.step import Run, Update
+from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.optim import schedules
 from trimtab.train.optim.ema import Ema, EvalWeights
 from trimtab.train.optim.optimizer_state import OptimizerModes
@@ -45,37 +45,54 @@ from trimtab.train.telemetry.meter import Meter
 from trimtab.train.telemetry.metrics import Metric, checked_metrics
 from trimtab.train.telemetry.summary import Summary
 
-_STEP = in_step("The model or its loss raised")
-
 
 class Trainer:
-    """Trains ``model`` on batches: fast by default, right where accumulated, resumable to the bit.
+    """Trains a model on batches: exact gradient accumulation, and runs that resume bit-identically.
+
+    Example, with the mean loss of the last updates printed::
+
+        import torch
+        from torch import nn
+        from trimtab import DataSettings, Settings, Trainer
+        x = torch.randn(64, 8)
+        batches = list(zip(x.split(16), x.sum(1, keepdim=True).split(16)))
+        trainer = Trainer(
+            nn.Linear(8, 1),
+            loss=nn.MSELoss(),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+            settings=Settings(data=DataSettings(accumulate=2)),
+        )
+        print(trainer.fit(batches, epochs=20).loss)
 
     Args:
         model: trained in place.
-        loss: ``loss(outputs, targets)`` for batches of ``(inputs, targets)``; or one whose first parameter is called ``model``,
-            ``loss(model, batch)``, which gives the mean or ``(mean, weight)``; ``None`` for models that compute their own.
-        optimizer: one over the parameters of the model, and of the loss if it has some; or a function of them that makes it.
-        settings: precision, accumulation, memory and the like; what is ``"auto"`` is decided by measurement when
+        loss: ``loss(outputs, targets)`` for batches of ``(inputs, targets)``; or a function whose first parameter is called
+            ``model``, ``loss(model, batch)``, which returns the mean or ``(mean, weight)``; ``None`` if the model computes its
+            loss. A loss is a scalar tensor.
+        optimizer: over the parameters of the model, and of the loss if it has some; or a function of these that makes it.
+        settings: precision, accumulation, memory and the like; values that are ``"auto"`` are chosen by measurement when
             :meth:`fit` begins.
         schedule: ``schedule(optimizer, updates)`` -> one of torch's schedulers, such as
             :func:`~trimtab.train.optim.schedules.one_cycle`; or a scheduler itself. Stepped once per update;
             ``ReduceLROnPlateau`` after each validation, with the figure that ``early_stopping`` watches.
-        early_stopping: ends the run when the validation has stopped getting better.
-        checkpoint: folder for checkpoints, written every ``checkpoint_every`` updates (or epochs, if ``None``) and at the end.
-        callbacks: called as ``callback(trainer, event)`` with everything that happens.
-        metrics: by name, ``metric(outputs, targets)`` -> one value per example, of which the validation has the mean; or of the
-            whole set, an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as torchmetrics has them. A
-            model that computes its own loss gives its whole answer, which is held against the whole batch.
-        ema: decay of a running average of the parameters, which is what is validated and kept in the end.
+        early_stopping: ends the run when the validation no longer improves.
+        checkpoint: folder for checkpoints.
+        checkpoint_every: updates between two checkpoints; by default one is written after each epoch. The last update always
+            gets one.
+        callbacks: called as ``callback(trainer, event)`` with each event.
+        metrics: by name. Either ``metric(outputs, targets)`` -> one value per example, shape ``(n,)``, whose mean is reported;
+            or an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as in torchmetrics. If the model
+            computes its loss, a metric gets the model's whole output and the whole batch.
+        ema: decay of an exponential moving average of the parameters, between 0 and 1. The average is validated, and is what
+            the model holds at the end.
         log_every: updates between two :class:`~trimtab.train.telemetry.events.Progressed`.
-        progress: whether the run is shown on standard error: as a live line in a terminal, else as lines of text. By default it
-            is where that is a terminal.
-        world: the processes of the run, as :func:`~trimtab.train.distributed.launch.join` gives them for a model whose
-            layers are split between some; otherwise found out.
+        progress: whether progress is shown on standard error: as a live line in a terminal, else as lines of text. By default
+            only in a terminal.
+        world: the processes of the run, from :func:`~trimtab.train.distributed.launch.join`; needed only for a model whose
+            layers are split between processes.
 
     Raises:
-        UsageError: the model has nothing to train, the optimizer is over other parameters, or a number makes no sense.
+        UsageError: the model has nothing to train, the optimizer has other parameters, or an argument is out of its range.
     """
 
     def __init__(
@@ -128,11 +145,11 @@ class Trainer:
             shown=EvalWeights(model, average, OptimizerModes(model, made)),
             tell=_telling(self),
         )
-        """What drives a run is given this, and not the Trainer."""
+        """State of the run; passed to modules that drive it in place of the Trainer."""
         self.context.fit = FitState(MemoryPlan(self.context))
         self.progress = progress
         self._last: tuple[Any, Any] | None = None
-        """The training data that the last run was given, and what it went through: of an iterator, what is left."""
+        """The training data that the last run was given, and the loader that it read: of an iterator, the rest."""
 
     @property
     def model(self) -> nn.Module:
@@ -146,17 +163,17 @@ class Trainer:
 
     @property
     def settings(self) -> Settings:
-        """The settings; those that were ``"auto"`` are decided once :meth:`fit` began."""
+        """The settings; ``"auto"`` is replaced by the chosen value once :meth:`fit` began."""
         return self.context.settings
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """What was made of ``schedule``; ``None`` before the first run and without one."""
+        """The scheduler made from ``schedule``; ``None`` before the first run, or without a schedule."""
         return self.context.scheduler
 
     @property
     def device(self) -> torch.device:
-        """Where the model is trained."""
+        """The device of the model."""
         return self.context.device
 
     @property
@@ -166,45 +183,45 @@ class Trainer:
 
     @property
     def position(self) -> Position:
-        """Where the run stands."""
+        """Epoch, batch and update that the run has reached."""
         return self.context.position
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the summary."""
+        """Sentences recorded for the summary."""
         return self.context.notes
 
     @property
     def decided(self) -> dict[str, Any]:
-        """What became of the settings that were ``"auto"``."""
+        """The values chosen for settings that were ``"auto"``, by name."""
         return self.context.decided
 
     @property
     def results(self) -> dict[str, float]:
-        """The figures of the last validation."""
+        """The loss and metrics of the last validation, by name."""
         return self.context.results
 
     @property
     def best_parameters(self) -> dict[str, Any] | None:
-        """Of the best validation, where early stopping puts them back."""
+        """State dict of the model at the best validation, if early stopping restores it."""
         return self.context.best_parameters
 
     @property
     def ema(self) -> Ema | None:
-        """The running average of the parameters."""
+        """The moving average of the parameters, if ``ema`` was given."""
         return self.context.ema
 
     @property
     def ending(self) -> bool:
-        """Whether the run ends after the update that is under way."""
+        """Whether the run ends after the current update."""
         return self.context.ending
 
     def stop(self, reason: str) -> None:
-        """End the run after the update that is under way."""
+        """End the run after the current update; ``reason`` is a sentence for the summary."""
         self.context.stop(reason)
 
     def note(self, text: str) -> None:
-        """Record a sentence for the summary, and tell the callbacks of it now."""
+        """Record a sentence for the summary, and emit it to callbacks."""
         self.context.note(text)
 
     def fit(
@@ -215,17 +232,32 @@ class Trainer:
         epochs: int | None = None,
         steps: int | None = None,
     ) -> Summary:
-        """Train on the batches of ``train`` for so many epochs or updates in all, and validate after each epoch.
+        """Train until ``epochs`` or ``steps`` are reached, and validate after each epoch.
 
-        After :meth:`resume` this goes on where the checkpoint was written, and ends where it would have ended. So does a second
-        call with the same data: that object, or a loader of that dataset with as many batches. Other data begins at its
-        beginning, and early stopping with it; epochs and updates are counted on.
+        Example, in which the second call adds two epochs::
 
-        Ctrl-C, or SIGTERM, ends the run after the update that is under way, with a checkpoint if there is a folder for them. It
-        cuts off a validation, with which the run that goes on begins.
+            import torch
+            from trimtab import Trainer
+            batches = [(torch.randn(16, 8), torch.randn(16, 1)) for _ in range(4)]
+            trainer = Trainer(torch.nn.Linear(8, 1), loss=torch.nn.MSELoss(), optimizer=torch.optim.Adam)
+            trainer.fit(batches, batches[:1], epochs=3)
+            print(trainer.fit(batches, batches[:1], epochs=5).metrics)
+
+        After :meth:`resume`, the run continues at the checkpoint. A second call with the same data continues too, also in the
+        middle of an epoch; data is the same if it is the same object, or a loader of the same dataset with as many batches.
+        Other data starts at its beginning, and early stopping starts again.
+
+        Ctrl-C and SIGTERM end the run after the current update, with a checkpoint if there is a folder for it. A validation is
+        interrupted; the run that continues begins with it.
+
+        Args:
+            train: loader of batches, iterated once per epoch.
+            validate: loader of batches for the validation.
+            epochs: epochs in all, counted from the first call; give this or ``steps``.
+            steps: updates in all.
 
         Raises:
-            UsageError: the call makes no sense; nothing was run.
+            UsageError: an argument makes no sense; nothing was run.
             WorkloadError: the model, the loss or the loader failed, or the loss is not finite.
             StorageError: a checkpoint or the log cannot be written.
         """
@@ -245,7 +277,7 @@ class Trainer:
         epochs: int | None = None,
         steps: int | None = None,
     ) -> Generator[Update, None, Summary]:
-        """What :meth:`fit` does, for who drives it: each ``next()`` makes one update and everything that belongs to it."""
+        """:meth:`fit` as a generator: each ``next()`` makes one update, with its events, checkpoint and validation."""
         duration.check_lengths(self.context, epochs, steps)
         refuse_autocast(self.context.device)
         check_loader(train, "train")
@@ -275,16 +307,18 @@ class Trainer:
                     return (yield from self._run(train, validate, epochs, steps))
 
     def resume(self, *, missing_ok: bool = False, override: Mapping[str, Any] | None = None) -> Self:
-        """Take up the newest whole checkpoint, which wins over the script; the :meth:`fit` that follows goes on from there.
+        """Load the newest intact checkpoint; the next :meth:`fit` continues there.
+
+        Where checkpoint and script differ, the checkpoint wins.
 
         Args:
-            missing_ok: begin anew where there is no checkpoint, as in a script that is started again after a failure.
-            override: what the run is to have instead, for all groups of the optimizer: its options that are numbers, by name,
-                such as ``{"lr": 3e-4}``. The rates of the schedule are multiplied by as much.
+            missing_ok: start from the beginning if there is no checkpoint, as in a script that is restarted after failures.
+            override: numeric options that replace those of the checkpoint, in all groups of the optimizer, such as
+                ``{"lr": 3e-4}``. The learning rates of the schedule change by the same factor.
 
         Raises:
             UsageError: there is no checkpoint folder, it is of another model or optimizer, or there is no such option.
-            StorageError: no checkpoint in it is whole.
+            StorageError: no checkpoint in the folder is intact.
         """
         if self.context.checkpoints is None:
             raise UsageError("resume() needs to know where the checkpoints are: Trainer(..., checkpoint='folder').")
@@ -298,7 +332,7 @@ class Trainer:
                 "the folder where all hosts have it."
             )
         state = self.context.checkpoints.load()
-        self.context.shown.modes.train()  # what it would make of parameters now is written over
+        self.context.shown.modes.train()  # the parameters that it would convert are overwritten next
         setup.restore(self.context, state)
         self.context.note_once(self.context.checkpoints.passed_over())
         self.context.resuming = state
@@ -306,13 +340,13 @@ class Trainer:
         return self
 
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """The loss and metrics of the model as it is now, over other data, such as a test set; all processes must ask."""
+        """The loss and metrics of the current model on other data, such as a test set; all processes must call it."""
         return held_out.figures(self.context, batches)
 
     def _run(
         self, train: Iterable[Batch], held_out: Iterable[Batch] | None, epochs: int | None, steps: int | None
     ) -> Generator[Update, None, Summary]:
-        """The loop itself: epochs of updates, a validation after each."""
+        """The loop: epochs of updates, with a validation and a checkpoint after each epoch."""
         position = self.context.position
         ready = setup.ready(self.context, train)
         if self.context.settings.adjust:
@@ -323,7 +357,7 @@ class Trainer:
         self.context.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
         self.context.note_once(checkpoint_policy.remark(self.context, ready, steps))
         first, began = position.epoch, position.update
-        self._stop_if_stale()  # which the run that is gone on with had ended by
+        self._stop_if_stale()  # a resumed run may have ended by it
         while not self.context.world.any(self.context.ending) and not duration.over(self.context, epochs, steps):
             if not position.due:
                 self.context.modes.follow()
@@ -340,20 +374,16 @@ class Trainer:
         return self._finish(ready, meter, epochs, steps)
 
     def _epoch(self, ready: setup.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
-        """What is left of the epoch; returns whether it is whole."""
-        feed, position, kept = ready.feed, self.context.position, checkpoint_policy.Saving(self.context, ready)
-        for group in checkpoint_policy.rounds(self.context, ready, kept):
-            update, remarks = self._update(ready, group)
+        """The updates that are left of the epoch, and checkpoints in between; returns whether the epoch is complete."""
+        feed, position, saving = ready.feed, self.context.position, checkpoint_policy.Saving(self.context, ready)
+        run = Run(self.context, feed, meter.count, saving)
+        for batches in epoch.rounds(self.context, feed, saving):
+            update = ready.step(batches, run)
             if not self.context.world.used:
                 break
-            position.batch, position.update = feed.taken, position.update + 1
-            position.skipped += not update.applied
-            with kept:
-                for remark in remarks:
-                    self.context.note_once(remark)
-                meter.count(update, group if self.context.world.counts else [])
-            if not (update.applied or update.overflowed) and self.context.settings.optimizer.nonfinite == "stop":
-                self.context.stop("The loss was not finite.")
+            if update.applied and not self.context.fit.kept:
+                self.context.fit.kept = True
+                setup.refuse_unkept(self.context, feed)
             if self.context.checkpoint_every is not None and position.update % self.context.checkpoint_every == 0:
                 checkpoint_policy.save(self.context, ready)
             yield update
@@ -367,7 +397,7 @@ class Trainer:
         return whole
 
     def _close_epoch(self, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
-        """What comes at the end of an epoch: it is told of, validated and saved; what fails there does not cost the epoch."""
+        """End an epoch: report, validate, save a checkpoint. If this fails, a checkpoint keeps the epoch."""
         try:
             with epoch.close(self.context, ready.feed):
                 meter.report()
@@ -379,22 +409,8 @@ class Trainer:
         if self.context.checkpoint_every is None and not self.context.position.due:
             checkpoint_policy.save(self.context, ready)
 
-    def _update(self, ready: setup.Ready, group: list[Batch]) -> tuple[Update, list[str | None]]:
-        """One update and what goes along with it, and what there is to tell of it once it counts."""
-        with _STEP:
-            update = self.context.fit.memory_plan.update(ready, group)
-        remarks = [self.context.objective.doubt(group, alone=self.context.world.size == 1)]
-        if ready.scheduler is not None and update.applied:
-            remarks.append(schedules.advance(ready.scheduler))
-        if self.context.ema is not None and update.applied:
-            self.context.ema.update(self.context.model)
-        if update.applied and not self.context.fit.kept:
-            self.context.fit.kept = True
-            setup.refuse_unkept(self.context, ready.feed)
-        return update, remarks
-
     def _validate(self, held_out: Iterable[Batch] | None, ready: setup.Ready) -> None:
-        """Go through the validation data, keep the best parameters, and stop where it has stopped getting better."""
+        """Validate, keep the best parameters, and stop the run if the validation no longer improves."""
         stopping, position = self.context.early_stopping or EarlyStopping(), self.context.position
         if held_out is None:
             position.due = False
@@ -415,7 +431,7 @@ class Trainer:
                 position.stale += 1
             if isinstance(ready.scheduler, ReduceLROnPlateau):
                 ready.scheduler.step(self.context.results[stopping.metric])
-            # The callbacks see the parameters that these are the figures of.
+            # Callbacks see the parameters that were validated, which may be the average.
             consistency.tell(
                 self.context, Validated(update=position.update, epoch=position.epoch, metrics=self.context.results, best=better)
             )
@@ -427,7 +443,7 @@ class Trainer:
             self.context.stop(f"The validation's {stopping.metric} did not improve {stale} times in a row.")
 
     def _finish(self, ready: setup.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
-        """The last checkpoint, then the parameters that the user is to have, then the summary."""
+        """Write the last checkpoint, then give the model its final parameters, then make the summary."""
         newest = None if self.context.checkpoints is None else self.context.checkpoints.newest()
         made = self.context.position.update or self.context.decided  # else there is nothing to go on with
         old = newest is None or newest.name != f"update-{self.context.position.update:08d}" or self.context.position.due
@@ -448,10 +464,9 @@ class Trainer:
 
 
 def _telling(trainer: Trainer) -> Callable[[Event], None]:
-    """What calls the callbacks of ``trainer``, without keeping it alive; of several processes only those of the first one.
+    """A function that calls the callbacks of ``trainer`` in the first process, without keeping ``trainer`` alive.
 
-    What they draw from random generators, or do to these, leaves no trace in the run: when they are called again after a
-    resumption depends on where that was.
+    Random generators are restored afterwards: a resumed run may call callbacks at other times, and must stay bit-identical.
     """
     known = weakref.ref(trainer)
 

@@ -1,8 +1,7 @@
-"""How many examples at once: the number with which most of them are learnt from per second, within the memory there is.
+"""Find the micro-batch size with the highest training throughput (examples/s) that fits in memory.
 
-Larger is not always faster: once all cores or the whole GPU are busy, larger batches only leave the caches. So sizes are tried
-on real updates, in turns, and the run that they belong to does not notice: parameters, the optimizer's state, buffers and
-random generators are put back from copies.
+The largest size need not be the fastest: once the cores or the GPU are busy, larger batches only leave the caches. So sizes are
+timed on real updates, in turns. Parameters, optimizer state, buffers and random generators are copied before and put back.
 """
 
 from __future__ import annotations
@@ -38,35 +37,35 @@ from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
 
 TIE = 0.02
-"""Sizes whose speeds differ by less are taken to be equally fast."""
+"""Sizes whose throughput differs by a smaller fraction count as equally fast."""
 _CLOSE, _FINALISTS = 0.15, 3
-"""Sizes that fall behind by more in a first look, where one may have been lucky, are not looked at again, but for a few."""
-_PATIENCE = 2
-"""Sizes in a row that are no faster than one before them, after which no further one is tried."""
-_SECOND_LOOK = 3
-"""Updates of each size in the look that makes sure of that."""
+"""Sizes within this fraction of the fastest are timed again, and at least so many."""
+_PATIENCE, _FIRST_LOOK = 2, 3
+"""Sizes in a row without an improvement after which the sweep ends, and timings of each, of which the best counts."""
 _SHARE = 0.8
-"""Of the free memory of the host that a search may use."""
+"""Fraction of the host's free memory that the search may use."""
 _ROUNDS = 15
+"""Most timings per finalist."""
 _EARLY, _LEAST = 0.1, 8
-"""A search takes a tenth of the run at most, and is not begun where that is less than so many samples or updates."""
+"""A search takes at most this fraction of the run; it does not begin if that is less than so many samples or updates."""
 _SAMPLE_S = 0.03
-"""Updates are repeated for as long: where others want the same cores, what is shorter is at the mercy of their turns."""
+"""Seconds per sample: shorter ones are at the mercy of the scheduler where other processes want the same cores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A number of examples at once, and how it did."""
+    """One size that was tried."""
 
     size: int
+    """Examples per micro-batch."""
     rate: Interval | None = None
-    """Examples per second, with the loader's part; ``None`` where it did not run."""
+    """Examples per second, with the loader's time; ``None`` if the size did not run."""
     peak_mb: float | None = None
-    """Of activations, where that was measured; see :func:`~trimtab.train.memory.peak_activations.peak_activations`."""
+    """Peak of the activations in MB (10**6 bytes), if it was measured."""
     reason: str = ""
     """Why it did not run."""
     finalist: bool = False
-    """Whether it was about as fast as the fastest in a first look, and so was looked at again."""
+    """Whether it was among the fastest of the sweep, and so was timed again."""
 
     def __str__(self) -> str:
         """A line for a person."""
@@ -78,12 +77,12 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """The best number of examples at once, and all that were tried, in order of size."""
+    """The best size, and all that were tried, in order of size."""
 
     size: int
     tried: tuple[Tried, ...]
     loader_examples_per_s: float | None = None
-    """How fast the loader alone is."""
+    """Throughput of the loader alone."""
 
     def __str__(self) -> str:
         """A line per size."""
@@ -91,7 +90,7 @@ class Found:
 
 
 class HasContext(Protocol):
-    """A Trainer, as far as a search for its batch size looks at it."""
+    """The part of a Trainer that the search uses."""
 
     context: RunContext
 
@@ -104,28 +103,29 @@ def find_batch(
     limit_mb: float | None = None,
     seconds: float = 10.0,
 ) -> Found:
-    """The batch size with the best throughput for ``trainer``, the loader's time included; sizes are 1, 2, 4 and so on.
+    """The batch size with the highest throughput for ``trainer``, including the loader's time; tries 1, 2, 4 and so on.
 
-    The trainer is as before afterwards, and its first update is the one that it would have made.
+    The trainer is unchanged afterwards: its first update is the one that it would have made.
 
     Args:
-        batches: a loader, from which as many batches are drawn as the largest size needs.
-        largest: that no more is tried than; by default 16 times a batch of the loader.
+        trainer: whose model, loss, optimizer and settings are timed.
+        batches: a loader; as many batches are drawn as the largest size needs.
+        largest: the largest size to try; by default 16 times a batch of the loader.
         limit_mb: most memory for activations, in MB (10**6 bytes); by default what the machine has.
-        seconds: after which no new round of measuring begins.
+        seconds: no new round of timing begins after this time.
 
     Raises:
         UsageError: a limit is not above zero, or not even one example keeps it.
-        WorkloadError: the loader gives nothing, or batches that cannot be taken apart or joined.
+        WorkloadError: the loader gives nothing, or batches that cannot be split or joined.
     """
     for name, value in (("largest", largest), ("limit_mb", limit_mb), ("seconds", seconds)):
         positive(1 if value is None else value, f"find_batch {name}")
     context = trainer.context
     drawn, load_s = _drawn(batches, largest)
     own, world = sum(examples(batch) for batch in drawn), context.world
-    count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # per example; all processes try the same sizes
+    count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # seconds per example; processes try the same sizes
     pool = join(drawn)
-    beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # which computes while this reads
+    beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # loading overlaps with updates
     called = world.wrap(context.model, context.settings, fresh=False)
     move = setup.laid_out(context.model, context.settings, context.device)
     step = Step(called, context.objective, context.optimizer, context.settings, world, HostClock())
@@ -144,15 +144,16 @@ def find_batch(
     return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
 
 
-def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, updates: int | None) -> int:
-    """Into how large micro-batches the batches of an update are best taken apart; the update itself stays the same.
+def search_micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, updates: int | None) -> int:
+    """The fastest size of micro-batches for the update of ``group``; writes it into the settings and notes it.
 
-    Where whole batches are as fast as the best, it is those; with BatchNorm, or another state that each micro-batch would move,
-    or where so few ``updates`` are to come that no search would be paid back, it is the largest that fits. Several processes
-    agree on it. The decision is the trainer's from now on, and noted.
+    The update itself stays the same. Among equally fast sizes it is the largest. It is the largest that fits, without a search,
+    in two cases: a forward pass changes state, such as BatchNorm's statistics, which each micro-batch would change; or so few
+    ``updates`` are to come that a search costs more than it saves. All processes get the same size.
 
     Raises:
-        WorkloadError: batches cannot be taken apart, or not even one example fits.
+        UsageError: not even one example fits.
+        WorkloadError: batches cannot be split.
     """
     whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
     sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
@@ -169,33 +170,35 @@ def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, upda
 
 
 def parts(group: Sequence[Batch], size: int) -> list[Batch]:
-    """The batches of ``group`` in parts of at most ``size`` examples."""
+    """The batches of ``group``, split into parts of at most ``size`` examples."""
     return [part for batch in group for part in split(batch, size)]
 
 
 @dataclasses.dataclass
 class _Entry:
-    """A size in the search."""
+    """A size during the search."""
 
     size: int
     group: Sequence[Batch]
     examples: float
-    """In ``group``: the mean of all processes."""
+    """In ``group``; the mean over all processes."""
     plan: Verified | None = None
     peak: float | None = None
+    """Of the activations, in bytes."""
     reason: str = ""
     updates: int = 1
-    """That are timed in a row."""
+    """Updates per timing."""
     seconds: list[float] = dataclasses.field(default_factory=list)
+    """Seconds per update, one per timing."""
     finalist: bool = False
 
     @property
     def rate(self) -> float:
-        """By the best time so far."""
+        """Examples per second, by the best timing so far."""
         return self.examples / min(self.seconds)
 
     def tried(self, load_s: float, *, beside: bool = False) -> Tried:
-        """What a person sees; ``load_s`` per example passes before the update, or, if ``beside``, during it."""
+        """The public record. Loading takes ``load_s`` per example: before the update, or during it if ``beside``."""
         peak = None if self.peak is None else self.peak / 1e6
         if self.reason:
             return Tried(size=self.size, peak_mb=peak, reason=self.reason)
@@ -206,15 +209,15 @@ class _Entry:
 
 
 class _Search:
-    """Tries sizes: once each until it gets no faster, then the fastest of them in turns."""
+    """Sweeps sizes until throughput stops growing, then times the fastest ones in turns."""
 
     def __init__(self, context: RunContext, step: Step, limit_mb: float | None, seconds: float, updates: int | None) -> None:
         self.updates, self.short, self.moved = updates, False, ""
         self.context, self.world = context, step.world
-        model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
+        model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size takes longer than the search saves
         nonfinite = context.settings.optimizer.nonfinite
-        waits = context.device.type == "cpu" or nonfinite in ("skip", "stop")  # for what is not finite
-        settings = context.settings.replaced({"optimizer.nonfinite": "skip" if waits else "ignore"})  # nothing ends the search
+        waits = context.device.type == "cpu" or nonfinite in ("skip", "stop")  # for the device, in each update
+        settings = context.settings.replaced({"optimizer.nonfinite": "skip" if waits else "ignore"})  # no error ends the search
         self.step = Step(model, context.objective, context.optimizer, settings, step.world, HostClock())
         self._wait = synchronizer(context.device)
         self.limit = None if limit_mb is None else limit_mb * 1e6
@@ -224,8 +227,9 @@ class _Search:
         """The sizes that were tried, in order of size.
 
         Args:
-            candidates: from which no more is taken once it gets no faster.
-            same: whether the update must be the same for all: the first that fits will do where others would move more.
+            candidates: sizes and batches; no more are taken once throughput stops growing.
+            same: whether all sizes must make the same update: the first that fits ends the sweep if a forward pass changes
+                state.
 
         Raises:
             UsageError: none fits.
@@ -267,31 +271,19 @@ class _Search:
             behind = 0 if entry.rate > best * (1 + TIE) else behind + 1
             best = max(best, entry.rate)
             if behind >= _PATIENCE:
-                able = [one for one in entries if not one.reason]
-                if not self._caught_up(able):
-                    break
-                best, behind = max(one.rate for one in able), 0
+                break
         return entries
 
-    def _caught_up(self, able: Sequence[_Entry]) -> bool:
-        """Whether a second look, in turns, finds the last sizes faster than those before: the first may have been disturbed."""
-        before, last = able[:-_PATIENCE], able[-_PATIENCE:]
-        leader = max(before, key=lambda entry: entry.rate)
-        for _ in range(_SECOND_LOOK):
-            for entry in (leader, *last):
-                entry.seconds.append(self._time(entry))
-        return max(entry.rate for entry in last) > leader.rate * (1 + TIE)
-
     def _attempt(self, entry: _Entry) -> str:
-        """Run ``entry`` for the first time; returns why it cannot run, or nothing, the same in all processes."""
-        reason = self._tried(self._fit, entry) or self._tried(self._first_times, entry)  # updates are of all processes
+        """Run ``entry`` for the first time; the reason why it cannot run, or "", the same in all processes."""
+        reason = self._tried(self._fit, entry) or self._tried(self._first_times, entry)  # all processes make updates together
         if reason:
             self.step.discard()
             torch.cuda.empty_cache()  # does nothing where there is no GPU
         return reason
 
     def _tried(self, action: Callable[[_Entry], str], entry: _Entry) -> str:
-        """The reason that ``action`` gives, or that there is no memory for it, or that one example has no statistics."""
+        """The reason that ``action`` returns, or that it ran out of memory, or that BatchNorm refuses one example."""
         try:
             reason = action(entry)
         except (RuntimeError, MemoryError, ValueError) as error:
@@ -304,15 +296,15 @@ class _Search:
         first = self._time(entry)
         run_s = math.inf if self.updates is None else self.updates * first
         self.seconds, self.short = min(self.seconds, _EARLY * run_s), _EARLY * run_s < _LEAST * max(first, _SAMPLE_S)
-        entry.seconds += [first] if self.short else [self._time(entry) for _ in range(2)]
+        entry.seconds += [first] if self.short else [self._time(entry) for _ in range(_FIRST_LOOK)]
         return ""
 
     def _agreed(self, reason: str, others: str = "it does not fit into the memory of another process") -> str:
-        """``reason`` if there is one, else that of ``others`` if another process has one: what follows is the same for all."""
+        """``reason``, or ``others`` if only another process has a reason: all processes go on alike."""
         return reason or others if self.world.any(bool(reason)) else ""
 
     def _fit(self, entry: _Entry) -> str:
-        """Measure the activations of ``entry``, and see to their budget; returns why that cannot be kept, or nothing."""
+        """Measure the activations of ``entry``, and plan their budget; the reason why it cannot be kept, or ""."""
         batch, context = max(entry.group, key=examples), self.context
         budget = context.settings.memory.activation_mb
         if budget is not None:
@@ -329,13 +321,13 @@ class _Search:
         return "" if limit is None or entry.peak <= limit else f"it takes {entry.peak / 1e6:,.1f} MB of {limit / 1e6:g} allowed"
 
     def _beyond(self, before: _Entry, size: int) -> str:
-        """Why ``size`` is not even tried: a host that runs out of memory does not say so, but ends the process."""
+        """Why ``size`` must not be tried: a host that runs out of memory kills the process instead of raising."""
         expected = (before.peak or 0.0) * size / before.size
         free = 1e6 * free_mb() if self.context.device.type == "cpu" else math.inf
         return f"it would take about {expected / 1e6:,.0f} MB of {free / 1e6:,.0f} free" if expected > free * _SHARE else ""
 
     def _time(self, entry: _Entry) -> float:
-        """Seconds of an update, the same on all processes."""
+        """Seconds per update, the mean over all processes."""
         recomputed = None if entry.plan is None else entry.plan.apply()
         try:
             self._wait()
@@ -352,10 +344,10 @@ class _Search:
 
 
 def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, device: torch.device) -> Verified:
-    """What to recompute of ``model`` so that the activations of ``batch`` keep within ``budget_mb``.
+    """What to recompute of ``model`` so that the activations of ``batch`` stay within ``budget_mb`` (10**6 bytes).
 
     Raises:
-        UsageError: nothing does; the message names the smallest budget that can be kept.
+        UsageError: no plan does; the message names the smallest budget that can be kept.
     """
 
     def loss() -> torch.Tensor:
@@ -368,22 +360,22 @@ def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, devic
 
 
 def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
-    """A block for backward passes whose gradients are thrown away: they do not cross between processes.
+    """A block for backward passes whose gradients are discarded: processes do not exchange them.
 
-    Those of shards do, because FSDP keeps what has not crossed where nobody else can throw it away, for the next update.
+    With FSDP they do, because FSDP keeps gradients that were not exchanged for the next update, out of reach.
     """
     return step.world.exchanging(now=step.settings.distributed.sharding != "replicate")
 
 
 def backward(step: Step, batch: Batch) -> None:
-    """A forward and backward pass as in ``step``, for nothing but to be looked at."""
+    """A forward and backward pass as in ``step``, to measure it."""
     with step.precision():
         loss, _ = step.world.looked(lambda: step.objective(step.model, batch))
     loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], float]:
-    """Batches with up to ``largest`` examples, 16 batches by default, and the seconds that the loader took for them."""
+    """Batches with ``largest`` examples in all, by default 16 batches, and the seconds that the loader took."""
     begun, drawn, count = time.perf_counter(), list[Batch](), 0
     with untouched(batches) as peeked:
         for batch in itertools.islice(peeked, None if largest else 16):
@@ -397,7 +389,7 @@ def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], 
 
 
 def _fastest(tried: Sequence[Tried], *, smallest: bool) -> int:
-    """The fastest of those that were looked at again; of those as fast, the smallest or the largest."""
+    """The fastest finalist; among equally fast ones the smallest or the largest."""
     rates = {one.size: one.rate.value for one in tried if one.rate is not None and one.finalist}
     able = [size for size, rate in rates.items() if rate >= (1 - TIE) * max(rates.values())]
     return min(able) if smallest else max(able)

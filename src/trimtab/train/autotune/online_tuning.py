@@ -221,7 +221,7 @@ def adjuster(context: RunContext, ready: Ready) -> Adjuster:
 
     def compute(now: Window) -> Iterator[Change]:
         feed = ready.feed
-        against = functools.partial(context.fit.memory_plan.against_parts, ready.step)
+        against = functools.partial(context.fit.memory_plan.sizer.against_parts, ready.step)
         whole = round(now.examples / context.settings.data.accumulate)
         micro = min(feed.micro or whole, whole)
         if micro > 1:

@@ -1,4 +1,4 @@
-"""When a checkpoint is written and who may write it, and that what fails between two updates costs none of them."""
+"""When checkpoints are written, by which run, and how an error between two updates keeps the updates made so far."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.checkpoint.folder_lock import let_go
 from trimtab.train.distributed.consistency import tell
 from trimtab.train.engine import epoch, setup
-from trimtab.train.loss.adapter import Batch
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.world import NOTHING
 from trimtab.train.telemetry.events import Saved
 
 if TYPE_CHECKING:
@@ -23,11 +21,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def folder_held(context: RunContext) -> Iterator[None]:
-    """A block in which no other run writes into the folder for checkpoints, if there is one.
+    """A block that holds the lock of the checkpoint folder, if there is a folder: one writing run at a time.
 
     Raises:
-        UsageError: another one does, or it holds a checkpoint that this run neither resumed from nor wrote.
-        StorageError: the folder cannot be made, or written to.
+        UsageError: another run holds it, or it has a checkpoint that this run neither resumed from nor wrote.
+        StorageError: the folder cannot be created or written to.
     """
     if (checkpoints := context.checkpoints) is None:
         yield
@@ -41,7 +39,7 @@ def folder_held(context: RunContext) -> Iterator[None]:
 
 
 def _check_folder(context: RunContext, checkpoints: Checkpoints) -> None:
-    """Refuse to begin anew where another run's checkpoints are."""
+    """Refuse to start a new run in a folder with checkpoints."""
     if context.resuming is not None or context.position.update:
         return
     if newest := checkpoints.newest():
@@ -67,7 +65,7 @@ def save(context: RunContext, ready: Ready) -> None:
 
 
 def remark(context: RunContext, ready: Ready, steps: int | None) -> str | None:
-    """A sentence where nobody knows how far apart the checkpoints are: the data may have no end."""
+    """A sentence if the interval between checkpoints is unknown, because the loader has no length."""
     if context.checkpoints is None or context.checkpoint_every is not None or steps is None or ready.feed.length() is not None:
         return None
     return (
@@ -77,7 +75,7 @@ def remark(context: RunContext, ready: Ready, steps: int | None) -> str | None:
 
 
 class Saving:
-    """Blocks between two whole updates; where one fails, a checkpoint is written first, as far as all processes can do that."""
+    """A block between two updates: if it fails, a checkpoint is written first, provided that all processes can take part."""
 
     def __init__(self, context: RunContext, ready: Ready) -> None:
         self.context, self.ready = context, ready
@@ -94,17 +92,3 @@ class Saving:
         if context.world.heard(error) and context.world.any(bool(unsaved)):
             epoch.take_back(context, self.ready.feed)
             save(context, self.ready)
-
-
-def rounds(context: RunContext, ready: Ready, saving: Saving) -> Iterator[list[Batch]]:
-    """What is left of the epoch, as :func:`trimtab.train.engine.epoch.rounds` gives it; the loader may fail before each update.
-
-    Of several processes the others may be in an update by then, which does not come to its end: there nothing can be saved.
-    """
-    groups, alone = epoch.rounds(context, ready.feed), context.world.processes == 1
-    while True:
-        with saving if alone else NOTHING:
-            group = next(groups, None)
-        if group is None:
-            return
-        yield group

@@ -1,4 +1,4 @@
-"""Training through :func:`torch.compile`: what cannot be compiled runs as it is, and what is compiled again is told of."""
+"""Training through :func:`torch.compile`, with a fallback to eager execution, and notes about recompilations."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from torch import nn
 
 from trimtab.core.settings import Settings
 from trimtab.core.technique import require
-from trimtab.train.engine.step import Step, Update
+from trimtab.train.engine.step import ForwardState, MicroBatchLosses, Step
 from trimtab.train.loss.adapter import Batch, LossAdapter, tensors
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.snapshots import moving
 from trimtab.train.runtime.step_clock import Clock
-from trimtab.train.runtime.torch_settings import random_state, set_random_state
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Ended, Event, Progressed, Remarked
 
 _TWICE = "The loss takes gradients of gradients, or goes backward twice, and torch does neither through what is compiled."
 _BEGUN = "One update was begun twice: what its forward pass moves, such as BatchNorm's statistics, went on both times."
 WORTH_S = 120.0
-"""Where nobody asked for it, compilation is tried only if so much of the run is left: it takes from some seconds to minutes."""
+"""With ``compile="auto"``, seconds of the run that must be left to try compilation, which takes seconds to minutes."""
 MOST_REMARKS = 4
-"""Compilations that a person is told of one by one; those who keep being compiled again are told so once."""
+"""Recompilations that are noted one by one; the last of them says that further ones are not."""
 
 
 class CompiledStep(Step):
-    """A :class:`Step` through a compiled model, which goes on without compilation where that fails.
+    """A :class:`Step` through a compiled model, which falls back to the model as written if compilation fails.
 
-    Compilation may fail whenever a batch has shapes that none had before. So then, what a forward pass changes is kept, and
-    put back before the update is made as the model was written; the update is the one that it would have been.
+    Compilation may fail at the first batch of each shape. Before such a batch, what a forward pass changes is copied;
+    after a failure it is restored, and the update is repeated without compilation, with the same result.
     """
 
     def __init__(
@@ -49,22 +47,21 @@ class CompiledStep(Step):
         super().__init__(model, objective, optimizer, settings, world, clock, norm_every)
         self.plain = model
         self.failure: str | None = None
-        """Why the model is not compiled after all."""
+        """Why the model is not compiled."""
         self._met: set[tuple[torch.Size, ...]] = set()
         self._called = False
         compiled: Any = torch.compile(model)
         compiled.register_forward_pre_hook(self._hear)
         self.model = compiled
 
-    def __call__(self, batches: Sequence[Batch]) -> Update:
-        """Update the parameters from ``batches``, compiled if that is possible."""
+    def gradients(self, batches: Sequence[Batch]) -> MicroBatchLosses:
+        """:meth:`Step.gradients`, compiled if that is possible."""
         if self.model is self.plain:
-            return super().__call__(batches)
+            return super().gradients(batches)
         shapes = tuple(tensor.shape for batch in batches for tensor in tensors(batch))
-        new = shapes not in self._met
-        before = (moving(self.plain, self.objective.module), random_state()) if new else None
+        before = None if shapes in self._met else ForwardState(self.plain, self.objective.module)
         try:
-            update = super().__call__(batches)
+            found = super().gradients(batches)
         except RuntimeError as error:
             failure = _failure(error)
             if failure is None:
@@ -75,19 +72,17 @@ class CompiledStep(Step):
             if not self._called:
                 self.failure = "The loss calls methods of the model, of which only model(...) itself is compiled."
                 self.model = self.plain
-            return update
+            return found
         self.discard()
-        if before is None:  # the loss went another way than with all batches of these shapes before
+        if before is None:  # the loss took another path than with all earlier batches of these shapes
             self.failure += f" {_BEGUN}"
         else:
-            kept, random = before
-            kept.put_back()
-            set_random_state(random)
+            before.put_back()
         self.model = self.plain
-        return super().__call__(batches)
+        return super().gradients(batches)
 
     def _hear(self, *_: object) -> None:
-        """The compiled model is called, and not only a method of it, which would run as it was written."""
+        """Record that the compiled model itself is called: methods of it run uncompiled."""
         self._called = True
 
 
@@ -98,11 +93,11 @@ class Compilation:
     function: str
     seconds: float
     again: str | None
-    """Why one that was there before would not do; ``None`` where there was none."""
+    """Why an earlier graph did not fit; ``None`` if there was none."""
 
 
 class Compilations:
-    """Asks torch what it compiled; each answer begins where the one before ended."""
+    """Reads torch's log of compilations."""
 
     def __init__(self) -> None:
         self._last: Any = None
@@ -121,14 +116,14 @@ class Compilations:
 
 
 class CompileWatch:
-    """A callback that tells of what is compiled again in a run, and of what could not be compiled."""
+    """A callback that notes recompilations, and why the model could not be compiled."""
 
     def __init__(self, step: CompiledStep) -> None:
         self.step, self.again = step, 0
         self._compilations, self._told = Compilations(), False
 
     def __call__(self, context: RunContext, event: Event) -> None:
-        """Look what was compiled since the last time."""
+        """Note what was compiled since the last event."""
         if not isinstance(event, (Progressed, Ended)) or "torch._dynamo" not in sys.modules:
             return
         for one in self._compilations.news():
@@ -158,15 +153,15 @@ def first_line(error: BaseException) -> str:
 
 
 def _failure(error: RuntimeError) -> str | None:
-    """Why the model is not compiled, in a sentence; ``None`` where that is not what ``error`` says."""
+    """Why the model cannot be compiled, in a sentence; ``None`` if ``error`` is not about compilation."""
     if isinstance(error, require("torch._dynamo.exc").TorchDynamoException):
         return first_line(error)
-    words = str(error)  # torch has no class for these: gradients of gradients, and a graph that is kept for a second pass
+    words = str(error)  # torch has no error class for double backward and for a retained graph
     return _TWICE if "support double backward" in words or "non-empty donated buffers" in words else None
 
 
 def _reason(words: Any) -> str | None:
-    """torch's reason for compiling again, without the numbers of its graphs."""
+    """torch's reason for a recompilation, without graph numbers."""
     if not words:
         return None
     line = next((line for line in str(words).splitlines() if ":" in line), str(words)).strip().lstrip("- ")

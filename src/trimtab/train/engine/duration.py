@@ -1,4 +1,4 @@
-"""How long a run is, and where in its data it begins."""
+"""The length of a run in epochs or updates, and the batch at which it begins."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trimtab.train.runtime.world import World
 
 
 def check_lengths(context: RunContext, epochs: int | None, steps: int | None) -> None:
-    """Refuse a run of no stated length, or one that is over already; what a resumption finds done is done.
+    """Check ``epochs`` and ``steps``; a resumed run may be complete already.
 
     Raises:
-        UsageError: neither or both are given, one is below 1, or as many were made before.
+        UsageError: neither or both are given, one is below 1, or the trainer has made as many before.
     """
     if (epochs is None) == (steps is None):
         raise UsageError(f"fit() takes epochs=... or steps=...; {'both' if epochs is not None else 'neither'} were given.")
@@ -31,10 +31,10 @@ def check_lengths(context: RunContext, epochs: int | None, steps: int | None) ->
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse a number of updates below 1.
+    """Check numbers of updates.
 
     Raises:
-        UsageError: one is.
+        UsageError: one is below 1 or no whole number.
     """
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -42,15 +42,15 @@ def check_counts(**counts: int | None) -> None:
 
 
 def begin_other(context: RunContext, last: tuple[Any, Any] | None, given: Any) -> bool:
-    """Have data begin at its beginning if it is not that of the run before, which may have ended in mid-epoch.
+    """Start at the beginning of ``given`` if it is other data than that of the last run; returns whether it is.
 
-    Early stopping, which went by what was learnt from the other, begins with it. Returns whether it is other data.
+    The last run may have ended in the middle of an epoch. Early stopping starts again with other data.
     """
     position = context.position
     if last is None or context.resuming is not None:
         return False
     if context.early_stopping is not None and position.stale >= context.early_stopping.patience:
-        position.stale = 0  # it had ended the run before; who asks for more epochs all the same gets them
+        position.stale = 0  # it ended the last run; a call that asks for more epochs gets them
     before, dataset = last[0], getattr(given, "dataset", None)
     anew = dataset is not None and dataset is getattr(before, "dataset", None)
     if before is given or (anew and _batches_of(before) == _batches_of(given)):
@@ -60,14 +60,14 @@ def begin_other(context: RunContext, last: tuple[Any, Any] | None, given: Any) -
         context.note(f"The run before ended after batch {batch} of an epoch of other data; this data begins at its beginning.")
     position.batch, position.stale, position.best, context.best_parameters = 0, 0, None, None
     if context.step_state is not None:
-        context.step_state["typical"] = None  # what a batch stands for; float16's scale goes with the model and stays
+        context.step_state["typical"] = None  # the weight of a batch; float16's scale belongs to the model and stays
     return True
 
 
 def check_epoch(context: RunContext, train: Iterable[Any]) -> None:
-    """Have an epoch begin again that was begun, before a resumption, with a loader of another length.
+    """Restart the epoch of a checkpoint if the loader had another length then.
 
-    Of several processes each has a share, and one may have a batch more than another: that alone is no other length.
+    With several processes, one may have a batch more than another; such a difference does not count.
     """
     state, position, world = context.resuming, context.position, context.world
     if state is None:
@@ -80,15 +80,15 @@ def check_epoch(context: RunContext, train: Iterable[Any]) -> None:
 
 
 def batches_in_all(train: Iterable[Any], world: World) -> int | None:
-    """Batches per epoch of all processes; ``None`` where a loader cannot say."""
-    found = world.gathered(_batches_of(train))  # of those that have the same data, where layers are split, too
+    """Batches per epoch of all processes; ``None`` if a loader has no length."""
+    found = world.gathered(_batches_of(train))  # includes processes with the same data, if layers are split
     return None if None in found else sum(filter(None, found)) * world.size // len(found)
 
 
 def updates_in_all(context: RunContext, train: Iterable[Any], epochs: int | None, steps: int | None) -> int | None:
-    """How many updates there will be when the run has ended, with those made before it, from other data or other batches too.
+    """Updates in all when the run has ended, including those of earlier runs; ``None`` if a loader has no length.
 
-    ``None`` where a loader cannot say how long it is. All processes must ask.
+    All processes must call it together.
     """
     if epochs is None:
         return steps
@@ -102,7 +102,7 @@ def updates_in_all(context: RunContext, train: Iterable[Any], epochs: int | None
 
 
 def over(context: RunContext, epochs: int | None, steps: int | None) -> bool:
-    """Whether a run of such a length has made everything that belongs to it."""
+    """Whether the run has reached its length, and validated its last epoch."""
     position = context.position
     made = position.epoch >= epochs if epochs is not None else position.update >= (steps or 0)
     return made and not position.due

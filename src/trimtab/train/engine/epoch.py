@@ -1,4 +1,4 @@
-"""Where an epoch begins and what comes at its end draw the random numbers that they draw in a run without an interruption."""
+"""Begin and end an epoch with saved random states, so that a resumed run is bit-identical to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from trimtab.train.loss.adapter import Batch
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.random_generators import generators_of, generators_within, set_states, states_of
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
+from trimtab.train.runtime.world import NOTHING
 
 _WORKERS = (
     "No checkpoint holds the random generators of the loader's worker processes: if the dataset draws from them, a resumed run "
@@ -33,14 +34,14 @@ _HERE = (
 
 
 def begin(context: RunContext, feed: MicroBatcher) -> None:
-    """Start the loader; in mid-epoch where it stood, with the same random numbers to come."""
+    """Start the loader. In the middle of an epoch, restore its position and all random states."""
     resumed, goes_on, batch, loader = context.resuming, context.fit.goes_on, context.position.batch, feed.batches
     context.resuming, context.fit.goes_on = None, False
     begun: dict[str, Any] = {}
     now: dict[str, Any] = {}
     if resumed is not None:
         begun, now = _own(context, resumed["epoch_random"]), _own(context, resumed["random"])
-    elif batch and not goes_on:  # an earlier run ended there
+    elif batch and not goes_on:  # an earlier call of fit ended there
         begun, now = context.epoch_random, random_of(context, loader)
     state = _state_at(context, feed, resumed)
     if now:
@@ -67,13 +68,13 @@ def begin(context: RunContext, feed: MicroBatcher) -> None:
 
 
 def take_back(context: RunContext, feed: MicroBatcher) -> None:
-    """Where no update of the epoch was made, the run that goes on begins it, and draws what this one drew for that."""
+    """Restore the random states from before the epoch if it made no update: the run that continues begins it again."""
     if not context.position.batch:
         _set_random_of(context, feed.batches, context.epoch_random)
 
 
 def _start(context: RunContext, feed: MicroBatcher, skip: int) -> None:
-    """Start the epoch after its first ``skip`` batches, unless a signal has ended the loader's workers too."""
+    """Start the epoch after its first ``skip`` batches; end it at once if a signal also ended the loader's workers."""
     try:
         feed.begin(context.position.epoch, skip)
     except WorkloadError:
@@ -85,7 +86,7 @@ def _start(context: RunContext, feed: MicroBatcher, skip: int) -> None:
 
 
 def _tell_who_began(context: RunContext, loader: Any) -> None:
-    """Have a loader whose batches depend on the number of processes make those with which the epoch was begun."""
+    """Tell a loader whose batches depend on the number of processes how many processes began the epoch."""
     if not context.position.batch:
         context.position.begun_by = None
     if isinstance(loader, Loader):
@@ -93,14 +94,14 @@ def _tell_who_began(context: RunContext, loader: Any) -> None:
 
 
 def other_length(batch: int, now: str) -> str:
-    """What is told where data is not what an epoch was begun with that stood after ``batch``."""
+    """The note for an epoch that stopped after ``batch`` and cannot continue on other data."""
     return f"The run before ended after batch {batch} of an epoch of other data, and this has {now}: the epoch begins again."
 
 
 @contextlib.contextmanager
 def close(context: RunContext, feed: MicroBatcher) -> Iterator[None]:
-    """A block for what comes at the end of an epoch; where it is cut off, it draws the same again in the run that goes on."""
-    if context.resuming is not None:  # that run
+    """A block for the end of an epoch. If it is interrupted, random states are restored: the run that continues repeats it."""
+    if context.resuming is not None:  # the checkpoint was written at the end of an epoch
         if (state := _state_at(context, feed, context.resuming)) is not None:
             feed.load(context.position.epoch, state)
         _begin_as(context, feed.batches, _own(context, context.resuming["random"]))
@@ -115,7 +116,7 @@ def close(context: RunContext, feed: MicroBatcher) -> Iterator[None]:
 
 
 def random_of(context: RunContext, batches: Iterable[Any]) -> dict[str, Any]:
-    """Every generator that the rest of the run may draw from, those that the loader ``batches``, model and loss have too."""
+    """The states of all random generators: global ones, and those in the loader ``batches``, the model and the loss."""
     return {**random_state(), "loader": states_of(_generators(context, batches)), "workers": has_workers(batches)}
 
 
@@ -125,14 +126,14 @@ def _generators(context: RunContext, batches: Iterable[Any]) -> dict[str, Any]:
 
 
 def place_of(context: RunContext, feed: MicroBatcher) -> dict[str, Any] | None:
-    """The position of a loader that can tell it, and the batch of the epoch that it belongs to."""
+    """The position of a loader with ``state_dict()``, and its batch of the epoch; ``None`` for other loaders."""
     batch = context.position.batch
     state = feed.state() if batch in (0, feed.taken) else None
     return None if state is None else {"batch": batch, "state": state}
 
 
 def _state_at(context: RunContext, feed: MicroBatcher, resumed: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The state of the loader to begin with, from a checkpoint or the run before, if it belongs to the batch that is next."""
+    """The loader's state from the checkpoint or the last run, if it is the state before the next batch."""
     kept, context.loader_place = context.loader_place, None
     if resumed is not None:
         places, world = resumed.get("loader", ()), context.world
@@ -142,7 +143,7 @@ def _state_at(context: RunContext, feed: MicroBatcher, resumed: Mapping[str, Any
 
 
 def _doubt(loader: Any) -> str | None:
-    """Why a resumed run may see something else of ``loader`` than a run without the interruption."""
+    """Why a resumed run may get other batches from ``loader`` than an uninterrupted run, if it may."""
     if isinstance(loader, Seekable):
         return None
     if (keeps_workers(loader) and not hears_epochs(loader)) or (is_stateful(loader) and getattr(loader, "num_workers", 0) > 0):
@@ -151,19 +152,19 @@ def _doubt(loader: Any) -> str | None:
 
 
 def _set_random_of(context: RunContext, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
-    """Put back what :func:`random_of` gave."""
+    """Restore the states that :func:`random_of` returned."""
     set_random_state(state)
     set_states(_generators(context, batches), state["loader"])
 
 
 def _begin_as(context: RunContext, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
-    """Have the epoch that begins draw what the one drew that began with ``state``."""
-    set_workers(batches, running=state["workers"])  # first, because to start them draws too
+    """Restore the random states that an epoch began with."""
+    set_workers(batches, running=state["workers"])  # first, because starting workers draws a random number
     _set_random_of(context, batches, state)
 
 
 def _own(context: RunContext, states: list[dict[str, Any]]) -> dict[str, Any]:
-    """This process's state of what every process has one of; another number of processes makes do with those there are."""
+    """This process's state, from one state per process. If the number of processes changed, states are reused by rank."""
     world = context.world
     if len(states) == world.processes:
         return states[world.index]
@@ -172,7 +173,7 @@ def _own(context: RunContext, states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _other(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """``state``, with torch's generators where no process was before: another one has taken up theirs."""
+    """``state`` with torch's generators seeded anew for ``rank``, because another process continues with that state."""
     seed = hashlib.sha256(state["torch"].numpy().tobytes() + rank.to_bytes(8, "big")).digest()
     own = int.from_bytes(seed[:7], "big")
     gpus = [torch.Generator(f"cuda:{place}") for place in range(len(state["cuda"]) and torch.cuda.device_count())]
@@ -180,16 +181,26 @@ def _other(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {**state, "torch": host, "cuda": others}
 
 
-def rounds(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]:
-    """What is left of the epoch, for as long as any process has something left of it."""
-    groups = _until_cut(context, feed)
-    return context.world.rounds(groups, feed.length(), functools.partial(_again, feed))
+def rounds(context: RunContext, feed: MicroBatcher, saving: contextlib.AbstractContextManager[None]) -> Iterator[list[Batch]]:
+    """The batches of each update that is left of the epoch, for as long as any process has some left.
+
+    A process that trains alone reads them in ``saving``, because the loader may fail. Of several processes the others may be in
+    an update by then, which does not come to its end: there nothing can be saved.
+    """
+    updates = context.world.rounds(_until_cut(context, feed), feed.length(), functools.partial(_again, feed))
+    alone = context.world.processes == 1
+    while True:
+        with saving if alone else NOTHING:
+            batches = next(updates, None)
+        if batches is None:
+            return
+        yield batches
 
 
 def _until_cut(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]:
-    """What is left of the epoch, or of it before a signal has ended the loader's workers too.
+    """The updates that are left of the epoch, up to a signal that also ends the loader's workers.
 
-    Ctrl-C in a terminal goes to a whole group of processes, and so does what torchrun sends to end its own.
+    Ctrl-C in a terminal goes to the whole process group, and so does the signal with which torchrun ends its processes.
     """
     taken = feed.taken
     try:
@@ -197,14 +208,14 @@ def _until_cut(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]
             taken = feed.taken
             yield group
     except WorkloadError:
-        if not context.ending:  # what its end looks like depends on what the worker was doing
+        if not context.ending:  # the error of a worker that was killed differs from case to case
             raise
         feed.cut, feed.taken = True, taken
-        context.world.stopping(True)  # so that the others hear of it in this very update
+        context.world.stopping(True)  # the other processes learn of it in this update
 
 
 def _again(feed: MicroBatcher) -> list[Batch] | None:
-    """A group of the data, for a process that has used up its share; what has only once been there is gone."""
+    """The first batches again, for a process that has none left and must keep step; ``None`` for an iterator."""
     if isinstance(feed.batches, Iterator):
         return None
     batches, _ = first_batches(feed.batches, 1)

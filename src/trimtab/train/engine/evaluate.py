@@ -1,4 +1,4 @@
-"""How good the model of a trainer is on other data, such as a test set."""
+"""``Trainer.validate``: loss and metrics on other data, such as a test set."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trimtab.train.runtime.torch_settings import running
 
 
 def figures(context: RunContext, batches: Iterable[Batch]) -> dict[str, float]:
-    """The loss and the metrics of the model as it is now, over ``batches``; all processes must ask for them together.
+    """The mean loss and the metrics of the current model over ``batches``; all processes must call it together.
 
-    What is ``"auto"`` in the settings and was not decided by a run yet is off.
+    Settings that are ``"auto"`` and undecided count as off.
 
     Raises:
-        UsageError: ``batches`` is no loader, or has not what the metrics need; or a callback asks, where there are others who
-            do not hear of it.
+        UsageError: ``batches`` is no loader, or lacks what the metrics need; or a callback calls this in one of several
+            processes.
         WorkloadError: the model, the loss, a metric or the loader failed.
     """
     check_loader(batches, "validate")
@@ -38,7 +38,7 @@ def figures(context: RunContext, batches: Iterable[Batch]) -> dict[str, float]:
     assert shared is not None
     step = Step(context.model, context.objective, context.optimizer, settings, world, HostClock())
     move = setup.laid_out(context.model, settings, context.device)
-    taken_up = context.resuming is not None  # the model has the last update's parameters, though an average is what counts
+    taken_up = context.resuming is not None  # then the model holds the last update's parameters, not the average
     with running(settings), context.shown.during() if taken_up else contextlib.nullcontext():
         found = validation.validate(context, shared, step, move, lambda: False)
     assert found is not None

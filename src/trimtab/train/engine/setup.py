@@ -1,4 +1,4 @@
-"""What happens before the first update of a run, and what a checkpoint holds."""
+"""Set up a run before its first update; collect and restore the state that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trimtab.train.runtime.world import World
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """Everything that a run is made of, once its settings are decided."""
+    """The parts of a run, once its settings are decided."""
 
     feed: MicroBatcher
     step: Step
@@ -47,14 +47,14 @@ class Ready:
     clock: Clock
     move: Move
     updates: int | None
-    """How many there will be in all, where that is known."""
+    """Updates in all, if known."""
 
 
 def ready(context: RunContext, train: Iterable[Any]) -> Ready:
-    """Put the model in the form that the settings ask for, and build the feed, the step and the schedule.
+    """Convert the model as the settings ask, and build the feed, the step and the schedule.
 
     Raises:
-        UsageError: a schedule needs to know how long the run is, and the loader cannot say.
+        UsageError: a schedule needs the number of updates, and the loader has no length.
     """
     settings, model = context.settings, context.model
     clock, move = clock_for(context.device), laid_out(model, settings, context.device)
@@ -72,7 +72,7 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
         given.put_override(context, scheduler)
     learning_rates.fit_batches(context, scheduler)
     refuse_unkept(context)
-    context.note_once(trainable_loss.told(context))
+    context.note_once(trainable_loss.note(context.optimizer, context.model))
     if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
         use_kernels(context.optimizer, settings.optimizer.implementation)
     made = Ready(feed, step, scheduler, clock, move, context.fit.planned)
@@ -82,24 +82,23 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
 
 
 def refuse_unkept(context: RunContext, feed: MicroBatcher | None = None) -> None:
-    """Refuse what no checkpoint could hold now, and not after an epoch; with a ``feed`` that has begun, its position too.
+    """Check before the first checkpoint is due that it can hold the state, with ``feed`` also the loader's position.
 
     Raises:
-        UsageError: there is such a thing.
+        UsageError: a checkpoint cannot hold it.
     """
     if context.checkpoints is not None:
         optimizer_state.refuse_left_out(context.optimizer)
         given = {"model": context.model.state_dict(), "optimizer": context.optimizer.state_dict()}
-        refuse_strange(
-            given | {"scheduler": schedule_state.state_of(context.scheduler), "loss": trainable_loss.state_of(context)}
-        )
+        loss = trainable_loss.state_of(context.objective.module)
+        refuse_strange(given | {"scheduler": schedule_state.state_of(context.scheduler), "loss": loss})
         refuse_strange({"loader": None if feed is None else feed.state()})
 
 
 def feed_for(
     batches: Iterable[Any], settings: Settings, clock: Clock, move: Move, transfer: Transfer | None = None
 ) -> MicroBatcher:
-    """The ``batches`` in the groups and parts that ``settings`` ask for."""
+    """The ``batches``, accumulated and split as ``settings`` ask."""
     data, exact = settings.data, settings.data.exact_batchnorm
     micro = data.micro_batch if isinstance(data.micro_batch, int) else None
     joined = exact or data.joined
@@ -107,7 +106,7 @@ def feed_for(
 
 
 def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move:
-    """Give ``model`` the memory format of ``settings``; returns what puts batches on ``device`` in the same."""
+    """Give ``model`` the memory format of ``settings``; returns the function that moves batches to ``device`` in it."""
     nhwc = settings.memory_format == "channels_last"
     if nhwc:
         if any(map(is_lazy, model.parameters())):
@@ -117,19 +116,19 @@ def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move
 
 
 def step_for(settings: Settings) -> type[Step]:
-    """The kind of step that ``settings`` ask for."""
+    """The class of step that ``settings`` ask for."""
     return CompiledStep if settings.compile is True else Step
 
 
 def optimizer_for(
     model: nn.Module, optimizer: Optimizer | Callable[..., Optimizer], loss: nn.Module | None = None, *, processes: int = 1
 ) -> Optimizer:
-    """The optimizer, made if it is a function, and checked against the model and a ``loss`` that may have parameters too.
+    """The optimizer, made if it is a function, and checked against the model and a ``loss`` that may have parameters.
 
-    What state it has goes where the model is.
+    Its state is moved to the devices of the parameters.
 
     Raises:
-        UsageError: the model has nothing to train, or the optimizer is over other parameters, or calls the model itself.
+        UsageError: the model has nothing to train, or the optimizer has other parameters, or needs a closure.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
@@ -148,7 +147,7 @@ def optimizer_for(
                 "lambda parameters: torch.optim.AdamW(parameters)."
             )
         with user_code("The optimizer function, called with a list of the parameters, raised"):
-            optimizer = optimizer([*trainable, *trainable_loss.trained(loss, model)])
+            optimizer = optimizer([*trainable, *trainable_loss.trainable(loss, model)])
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
                 f"The optimizer function returned {of_type(optimizer)}, not a torch.optim.Optimizer. Let it return one."
@@ -162,19 +161,19 @@ def optimizer_for(
             f"{tuple(foreign[0].shape)}). Make it from model.parameters() of this very model, after its last conversion, or "
             "give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)."
         )
-    trainable_loss.refuse_apart(optimizer, model, processes)
+    trainable_loss.refuse_several_processes(optimizer, model, processes)
     bring_state(optimizer)
     return optimizer
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that is not there.
+    """Check the device.
 
     Raises:
-        UsageError: torch cannot put a tensor on it.
+        UsageError: torch cannot create a tensor on it.
     """
     try:
-        torch.empty(0, device=local_device(name))  # what is made on another process's GPU takes memory there
+        torch.empty(0, device=local_device(name))  # not on another process's GPU, where it would take memory
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise UsageError(
@@ -183,7 +182,7 @@ def check_device(name: str) -> None:
 
 
 def loss_on(loss: Any, device: torch.device) -> Any:
-    """``loss`` with the tensors of its own, such as the weights of classes, on ``device``."""
+    """``loss`` with its tensors, such as class weights, on ``device``."""
     if isinstance(loss, nn.Module):
         return loss.to(device)
     if not isinstance(loss, functools.partial):
@@ -193,10 +192,10 @@ def loss_on(loss: Any, device: torch.device) -> Any:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no model.
+    """Check the model.
 
     Raises:
-        UsageError: it is none of torch's modules.
+        UsageError: it is no ``torch.nn.Module``.
     """
     if isinstance(model, type):
         raise UsageError(f"model is {model.__name__}, a class, and no model yet. Give what it makes: {model.__name__}(...).")
@@ -205,10 +204,10 @@ def check_model(model: Any) -> None:
 
 
 def check_place(model: nn.Module, device: torch.device) -> None:
-    """Refuse to train on ``device`` what its owner has put on a faster one.
+    """Check that the model is not moved from an accelerator to another kind of device.
 
     Raises:
-        UsageError: the model would have to leave an accelerator.
+        UsageError: it is on an accelerator, and ``device`` is another kind.
     """
     for parameter in model.parameters():
         if (there := parameter.device.type) not in ("cpu", "meta", device.type):
@@ -219,7 +218,7 @@ def check_place(model: nn.Module, device: torch.device) -> None:
 
 
 def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
-    """Everything that the next update depends on; of several processes, all must ask for it."""
+    """Everything that the next update depends on; all processes must call it together."""
     world = context.world
     return {
         "model": world.whole(context.model.state_dict()),
@@ -232,10 +231,10 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
         "ema": None if context.ema is None else world.whole(context.ema.shadow),
         "ema_updates": None if context.ema is None else context.ema.updates,
         "best": world.whole(context.best_parameters),
-        "loss": world.whole(trainable_loss.state_of(context)),
+        "loss": world.whole(trainable_loss.state_of(context.objective.module)),
         "position": dataclasses.asdict(context.position),
         "results": context.results,
-        "taken": world.gathered(context.position.batch),  # which of unequal shares are not as many
+        "taken": world.gathered(context.position.batch),  # processes with unequal shares differ
         "batches": duration.batches_in_all(ready.feed.batches, world),
         "random": world.gathered(epoch.random_of(context, ready.feed.batches)),
         "epoch_random": world.gathered(context.epoch_random),
@@ -251,13 +250,13 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
 
 
 def settle(context: RunContext) -> None:
-    """Give all processes the same buffers, in the model and in the average of it; all must ask for it."""
+    """Give all processes the same buffers, in the model and in its moving average; all must call it together."""
     average = [] if context.ema is None else context.ema.buffers(context.model)
     context.world.settle([*context.model.buffers(), *average])
 
 
 def restore(context: RunContext, state: Mapping[str, Any]) -> None:
-    """Put a checkpoint into a trainer: model, optimizer, averages and position; the rest follows when it runs.
+    """Restore model, optimizer groups, averages and position from a checkpoint; :func:`ready` restores the rest.
 
     Raises:
         UsageError: the checkpoint is of another model or optimizer; nothing was changed.
@@ -291,7 +290,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
         context.optimizer.add_param_group(group)
     given.restore_flags(context, state)
     context.model.load_state_dict(_of_model(state["model"], now, state, world))
-    trainable_loss.restore(context, state.get("loss", {}))
+    context.note_once(trainable_loss.restore(context.objective.module, state.get("loss", {})))
     world.seed = state["seed"]
     if context.ema is not None:
         context.ema.load(context.model, state["ema"], state["ema_updates"], world.part)
@@ -307,13 +306,13 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
 
 
 def _of_model(values: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """This process's part of ``values``, which a checkpoint has for what the model has ``now``."""
+    """This process's part of the checkpoint's ``values``; ``now`` is the model's state dict."""
     parts = {name: world.part(value, now[name]) for name, value in values.items()}
     return state_dict_versions.versioned(parts, state["versions"])
 
 
 def _share_anew(context: RunContext, before: int) -> None:
-    """Count the batches of the epoch that are done, which each of ``before`` processes had, in those of each process now."""
+    """Convert the position in the epoch, in batches per process, from ``before`` processes to the number now."""
     position, now = context.position, context.world.size
     if before == now or not position.batch:
         return
@@ -328,7 +327,7 @@ def _share_anew(context: RunContext, before: int) -> None:
 
 
 def _reshaped(now: Any, kept: Any) -> bool:
-    """Whether two tensors differ in shape, if there is one yet; what a module keeps as its extra state need not be a tensor."""
+    """Whether two tensors differ in shape. Lazy parameters have none yet, and a module's extra state may be no tensor."""
     return isinstance(now, torch.Tensor) and isinstance(kept, torch.Tensor) and not is_lazy(now) and now.shape != kept.shape
 
 
@@ -337,7 +336,7 @@ def _listed(counts: list[int]) -> str:
 
 
 def _redecide(context: RunContext, decided: Mapping[str, Any]) -> None:
-    """Settings that were ``"auto"`` are what they were before the interruption, because others would give other losses."""
+    """Replace ``"auto"`` by the checkpoint's choices: other choices would give other losses."""
     again = {name: value for name, value in decided.items() if context.settings.value(name) == "auto"}
     context.settings = context.settings.replaced(again)
     context.decided = dict(decided)
@@ -347,14 +346,14 @@ def _redecide(context: RunContext, decided: Mapping[str, Any]) -> None:
 
 
 def _load_rest(context: RunContext, step: Step, scheduler: LRScheduler | None, state: Mapping[str, Any]) -> LRScheduler | None:
-    """Put what a run makes anew where it stood in the checkpoint; returns the schedule, for as many updates as it has now.
+    """Restore optimizer state, step and schedule from a checkpoint; returns the schedule, fitted to the updates of this run.
 
     Raises:
-        UsageError: the schedule is of another kind than the checkpoint's, or has another length and other options too.
+        UsageError: the schedule is of another kind than the checkpoint's, or differs in both length and options.
     """
     kept, named, planned = state["model"], context.model.named_parameters(), context.fit.planned
     before: dict[torch.Tensor, torch.dtype] = {parameter: kept[name].dtype for name, parameter in named if name in kept}
-    # Not before, because making a scheduler changes the learning rates.
+    # After the scheduler was made, because making one changes the learning rates.
     optimizer_state.load(context.optimizer, state["optimizer"], context.world, before)
     step.load_state_dict(state["step"])
     told = [(True, text) for text in schedule_state.load(scheduler, state["scheduler"], state["schedule_begun"])]
@@ -364,7 +363,7 @@ def _load_rest(context: RunContext, step: Step, scheduler: LRScheduler | None, s
         context.note_once(text)
     schedule = context.schedule
     if isinstance(scheduler, ReduceLROnPlateau):
-        if given.watches_another(context, state):  # its best is of that figure
+        if given.watches_another(context, state):  # its best value is of another figure
             scheduler.best, scheduler.num_bad_epochs, scheduler.cooldown_counter = scheduler.mode_worse, 0, 0
     elif scheduler is not None and callable(schedule) and planned is not None and planned != state["planned"]:
         if both := next((text for own, text in told if own), None):

@@ -1,4 +1,4 @@
-"""One update of the parameters."""
+"""One update of the parameters: :meth:`Step.__call__` shows everything that happens in it, in order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,12 +16,17 @@ from torch import nn
 from trimtab.core.settings import Settings
 from trimtab.core.workload import user_code
 from trimtab.errors import NonFiniteError
-from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples
+from trimtab.train.data.micro_batches import MicroBatcher
+from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
+from trimtab.train.optim import schedules
+from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.async_scalar import AsyncScalar
 from trimtab.train.runtime.memory_errors import final, out_of_memory, stopped
-from trimtab.train.runtime.snapshots import Snapshot, modules_of_both
+from trimtab.train.runtime.random_generators import set_states, states_of
+from trimtab.train.runtime.snapshots import Snapshot, generators_of_both, modules_of_both, moving
 from trimtab.train.runtime.step_clock import Clock
+from trimtab.train.runtime.torch_settings import random_state, set_random_state
 from trimtab.train.runtime.world import NOTHING, World
 
 _NO_ROOM = (
@@ -29,44 +34,81 @@ _NO_ROOM = (
     "DistributedSettings(sharding='shard'), take an optimizer with less state, or one without temporary copies of it, with "
     "OptimizerSettings(implementation='loop') or 'fused'."
 )
-
-
 _LEAST_SCALE = 2.0**-14
-"""Of float16 losses. What still overflows at the smallest normal number that float16 has is no matter of scale."""
+"""Of float16 losses: the smallest normal float16 number. A gradient that still overflows at this scale is not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What one update did. The tensors stay on their device, so that nothing waits for them until somebody reads them."""
+    """What one update did. The tensors stay on their device, so that reading them is the only wait for the device."""
 
     loss: torch.Tensor
-    """The mean over everything that the update stood for, on all processes."""
+    """Mean over all batches of the update, on all processes."""
     check: torch.Tensor
-    """A number that is finite if the whole gradient is: its norm, or where nobody needs that, the sum of its elements, which
-    takes half the time. Where neither is asked for, it is the loss."""
+    """A scalar that is finite if the whole gradient is: its norm, or if no norm is needed the sum of its elements, which takes
+    half the time. With ``nonfinite="ignore"`` it may be the loss."""
     norm: torch.Tensor | None
-    """Of the gradient before it was clipped; ``None`` where it was not taken."""
+    """Norm of the gradient before clipping; ``None`` if it was not computed."""
     applied: bool
-    """Whether the parameters were changed: not where the loss or the gradient was not finite and such updates are left out."""
+    """Whether the optimizer made its step: not if the loss or gradient is not finite and the settings skip such updates."""
     overflowed: bool = False
-    """Whether it was left out because float16's scale was too large for the gradient of a finite loss: so the right one is
-    found. A gradient that is not finite at any scale is not that."""
+    """Whether float16's loss scale was too large for the gradient of a finite loss: the step is skipped, the scale lowered."""
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and the whole gradient are; waits for the device."""
+        """Whether loss and gradient are finite; waits for the device."""
         return math.isfinite(float(self.loss + self.check))
 
 
+class MicroBatchLosses(NamedTuple):
+    """What the backward passes of an update leave besides the gradients, which are in ``parameter.grad``."""
+
+    losses: list[torch.Tensor]
+    """One scalar per micro-batch."""
+    weights: list[Weight]
+    """What each loss is a mean over, such as its number of examples or tokens."""
+    statistics: Snapshot | None
+    """Running statistics before the forward passes, if updates can be skipped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What an update of a run has besides that of a trial on copies: micro-batch sizes, schedule, EMA, position and events."""
+
+    context: RunContext
+    feed: MicroBatcher
+    count: Callable[[Update, Sequence[Batch]], None]
+    """Counts an update made from these batches, and emits :class:`~trimtab.train.telemetry.events.Progressed` when due."""
+    saving: contextlib.AbstractContextManager[None]
+    """A block that writes a checkpoint if it fails: the update before it counts."""
+
+
+class ForwardState:
+    """A copy of what a forward pass changes: buffers, frozen parameters that it updates, and random generators."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module | None) -> None:
+        self._moving = moving(model, loss)
+        self._generators = generators_of_both(model, loss)
+        self._drawn = states_of(self._generators)
+        self._random = random_state()
+
+    def put_back(self) -> None:
+        """Restore the copy; unused memory of the GPU is given back first."""
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        self._moving.put_back()
+        set_states(self._generators, self._drawn)
+        set_random_state(self._random)
+
+
 class _Scaler(torch.amp.GradScaler):
-    """torch's, for gradients that may lie in parts on several processes, some of them on others than the rest."""
+    """torch's scaler, for gradients of which each process may hold a part."""
 
     world = World()
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Of each parameter the part that is here; what overflows in one part counts for all."""
+        """Unscale the local part of each gradient; an overflow in one process counts in all."""
         if not self.world.shared:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here: Any = types.SimpleNamespace(param_groups=[{"params": _parts(optimizer)}])
@@ -77,7 +119,7 @@ class _Scaler(torch.amp.GradScaler):
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Of each parameter that has a gradient, what this process holds of both, in the same memory."""
+    """The local parts of parameters and gradients, in the same memory, for each parameter that has a gradient."""
     found = []
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if (grad := parameter.grad) is not None:
@@ -88,31 +130,32 @@ def _parts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class _updating(user_code):
-    """Tells what the optimizer raises as that, but for what memory or a GPU has to say, which did not begin there."""
+    """Attributes errors to the optimizer, except those of memory and of the GPU, which may come from earlier kernels."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not out_of_memory(error) and not stopped(error):
             super().__exit__(kind, error, trace)
 
 
-_UPDATING, _FINAL = _updating("The optimizer raised"), final(_NO_ROOM)
+_UPDATING, _FINAL, _STEP = _updating("The optimizer raised"), final(_NO_ROOM), in_step("The model or its loss raised")
 
 
 class Step:
-    """Forward and backward over the micro-batches of an update, then the update itself: call it with the batches.
+    """Makes updates: call it with the batches of one.
 
-    The gradient is that of the mean over everything the batches hold, however unequal they are: each loss counts by what it is
-    a mean over. Gradients cross between processes, are clipped, checked and applied once.
+    The gradient is that of the mean over all examples of the batches, however unequal the batches are: each loss counts by its
+    weight. Gradients are exchanged between processes, clipped, checked and applied once per update.
 
-    On a GPU an update that is not finite is an error one update later, because the loop does not wait for the device in
-    between; ``nonfinite="skip"`` and ``"stop"`` do wait. They also put back the running statistics of normalisation layers,
-    which the forward pass of an update that is left out has moved; other buffers stay as that pass left them.
+    On a GPU an update that is not finite raises one update later, because the loop does not wait for the device in between;
+    ``nonfinite="skip"`` and ``"stop"`` do wait. These also put back the running statistics of normalisation layers, which the
+    forward pass of a skipped update has changed; other buffers stay as that pass left them.
 
     Args:
         model: what the objective calls, perhaps wrapped or compiled.
-        optimizer: what updates the parameters.
-        norm_every: of how many updates one tells the norm of its gradient; with ``clip_norm``, and on a GPU unless nobody looks
-            at what is not finite, all do.
+        objective: gives the loss of a micro-batch and its weight.
+        optimizer: updates the parameters.
+        norm_every: the gradient's norm is computed in one of so many updates; in all of them with ``clip_norm``, and on a GPU
+            unless ``nonfinite="ignore"``.
     """
 
     def __init__(
@@ -137,21 +180,97 @@ class Step:
         self._verdict = AsyncScalar()
         self._norm_every, self._made = norm_every, 0
 
-    def __call__(self, batches: Sequence[Batch]) -> Update:
-        """Update the parameters from ``batches``, which are on the model's device.
+    def __call__(self, batches: Sequence[Batch], run: Run | None = None) -> Update:
+        """Update the parameters from ``batches``, which are on the model's device; everything that happens is here, in order.
+
+        Args:
+            batches: of one update.
+            run: whose position, schedule, EMA and events follow the update. Trials on copies have none.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
-            WorkloadError: memory ran out after the gradients were there, so that the update cannot be made again.
+            WorkloadError: the model, the loss or the optimizer raised; or memory ran out after the gradients were computed, so
+                that the update cannot be repeated.
+        """
+        clock, world, settings = self.clock, self.world, self.settings
+        with NOTHING if run is None else _STEP:
+            # Micro-batch size and recomputed activations are chosen from the first batches: only batches show their sizes.
+            # Forward and backward run per micro-batch. The gradients cross between processes in the last backward pass. No
+            # parameter has changed yet, so a run that is out of memory repeats this with smaller micro-batches.
+            if run is None:
+                found = self.gradients(batches)
+            else:
+                memory = run.context.fit.memory_plan
+                found = memory.sizer.gradients(self, memory.prepare(self, run.feed, batches))
+            parameters = self._parameters
+            if not world.used:  # a signal ended the loaders of all processes: this update does not count
+                _discard(parameters)
+                return Update(torch.stack(found.losses).sum(), torch.zeros(()), None, applied=False)
+            with _FINAL:  # from here on nothing can be repeated: other processes may have changed their parameters by now
+                # The reported loss is the mean over all micro-batches of all processes.
+                clock.enter("communication")
+                loss, total = world.mean(found.losses, found.weights, summed=self.objective.summed)
+                # Gradients become those of that mean: float16's loss scale goes first, then the sum of the weights. The bound
+                # of the clip and the check for finite numbers are about these true gradients.
+                clock.enter("optimizer")
+                self.scaler.unscale_(self.optimizer)
+                grads = _gradients(parameters)
+                self._unweight(grads, total)
+                # Clip once, by the norm of the whole gradient.
+                norm = world.norm(grads) if self._norm_wanted(grads) else None
+                self._made += 1
+                if settings.optimizer.clip_norm is not None and norm is not None:
+                    world.scale(grads, (settings.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
+                # Check that loss and gradient are finite before the optimizer can spoil parameters with them.
+                check = norm
+                if check is None:
+                    check = loss if settings.optimizer.nonfinite == "ignore" else world.total(grads)
+                update = self._checked(Update(loss, check, norm, applied=True))
+                # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
+                if update.applied:
+                    with _UPDATING:
+                        self.scaler.step(self.optimizer)
+                elif found.statistics is not None:
+                    found.statistics.put_back()
+                self._adapt_scale(update)
+            # Gradients are freed, so that the next forward pass has their memory.
+            _discard(parameters)
+            clock.enter("other")
+        if run is None:
+            return update
+        context, position = run.context, run.context.position
+        remarks = [context.fit.memory_plan.sizer.remark(self), context.objective.doubt(batches, alone=world.size == 1)]
+        # The schedule sets the learning rate of the next update: it counts updates that were applied.
+        if context.scheduler is not None and update.applied:
+            remarks.append(schedules.advance(context.scheduler))
+        # The EMA averages the parameters that the optimizer has just set.
+        if context.ema is not None and update.applied:
+            context.ema.update(context.model)
+        # The position moves before anything is told of the update: a checkpoint that a failing callback causes includes it.
+        position.batch, position.update = run.feed.taken, position.update + 1
+        position.skipped += not update.applied
+        # Notes and events come last, because callbacks look at the state after the update.
+        with run.saving:
+            for remark in remarks:
+                context.note_once(remark)
+            run.count(update, batches if world.counts else [])
+        if not (update.applied or update.overflowed) and settings.optimizer.nonfinite == "stop":
+            context.stop("The loss was not finite.")
+        return update
+
+    def gradients(self, batches: Sequence[Batch]) -> MicroBatchLosses:
+        """Forward and backward of each of ``batches``; leaves the sum of weighted gradients of all processes.
+
+        Parameters and optimizer are unchanged, so it can be called again after an error.
         """
         clock, world, parameters = self.clock, self.world, self._parameters
         if len(parameters) != self._known:
             self._known = len(parameters)
             world.meet(self.optimizer)
-        _discard(parameters)  # what others have computed since, such as a callback that trains an adversary of the model
+        _discard(parameters)  # of other computations since, such as a callback that trains an adversary of the model
         if self._typical is None and world.size > 1:
             self._typical = world.agreed(max(map(examples, batches)))
-        alone = len(batches) == 1 and world.size == 1  # then what the loss is a mean over makes no difference
+        alone = len(batches) == 1 and world.size == 1  # the weight of a single loss makes no difference
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
         count = world.most(len(batches)) if world.shared else len(batches)
@@ -159,7 +278,7 @@ class Step:
             before = self._kept_statistics() if self._statistics else None
             counted = len(batches) if world.counts else 0
             for index in range(count):
-                if index == counted:  # from here on it only keeps step with others
+                if index == counted:  # from here on it only keeps step with processes that have more batches
                     idle = self._kept_buffers()
                 with world.exchanging(now=index == count - 1):  # gradients cross once per update
                     batch = batches[min(index, len(batches) - 1)]
@@ -177,60 +296,32 @@ class Step:
                         self.scaler.scale(self._weighted(loss, weight, count)).backward()  # type: ignore[no-untyped-call]
             if counted < count:
                 idle.put_back()
-        if not world.used:
-            _discard(parameters)
-            return Update(torch.stack(losses).sum(), torch.zeros(()), None, applied=False)
-        with _FINAL:  # others may have made the update by now, and parameters or the optimizer's state may be changed
-            update = self._finish(losses, weights, parameters)
-            if not update.applied and before is not None:
-                before.put_back()
-        _discard(parameters)
-        clock.enter("other")
-        return update
+        return MicroBatchLosses(losses, weights, before)
 
-    def _finish(self, losses: list[torch.Tensor], weights: list[Weight], parameters: list[nn.Parameter]) -> Update:
-        """The update from the gradients that all processes have now."""
-        clock, world = self.clock, self.world
-        clock.enter("communication")
-        loss, total = world.mean(losses, weights, summed=self.objective.summed)
-        clock.enter("optimizer")
-        self.scaler.unscale_(self.optimizer)
-        grads = _gradients(parameters)
-        self._unweight(grads, total)
-        clip_norm = self.settings.optimizer.clip_norm
-        wanted = (
-            clip_norm is not None
-            or self._made % self._norm_every == 0
-            or (bool(grads) and grads[0].is_cuda and self.settings.optimizer.nonfinite != "ignore")
-        )
-        norm = world.norm(grads) if wanted else None  # a GPU takes all norms at once, but one sum after the other
-        self._made += 1
-        if clip_norm is not None and norm is not None:
-            world.scale(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does it
-        check = norm
-        if check is None:
-            check = loss if self.settings.optimizer.nonfinite == "ignore" else world.total(grads)
-        return self._apply(Update(loss, check, norm, True))
+    def _norm_wanted(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether this update computes the norm; a GPU takes all norms in one kernel, but one sum after the other."""
+        on_gpu = bool(grads) and grads[0].is_cuda and self.settings.optimizer.nonfinite != "ignore"
+        return self.settings.optimizer.clip_norm is not None or self._made % self._norm_every == 0 or on_gpu
 
     def _kept_statistics(self) -> Snapshot:
-        """What normalisation layers gather, as it is now."""
+        """A copy of the running statistics of normalisation layers."""
         return Snapshot(buffer for module, name in self._statistics if (buffer := module._buffers[name]) is not None)
 
     def _kept_buffers(self) -> Snapshot:
-        """The buffers as they are now; the statistics of SyncBatchNorm are those of all, and stay alike."""
+        """A copy of the buffers; with SyncBatchNorm only of the loss's, because all processes must keep the same statistics."""
         loss = self.objective.module
         own = () if loss is None else loss.modules()
         return Snapshot((), own if self.settings.data.exact_batchnorm else modules_of_both(self.model, loss))
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
-        """The precision that the forward pass runs in."""
+        """A block in the precision of the forward pass."""
         dtype = self.settings.precision.autocast
         if dtype is None:
             return NOTHING
         return torch.autocast(self.settings.device, dtype=getattr(torch, dtype))
 
     def check(self) -> None:
-        """Read what was not read yet.
+        """Read the verdict on the last update, if it was not read yet; waits for the device.
 
         Raises:
             NonFiniteError: the last update was not finite.
@@ -245,16 +336,16 @@ class Step:
             )
 
     def _watch(self, update: Update) -> None:
-        """Have :meth:`check` look at ``update``. What it reads is made now, before the device has other work."""
+        """Have :meth:`check` read the verdict on ``update``, which the device computes now, before other work."""
         self._unread = update
         self._verdict.send(update.loss + update.check)
 
     def discard(self) -> None:
-        """Forget the gradients of an update that was cut off."""
+        """Free the gradients of an update that did not come to its end."""
         _discard(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale of float16 losses, and the weight that others are relative to."""
+        """The scale of float16 losses, and the weight that the weights of losses are divided by."""
         return {"scaler": self.scaler.state_dict(), "typical": self._typical}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -265,11 +356,11 @@ class Step:
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
-        """What the optimizer has now: a run may add to it, as one that thaws its model layer by layer does."""
+        """The optimizer's parameters now: a run may add some, as one that unfreezes its model layer by layer does."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _weighted(self, loss: torch.Tensor, weight: Weight, count: int) -> torch.Tensor:
-        """The loss by its weight, relative to a typical one, so that float16 gradients keep their range."""
+        """The loss times its weight, divided by a typical weight so that float16 gradients keep their range."""
         if self.objective.summed or (count == 1 and self.world.size == 1):
             return loss
         if self._typical is None:
@@ -277,61 +368,64 @@ class Step:
         return self._of_something(loss, weight) * (weight / self._typical)
 
     def _of_something(self, loss: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """``loss``, or 0 where it is a mean over nothing, as where all labels are ignored, which is no number."""
+        """``loss``, or 0 if it is a mean over nothing and so NaN, as when all labels are ignored."""
         if _known_to_be_nothing(weight):
             return loss.nan_to_num() * 0
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) if isinstance(weight, torch.Tensor) else loss
 
     def _unweight(self, grads: list[torch.Tensor], total: Weight | None) -> None:
-        """Turn the sum of weighted gradients into that of the mean; ``total`` is ``None`` where nothing was weighted."""
+        """Turn the sum of weighted gradients into the gradient of the mean; ``total`` is ``None`` if nothing was weighted."""
         factor: Weight = float(self.world.size) if self.world.averages else 1.0
         if total is not None and not self.objective.summed and self._typical is not None:
             factor = factor * self._typical / total
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             self.world.scale(grads, factor)
 
-    def _found_inf(self) -> bool:
-        """Whether float16's scaler has met a gradient that is not finite, so that it leaves this update out."""
-        return any(map(float, self.scaler._found_inf_per_device(self.optimizer).values()))
+    def _checked(self, update: Update) -> Update:
+        """``update``, not to be applied if it is not finite and the settings skip such updates, or float16 overflowed.
 
-    def _apply(self, update: Update) -> Update:
-        """Run the optimizer unless the settings keep it from an update that is not finite."""
+        Raises:
+            NonFiniteError: this update is not finite and on the CPU, or the one before it is not finite and on a GPU.
+        """
         self.check()
-        if self.scaler.is_enabled():  # it leaves out what overflowed, and lowers its scale: that is how float16 works
-            left_out = self._found_inf()
-            scale = self.scaler.get_scale() if left_out else math.inf
-            overflowed = left_out and scale > _LEAST_SCALE and bool(torch.isfinite(update.loss))
-            if not left_out:  # torch's fused SGD would make a momentum of uninitialised memory in an update that it leaves out
-                with _UPDATING:
-                    self.scaler.step(self.optimizer)
-            self.scaler.update(scale if left_out and not overflowed else None)  # what a lower one does not mend
-            update = dataclasses.replace(update, applied=not left_out, overflowed=overflowed)
-            if self.settings.optimizer.nonfinite == "raise" and left_out and not overflowed:
-                self._watch(update)
-                self.check()
-            return update
-        if self.settings.optimizer.nonfinite in ("skip", "stop"):
-            update = dataclasses.replace(update, applied=update.finite)
-        elif self.settings.optimizer.nonfinite == "raise":
+        nonfinite = self.settings.optimizer.nonfinite
+        if self.scaler.is_enabled():  # torch's fused SGD would write uninitialised momentum in a step with overflow
+            left_out = any(map(float, self.scaler._found_inf_per_device(self.optimizer).values()))
+            overflowed = left_out and self.scaler.get_scale() > _LEAST_SCALE and bool(torch.isfinite(update.loss))
+            return dataclasses.replace(update, applied=not left_out, overflowed=overflowed)
+        if nonfinite in ("skip", "stop"):
+            return dataclasses.replace(update, applied=update.finite)
+        if nonfinite == "raise":
             self._watch(update)
             if update.loss.device.type == "cpu":
                 self.check()
-        if update.applied:
-            with _UPDATING:
-                self.optimizer.step()
         return update
+
+    def _adapt_scale(self, update: Update) -> None:
+        """Let float16's scaler grow or lower its scale; a lower one does not help a loss that is not finite itself.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite at any scale, and the settings make that an error.
+        """
+        if not self.scaler.is_enabled():
+            return
+        hopeless = not (update.applied or update.overflowed)
+        self.scaler.update(self.scaler.get_scale() if hopeless else None)
+        if hopeless and self.settings.optimizer.nonfinite == "raise":
+            self._watch(update)
+            self.check()
 
 
 def _known_to_be_nothing(weight: Weight) -> bool:
-    """Whether a loss stands for nothing, as far as can be said without waiting for a GPU."""
+    """Whether a loss is a mean over nothing, as far as is known without waiting for a GPU."""
     return (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu") and not weight
 
 
 @contextlib.contextmanager
 def _left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A block whose backward pass goes its way, since others may wait for what it exchanges, and adds nothing to gradients.
+    """A block whose backward pass adds nothing to gradients; it runs because other processes may wait for its exchange.
 
-    Those of a mean over nothing are no numbers, even where it is multiplied by 0.
+    The gradients of a mean over nothing are NaN, even if the mean is multiplied by 0.
     """
     hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
     try:
@@ -342,12 +436,12 @@ def _left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients, in memory that may be changed in place: of a sparse one, as an embedding's may be, its values."""
+    """The gradients, in memory that can be changed in place: of a sparse gradient, as of an embedding, its values."""
     found = []
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
             if grad.is_sparse:
-                grad = parameter.grad = grad.coalesce()  # so that no row stands in it twice
+                grad = parameter.grad = grad.coalesce()  # each row once
             found.append(grad._values() if grad.is_sparse else grad)
     return found
 

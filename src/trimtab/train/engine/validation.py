@@ -1,4 +1,4 @@
-"""How good the model is on data that it does not learn from."""
+"""Validation: the mean loss and metrics on data that is not trained on."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Move = Callable[[Batch], Batch]
 _READING, _END = user_code("The validation loader raised"), object()
 _MODEL = user_code("In validation the model or its loss raised")
 _NO_GRADIENT = "does not require grad"
-"""What torch says where something differentiates what was computed without gradients."""
+"""Part of torch's message if something is differentiated that was computed without gradients."""
 
 
 def checked(context: RunContext, held_out: Iterable[Batch] | None) -> Iterable[Batch] | None:
-    """Refuse before the run what its first validation would fail with; ``held_out`` is this process's part of the data.
+    """Check before the run what would fail in its first validation; ``held_out`` is this process's part of the data.
 
-    Returns the loader to use, which still has all of its batches.
+    Returns the loader to use, with all of its batches.
 
     Raises:
-        UsageError: there is no validation data, early stopping watches a figure that there is not, or metrics cannot be had or
-            told from the loss.
+        UsageError: validation data is missing or empty, early stopping watches an unknown figure, or a metric cannot be
+            computed or is called ``"loss"``.
         WorkloadError: the loader raised.
     """
     metrics, stopping, world = context.metrics, context.early_stopping, context.world
@@ -75,31 +75,31 @@ def validate(
 ) -> dict[str, float] | None:
     """The mean loss, weighted as in training, and the metrics, over all of ``batches`` on all processes.
 
-    The model, and a loss that is a module, are in evaluation mode meanwhile, and each of their modules in the mode that it was
-    in afterwards. ``None`` where ``cut`` came true in a process: that is asked before each batch.
+    Model and loss are in evaluation mode during it; afterwards each module is in its earlier mode. Returns ``None`` if ``cut``,
+    which is called before each batch, returned true in any process.
 
     Raises:
-        WorkloadError: the loader, the model or a metric raised, there is no batch, or a metric gives something else than a
-            value per example.
+        WorkloadError: the loader, the model or a metric raised, there is no batch, or a metric does not return one value per
+            example.
     """
     objective, world = context.objective, step.world
     answers, objective.untold = _Answers(context, world), None
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
-    if isinstance(batches, Seekable):  # so that every validation, also one after a resumption, sees the same
+    if isinstance(batches, Seekable):  # every validation sees the same batches, also after a resumption
         batches.seek(0, 0)
     try:
         with _evaluating(context.model, objective.module), world.together():
             figures = Figures(context.metrics)
-            # It is the plain model that is called: only one whose shares must be gathered needs all processes at once.
+            # The plain model is called, so only a sharded model needs all processes at once.
             read = _read(batches, cut)
-            for batch in world.rounds(read, None) if world.shared else read:  # which may be cut off, so nobody knows how many
+            for batch in world.rounds(read, None) if world.shared else read:  # may be cut off: no length
                 if world.shared and world.any(cut()):
                     break
                 moved = move(batch)
                 with step.precision():
                     loss, weight, outputs = answers(moved)
-                    if not world.counts:  # it only helped others, who have more
+                    if not world.counts:  # it only keeps step with processes that have more batches
                         continue
                     figures.add(outputs, moved)
                 losses.append(loss)
@@ -118,9 +118,10 @@ def validate(
 
 
 class _Answers:
-    """What model and loss give for the batches of a validation, without gradients wherever they can do without.
+    """Calls model and loss for the batches of a validation, without gradients if possible.
 
-    Some cannot: a loss with a penalty on gradients, or a model whose forces are those of an energy. The first batch shows it.
+    Some need gradients: a loss with a gradient penalty, or a model whose forces are derivatives of an energy. The first batch
+    shows it.
     """
 
     def __init__(self, context: RunContext, world: World) -> None:
@@ -128,7 +129,7 @@ class _Answers:
         self._gradients: bool | None = None
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, Weight, Any]:
-        """The loss of ``batch``, its weight, and the outputs, where there are metrics that need them."""
+        """The loss of ``batch``, its weight, and the outputs if metrics need them."""
         with _MODEL:
             try:
                 found = self._asked(batch, bool(self._gradients))
@@ -154,7 +155,7 @@ class _Answers:
 
 @contextlib.contextmanager
 def _evaluating(*modules: nn.Module | None) -> Iterator[None]:
-    """A block with ``modules`` in evaluation mode, and every module in them as it was afterwards."""
+    """A block with ``modules`` in evaluation mode; every module inside them gets its mode back."""
     roots = [(module, module.training) for module in modules if module is not None]
     modes = [(inner, inner.training) for module, _ in roots for inner in module.modules()]
     for module, _ in roots:
@@ -163,20 +164,20 @@ def _evaluating(*modules: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         for module, mode in roots:
-            module.train(mode)  # some do more then than set a flag, such as take apart what eval() has merged
+            module.train(mode)  # some do more than set a flag, such as undo what eval() merged
         for module, mode in modes:
             module.training = mode
 
 
 def _detached(outputs: Any) -> Any:
-    """``outputs`` without what their gradients would be computed from."""
+    """``outputs`` detached from the graph of their gradients."""
     return outputs.detach() if isinstance(outputs, torch.Tensor) else rebuilt(outputs, _detached)
 
 
 def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:
-    """All of ``batches``, or those before ``cut`` came true."""
+    """The ``batches`` until ``cut`` returns true."""
     if keeps_workers(batches) and not has_workers(batches):
-        with kept_random():  # what starting them draws would be drawn again in a run that is gone on with
+        with kept_random():  # starting workers draws a random number, also in a resumed run
             set_workers(batches, running=True)
     with _READING:
         running = iter(batches)
@@ -185,7 +186,7 @@ def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:
             with _READING:
                 batch = next(running, _END)
         except WorkloadError:
-            if cut():  # a signal to the whole group of processes ends the loader's workers too
+            if cut():  # a signal to the process group ends the loader's workers too
                 return
             raise
         if batch is _END:
@@ -201,7 +202,7 @@ def _length(batches: Iterable[Batch]) -> int | None:
 
 
 def _outputs(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Any:
-    """What the model gives for ``metrics``, where it is the loss that calls it."""
+    """The model's outputs for ``metrics``, if the loss calls the model itself."""
     if not is_pair(batch):
         raise UsageError(_no_pair(next(iter(metrics))))
     return call(model, batch[0])

@@ -70,7 +70,7 @@ def _counted(context: RunContext, group: Sequence[Batch]) -> tuple[float, set[st
     Raises:
         UsageError: counting could exceed the memory that the settings allow.
     """
-    settings, most = context.settings, min(FEW, context.fit.memory_plan.fitting.limit or FEW)
+    settings, most = context.settings, min(FEW, context.fit.memory_plan.sizer.limit or FEW)
     batches = [(batch, _some(batch, most)) for batch in group]
     kept = settings.memory.activation_mb is not None or settings.memory.segments is not None
     if kept and any(SMALL * examples(few) > examples(batch) for batch, few in batches):

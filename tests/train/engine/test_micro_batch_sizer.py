@@ -20,7 +20,7 @@ from _runs import full_at, settings_of
 from trimtab.core.settings import DataSettings, MemorySettings, PrecisionSettings, Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.autotune.batch_size import find_batch
-from trimtab.train.engine import out_of_memory
+from trimtab.train.engine import micro_batch_sizer
 from trimtab.train.memory.peak_activations import peak_activations
 from trimtab.train.telemetry.events import Event, Progressed, Remarked
 from trimtab.train.trainer import Trainer
@@ -123,7 +123,7 @@ def test_a_failed_try_leaves_no_trace_in_buffers_and_random_numbers() -> None:
 
 
 def test_whole_batches_are_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "AGAIN_AFTER", 2)
+    monkeypatch.setattr(micro_batch_sizer, "AGAIN_AFTER", 2)
     torch.manual_seed(0)
     greedy = Greedy(8)
     trainer = Trainer(greedy, loss=nn.CrossEntropyLoss(), optimizer=adam)
@@ -139,7 +139,7 @@ def test_whole_batches_are_tried_again_after_a_while(monkeypatch: pytest.MonkeyP
     trainer.context.log_every = 1
     trainer.fit([batch], epochs=20)
     assert greedy.failed == 3  # at first, after 2 more updates, after 4 more; when it is tried again, there is room
-    assert trainer.context.fit.memory_plan.fitting.limit is None
+    assert trainer.context.fit.memory_plan.sizer.limit is None
 
 
 def test_a_single_example_that_does_not_fit_is_said() -> None:
