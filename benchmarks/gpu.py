@@ -64,7 +64,6 @@ SEEDS, ENDLESS = (0, 1, 2), 10**9
 KEY = "TRIMTAB_BENCHMARK_KEY"
 AUTO = trimtab.Settings(
     memory_format="auto",
-    cudnn_benchmark="auto",
     compile="auto",
     attention="auto",
     precision=trimtab.PrecisionSettings(autocast="auto", tf32="auto"),

@@ -151,7 +151,7 @@ class Settings:
     left."""
     attention: Literal["flash", "efficient", "cudnn", "math", "auto"] | None = None
     """Training: which implementation scaled dot-product attention uses, wherever that takes its inputs."""
-    cudnn_benchmark: bool | Literal["auto"] = False
+    cudnn_benchmark: bool = False
     """Training: whether cuDNN times its algorithms for each new shape."""
     adjust: bool = False
     """Training: whether the workers of a ``Loader`` and the micro-batch are tuned while the run goes on, where its updates slow

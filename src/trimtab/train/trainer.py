@@ -360,8 +360,7 @@ class Trainer:
         self._stop_if_stale()  # a resumed run may have ended by it
         while not self.context.world.any(self.context.ending) and not duration.over(self.context, epochs, steps):
             if not position.due:
-                for text in self.context.modes.follow():
-                    self.context.note_once(text)
+                self.context.modes.follow()
                 self.context.modes.train()
                 epoch.begin(self.context, ready.feed)
                 if not (yield from self._epoch(ready, meter, steps)):

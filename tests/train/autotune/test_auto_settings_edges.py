@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import copy
 import functools
 import gc
 import pathlib
 import re
-import signal
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +22,12 @@ from trimtab.errors import UsageError
 from trimtab.train.autotune import auto_settings, shadow_run
 from trimtab.train.autotune.online_tuning import _window
 from trimtab.train.distributed.data_sharding import share
-from trimtab.train.loss.loss_parity import rounding
-from trimtab.train.runtime import gradient_parity as gradients
-from trimtab.train.runtime.cudnn_thread import OwnPlans
+from trimtab.train.loss.loss_parity import GRADIENT, gradient_distance, rounding
 from trimtab.train.runtime.torch_settings import running
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Event, Progressed, Remarked
 from trimtab.train.telemetry.mfu import flops_share
 
-T = TypeVar("T")
 DATA = TensorDataset(torch.zeros(12, 4), torch.zeros(12, dtype=torch.int64))
 
 
@@ -124,10 +116,11 @@ def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
     batches = [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))] * 2
     assert auto_settings.decide(made.context, batches, 1000) is batches
     assert made.notes == [
-        "autocast, optimizer stay off: a copy of a model with SyncBatchNorm would wait for the other processes."
+        "precision.autocast, optimizer.implementation stay off: a copy of a model with SyncBatchNorm would wait for the other "
+        "processes."
     ]
     assert (made.settings.precision.autocast, made.settings.optimizer.implementation) == (None, None)
-    assert flops_share(made.context, batches, 10.0) is None
+    assert flops_share(made.context, batches, 10.0) == (None, None)
     assert shadow_run.why_not_alone(trainer(Settings(threads=1), nn.SyncBatchNorm(4)).context) is None
     assert shadow_run.why_not_alone(trainer(Settings(threads=1), world=Two()).context) is None
 
@@ -191,10 +184,9 @@ def test_kernels_of_attention_are_tried_in_the_precision_that_will_run() -> None
     decisions = auto_settings._Decisions(made.context, batches, 8)
     decisions.candidate = shadow_run.candidate(made.context, made.settings, batches[0])
     decisions.candidate.model.get_submodule("model").picky = True
-    assert decisions._options_anew(["attention"]) == {}
     assert all(reason is not None for _, reason in decisions._options(["attention"])["attention"])
     made.context.settings = Settings(precision=PrecisionSettings(autocast="bfloat16"))
-    assert any(reason is None for _, reason in decisions._options_anew(["attention"])["attention"])
+    assert any(reason is None for _, reason in decisions._options(["attention"])["attention"])
     assert shadow_run.candidate(made.context, made.settings, batches[0]).settings.precision.autocast == "bfloat16"
 
 
@@ -233,82 +225,6 @@ def test_the_kernel_that_was_chosen_comes_first_on_a_gpu() -> None:
         with running(Settings(device="cuda", attention=kernel)):  # type: ignore[arg-type]
             assert name in str(functional.scaled_dot_product_attention(rows, rows, rows).grad_fn)
             assert functional.scaled_dot_product_attention(rows, rows, rows, attn_mask=mask).isfinite().all()
-
-
-def test_a_thread_of_ones_own_goes_forward_and_backward() -> None:
-    seen = []
-
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            seen.append(threading.get_ident())
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            seen.append(threading.get_ident())
-            return grads[0] * 2
-
-    def work() -> bool:
-        Watched.apply(torch.ones(1, requires_grad=True)).sum().backward()
-        return torch._C._is_multithreading_enabled()
-
-    plans, others = OwnPlans(torch.device("cpu")), OwnPlans(torch.device("cpu"))
-    assert [plans(work), plans(work), others(work), work()] == [False, False, False, True]
-    assert seen[0] == seen[1] == seen[2] == seen[3]
-    assert len({*seen, threading.get_ident()}) == 3
-    with pytest.raises(ZeroDivisionError):
-        plans(lambda: 1 / 0)
-
-
-def test_a_thread_of_ones_own_has_what_torch_keeps_for_the_caller_alone() -> None:
-    plans = OwnPlans(torch.device("cpu"))
-    own: contextvars.ContextVar[int] = contextvars.ContextVar("own", default=0)
-    own.set(3)
-    with torch.device("meta"):
-        assert plans(lambda: plans_of_another(lambda: torch.zeros(1).device.type)) == "meta"
-    assert plans(lambda: (torch.zeros(1).device.type, own.get())) == ("cpu", 3)
-
-
-def plans_of_another(work: Callable[[], T]) -> T:
-    """What ``work`` gives in one more thread."""
-    return OwnPlans(torch.device("cpu"))(work)
-
-
-def test_an_interrupt_ends_what_a_thread_of_its_own_does_before_the_caller_goes_on() -> None:
-    plans, seen = OwnPlans(torch.device("cpu")), list[str]()
-
-    def work() -> None:
-        try:
-            signal.raise_signal(signal.SIGINT)  # which Python's main thread hears
-            while True:
-                time.sleep(0.01)
-        finally:
-            seen.append("ended")
-
-    with pytest.raises(KeyboardInterrupt):
-        plans(lambda: plans_of_another(work))
-    assert seen == ["ended"]
-    assert plans(lambda: 4) == 4
-
-
-def test_what_fails_in_a_thread_of_its_own_is_not_kept() -> None:
-    class Large:
-        """What memory is taken for."""
-
-    def work() -> None:
-        large = Large()
-        made.append(weakref.ref(large))
-        raise ZeroDivisionError
-
-    plans, made = OwnPlans(torch.device("cpu")), list[weakref.ref[Large]]()
-    gc.disable()
-    try:
-        with contextlib.suppress(ZeroDivisionError):
-            plans(work)
-        assert made[0]() is None
-    finally:
-        gc.enable()
 
 
 def test_float16_is_timed_once_its_scale_has_come_down() -> None:
@@ -409,7 +325,7 @@ def test_a_precision_that_cannot_tell_the_targets_apart_is_off() -> None:
             made.context, Settings(threads=1, precision=PrecisionSettings(autocast="bfloat16")), decisions.batches
         )
         found = decisions._difference(other, exact=False)
-        assert (found is not None and found.startswith("its outputs are in steps of bfloat16")) is off
+        assert (found is not None and found.startswith("Its outputs are in steps of bfloat16")) is off
 
 
 def test_a_layout_in_which_dropout_falls_differently_is_judged_by_the_same_statistics() -> None:
@@ -472,7 +388,7 @@ def test_a_layout_with_the_same_loss_and_another_gradient_is_off(dropout: float)
     model = nn.Sequential(*layers, nn.Linear(8 * 16, 4))
     found = decided(model, Settings(threads=1, memory_format="channels_last"), torch.randn(16, 3, 4, 4))
     assert found is not None
-    assert re.fullmatch(r"its gradient differs by [0-9.]+ of what it was, and 0\.02 is allowed\.", found)
+    assert re.fullmatch(r"Its gradient differs by [0-9.]+ of what it was, and 0\.02 is allowed\.", found)
     model[1] = nn.Identity()
     assert decided(model, Settings(threads=1, memory_format="channels_last"), torch.randn(16, 3, 4, 4)) is None
 
@@ -482,7 +398,7 @@ def test_a_backward_pass_that_torch_compiles_wrongly_is_off() -> None:
     compiled = Settings(threads=1, compile=True)
     found = decided(Decaying(), compiled, torch.randn(8, 4))
     assert found is not None
-    assert found.startswith("its gradient differs by ")
+    assert found.startswith("Its gradient differs by ")
     assert decided(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), compiled, torch.randn(8, 4)) is None
 
 
@@ -502,10 +418,10 @@ def test_gradients_of_a_model_that_amplifies_rounding_are_not_held_to_what_other
     decisions = auto_settings._Decisions(made.context, [(torch.randn(16, 64), torch.zeros(16, 1))], None)
     decisions.make([])
     other = shadow_run.ShadowRun(made.context, Settings(threads=1), decisions.batches)
-    with other.shaken(1e-7):  # as another order of its sums would
-        assert gradients.apart(decisions.best.watched().gradient, other.watched().gradient) > auto_settings.GRADIENT  # type: ignore[union-attr]
+    with other.with_noise(1e-7):  # as another order of its sums would
+        assert gradient_distance(decisions.best.reset_round().gradient, other.reset_round().gradient) > GRADIENT  # type: ignore[union-attr]
         assert decisions._difference(other, exact=True) is None
-    assert gradients.apart(decisions.best.watched().gradient, other.watched().gradient) == 0  # type: ignore[union-attr]
+    assert gradient_distance(decisions.best.reset_round().gradient, other.reset_round().gradient) == 0  # type: ignore[union-attr]
 
 
 def test_what_rounds_coarsest_says_how_far_gradients_may_be_apart() -> None:
@@ -537,18 +453,18 @@ def test_gradients_of_a_model_in_16_bits_are_held_to_its_rounding() -> None:
     decisions.make([])
     best, other = decisions.best, shadow_run.ShadowRun(made.context, Settings(threads=1), decisions.batches)
     assert best is not None
-    with other.shaken(2.0**-9):  # as sums in another order are off
-        assert gradients.apart(best.watched().gradient, other.watched().gradient) > auto_settings.GRADIENT
+    with other.with_noise(2.0**-9):  # as sums in another order are off
+        assert gradient_distance(best.reset_round().gradient, other.reset_round().gradient) > GRADIENT
         assert decisions._difference(other, exact=True) is None
 
 
 def test_how_far_two_gradients_are_apart() -> None:
     one, other = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])
-    assert gradients.apart([one], [other]) == pytest.approx(0.1)
-    assert gradients.apart([one, None], [one, torch.zeros(2)]) == 0  # compiled code makes zeros of what is not there
-    assert gradients.apart([one, None], [one, one]) == pytest.approx(100)
-    assert gradients.apart([one, one * 1e-9], [one, -one * 1e-9]) < 1e-6  # of rounding alone
-    assert gradients.apart([one.to_sparse()], [other.to_sparse()]) == pytest.approx(0.1)
-    assert gradients.apart([one.to_sparse()], [other]) == pytest.approx(0.1)
-    assert gradients.apart([], [one]) == 0  # an update was left out
-    assert gradients.apart([torch.zeros(2)], [torch.zeros(2)]) == 0
+    assert gradient_distance([one], [other]) == pytest.approx(0.1)
+    assert gradient_distance([one, None], [one, torch.zeros(2)]) == 0  # compiled code makes zeros of what is not there
+    assert gradient_distance([one, None], [one, one]) == pytest.approx(100)
+    assert gradient_distance([one, one * 1e-9], [one, -one * 1e-9]) < 1e-6  # of rounding alone
+    assert gradient_distance([one.to_sparse()], [other.to_sparse()]) == pytest.approx(0.1)
+    assert gradient_distance([one.to_sparse()], [other]) == pytest.approx(0.1)
+    assert gradient_distance([], [one]) == 0  # an update was left out
+    assert gradient_distance([torch.zeros(2)], [torch.zeros(2)]) == 0

@@ -1,24 +1,23 @@
 """Adjusting a run while it goes on: what is seen, tried, kept and undone."""
 
-import functools
-import io
-import pathlib
-import random
-import sqlite3
-import sys
-import threading
 import time
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from trimtab import Settings, Trainer
-from trimtab.train.autotune.online_tuning import WINDOWS, Adjuster, Micro, Window, Workers, workers_of
+from trimtab.train.autotune.online_tuning import (
+    WINDOWS,
+    Adjuster,
+    Window,
+    micro_batch_change,
+    workers_change,
+    workers_of,
+)
 from trimtab.train.data.device_prefetch import mover
 from trimtab.train.data.loader import Loader
 from trimtab.train.data.micro_batches import MicroBatcher
@@ -67,7 +66,16 @@ def adjusted(events: Iterable[Event]) -> list[Adjusted]:
     return [event for event in events if isinstance(event, Adjusted)]
 
 
+def against_workers(loader: Any) -> str | None:
+    return workers_change(MicroBatcher(loader, 1, HostClock(), CPU), Position(), 2).why_not()
+
+
 def test_what_has_no_workers_says_so() -> None:
+    assert against_workers(Loader(Slowing(0), 4, workers=1)) is None
+    assert against_workers(Loader(Slowing(0), 4)) == (
+        "the loader reads in this process. Give it workers=1 if its dataset can be read in other processes."
+    )
+    assert (workers_of(Loader(Slowing(0), 4)), workers_of(DataLoader(Slowing(0), 4)), workers_of([])) == (0, 0, None)
     told = ". Use trimtab.train.Loader, whose workers can be changed during a run."
     assert against_workers([(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))] * 3) == f"the loader is a list{told}"
     assert against_workers(DataLoader(Slowing(0), 4)) == f"the loader is a DataLoader{told}"
@@ -75,8 +83,8 @@ def test_what_has_no_workers_says_so() -> None:
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_loader_that_becomes_slow_gets_workers_and_the_run_stays_the_same(draws: bool) -> None:
-    events, trainer = run(Loader(Slowing(120, size=480, draws=draws), 4, seed=1), 1)
-    found = [event for event in adjusted(events) if event.what.startswith("loader workers 0 -> ")]
+    events, trainer = run(Loader(Slowing(120, size=480, draws=draws), 4, seed=1, workers=1), 1)
+    found = [event for event in adjusted(events) if event.what.startswith("loader workers 1 -> ")]
     assert len(found) >= 1, trainer.notes
     for event in found:  # which of them are kept is for the machine to say
         outcome = f"{'kept' if event.kept else 'undone'} at update {event.update}."
@@ -89,36 +97,36 @@ def test_a_loader_that_becomes_slow_gets_workers_and_the_run_stays_the_same(draw
 
 
 def test_workers_are_changed_in_the_middle_of_an_epoch() -> None:
-    loader = Loader(list(range(6)), 1, seed=1)
+    loader = Loader(list(range(6)), 1, seed=1, workers=1)
     feed = MicroBatcher(loader, 1, HostClock(), CPU)
     want = [int(batch) for batch in loader]
     feed.begin(0)
     groups = feed.groups()
     seen = [next(groups) for _ in range(2)]
-    remedy = Workers(feed, Position(), 1)
-    assert remedy.why_not() is None
-    remedy.apply()
-    assert loader.workers == 1
+    change = workers_change(feed, Position(), 2)
+    assert change.why_not() is None
+    change.apply()
+    assert loader.workers == 2
     seen += list(groups)
     assert [int(batch) for (batch,) in seen] == want
-    remedy.undo()
-    assert loader.workers == 0
+    change.undo()
+    assert loader.workers == 1
 
 
 def test_micro_batches_leave_batchnorm_alone() -> None:
     feed = MicroBatcher([], 1, HostClock(), CPU)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert Micro(feed, model, 2).why_not() == "BatchNorm would see other batches."
-    remedy = Micro(feed, nn.Linear(2, 2), 2)
-    assert remedy.why_not() is None
-    remedy.apply()
+    assert micro_batch_change(feed, model, 2).why_not() == "BatchNorm would see other batches."
+    change = micro_batch_change(feed, nn.Linear(2, 2), 2)
+    assert change.why_not() is None
+    change.apply()
     assert feed.micro == 2
-    remedy.undo()
+    change.undo()
     assert feed.micro is None
 
 
 class Switch:
-    """A remedy that makes updates ``factor`` times as long."""
+    """A change that makes updates ``factor`` times as long."""
 
     def __init__(self, machine: "Machine", factor: float, reason: str | None = None) -> None:
         self.machine, self.factor, self.reason = machine, factor, reason
@@ -167,10 +175,10 @@ class Machine:
             )
 
 
-def adjuster(machine: Machine, **remedies: list[Switch]) -> Adjuster:
+def adjuster(machine: Machine, **changes: list[Switch]) -> Adjuster:
     def giving(name: str) -> Any:
         def give(now: Window) -> list[Switch]:
-            return remedies.get(name, [])
+            return changes.get(name, [])
 
         return give
 
@@ -188,9 +196,9 @@ def test_nothing_is_done_while_nothing_changes() -> None:
 @pytest.mark.parametrize("phase", ["data", "forward"])
 def test_what_helps_is_kept_and_what_does_not_is_undone(phase: str) -> None:
     machine = Machine()
-    remedies = [Switch(machine, 1.2), Switch(machine, 0.1, "it is not allowed."), Switch(machine, 0.5), Switch(machine, 0.4)]
+    changes = [Switch(machine, 1.2), Switch(machine, 0.1, "it is not allowed."), Switch(machine, 0.5), Switch(machine, 0.4)]
     kind = "data" if phase == "data" else "compute"
-    watching = adjuster(machine, **{kind: remedies})
+    watching = adjuster(machine, **{kind: changes})
     machine.windows(watching, 1 + WINDOWS)
     machine.extra[phase] = 10.0
     machine.windows(watching, WINDOWS + 2 * (WINDOWS + 1))
@@ -228,107 +236,10 @@ def test_a_shift_of_a_moment_is_no_shift() -> None:
 def test_an_attempt_at_smaller_batches_ends_no_run() -> None:
     graphs = [(torch.randn(6, 3), torch.zeros(2, 9), torch.zeros(4))] * 2
     feed = MicroBatcher(graphs, 1, HostClock(), lambda batch: batch)
-    remedy = Micro(feed, nn.Linear(3, 1), 3)
-    remedy.apply()
+    change = micro_batch_change(feed, nn.Linear(3, 1), 3)
+    change.apply()
     feed.begin(0)
     assert [len(group) for group in feed.groups()] == [1, 1]
     assert feed.micro is None
-    remedy.undo()
+    change.undo()
     assert feed.fallback is None
-
-
-class Records(Dataset[torch.Tensor]):
-    """Reads each example from a file that was opened before."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.file.seek(index)
-        return torch.full((8,), float(self.file.read(1)[0]))
-
-
-class Reopened(Records):
-    """Does not take its file along where it is pickled, as those do that open it anew in a worker that is not forked."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self.lock, self.itself = threading.Lock(), self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "file": None, "lock": None}
-
-
-class Reduced(Records):
-    """Is made anew instead of being pickled."""
-
-    def __reduce__(self) -> Any:
-        return Reduced, (None,)
-
-
-class Held(Dataset[Any]):
-    """Zeros, beside whatever it is to hold."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.zeros(2)
-
-
-class Here(Held):
-    """Can be read in this process only."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if get_worker_info() is not None:
-            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
-        return torch.zeros(2)
-
-
-def joined(file: Any, items: list[Any]) -> Any:
-    return file
-
-
-def against_workers(loader: Any) -> str | None:
-    return Workers(MicroBatcher(loader, 1, HostClock(), CPU), Position(), 2).why_not()
-
-
-@pytest.mark.parametrize("make", [Records, Reopened, Reduced, lambda file: Held([file] * 20_000), lambda file: Held({1: file})])
-def test_an_open_file_is_not_shared_with_workers(make: Any, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "records"
-    path.write_bytes(bytes(64))
-    for mode in ("rb", "r"):
-        with path.open(mode) as file:
-            reason = f"its dataset holds what processes cannot share, {path}, which is open. "
-            assert str(against_workers(Loader(make(file)))).startswith(reason)
-            assert against_workers(Loader(Held(0), collate=lambda items, file=file: file))
-            assert against_workers(Loader(Held(0), collate=functools.partial(joined, file)))
-    assert against_workers(Loader(Held(file))) is None  # which is closed
-
-
-@pytest.mark.parametrize(
-    ("held", "reason"),
-    [
-        (sqlite3.connect(":memory:"), "a Connection, which is open"),
-        (torch.empty(2, device="meta"), "a tensor on meta"),
-        (np.array([(n for n in range(2))], object), "a generator, which is open"),
-        ([np.zeros(3), torch.zeros(3), io.BytesIO(), sys.__stderr__, lambda: 0, torch.Generator(), random.Random()], None),
-    ],
-)
-def test_what_datasets_may_hold_beside_workers(held: Any, reason: str | None) -> None:
-    found = against_workers(Loader(Held(held)))
-    assert found is None if reason is None else str(reason) in str(found)
-
-
-def test_a_dataset_that_one_process_alone_can_read_gets_no_workers() -> None:
-    loader, before = Loader(Here(0)), torch.get_rng_state()
-    assert str(against_workers(loader)).startswith("a worker cannot read its dataset. The dataset raised on example ")
-    assert torch.equal(before, torch.get_rng_state())
-    assert workers_of(loader) == 0
-    assert len(list(loader)) == 1

@@ -23,7 +23,7 @@ from trimtab.train.distributed.data_sharding import Share, share
 from trimtab.train.distributed.devices import local_device
 from trimtab.train.distributed.launch import _attempt_name
 from trimtab.train.distributed.process_group import Group
-from trimtab.train.telemetry.stragglers import Pace, laggard
+from trimtab.train.telemetry.stragglers import Pace, slow_process
 from trimtab.train.telemetry.summary import Summary
 from trimtab.train.trainer import Trainer
 
@@ -481,13 +481,13 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
         share(drawn, "train", 0, 2, 0)
 
 
-def test_only_a_slow_process_is_a_laggard() -> None:
+def test_only_a_slow_process_is_a_slow_process() -> None:
     def pace(seconds: float) -> Pace:
         return Pace(8, {"forward": seconds, "data": 0.1, "communication": 9.0 - seconds}, host=f"host{seconds:g}")
 
-    assert laggard([pace(1.0)]) is None
-    assert laggard([pace(1.0), pace(1.1), pace(1.2)]) is None
-    assert laggard([pace(1.0), pace(3.1), pace(1.0)]) == (
+    assert slow_process([pace(1.0)]) is None
+    assert slow_process([pace(1.0), pace(1.1), pace(1.2)]) is None
+    assert slow_process([pace(1.0), pace(3.1), pace(1.0)]) == (
         1,
         "The process of rank 1 on host3.1 takes 2.9 times as long per update as the others, most of it in 'forward', and all "
         "wait for it.",

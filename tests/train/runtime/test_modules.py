@@ -97,11 +97,9 @@ def test_what_a_callback_puts_in_another_mode_stays_so_and_is_so_in_the_run_that
         return one, modes
 
     whole, modes = made("whole")
-    notes = whole.fit(loader(), loader(), epochs=3).notes
+    whole.fit(loader(), loader(), epochs=3)
     assert modes[0] == (True, False)
     assert modes[-1] == (False, False)  # as every run leaves a model
-    assert "In evaluation mode, from now on: 1." in notes
-    assert "In training mode, from now on: 2." in notes
     made("cut")[0].fit(loader(), loader(), steps=EPOCH + 2)
     resumed, _ = made("cut")
     notes = resumed.resume().fit(loader(), loader(), epochs=3).notes

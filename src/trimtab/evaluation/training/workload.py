@@ -28,7 +28,7 @@ from trimtab.train.data.loader_position import Seekable
 from trimtab.train.loss.adapter import Batch, examples, tensors
 from trimtab.train.loss.loss_parity import BaselineLosses, late, shaken
 from trimtab.train.runtime.torch_settings import random_state
-from trimtab.train.runtime.train_modes import Still, floats, gathered
+from trimtab.train.runtime.train_modes import DropoutOff, changed_modules, float_buffers
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Event, Progressed
 from trimtab.train.trainer import Trainer
@@ -87,10 +87,10 @@ class TrainingSubject:
     def gathering(self) -> frozenset[str]:
         """The names of modules that update statistics in training."""
         trainer = self.trainer(self.settings, self.workload.seed)
-        before = floats(trainer.model)
+        before = float_buffers(trainer.model)
         with user_code("The training failed"):
             trainer.fit(self.batches[: self.settings.data.accumulate], steps=1)
-        return frozenset(gathered(trainer.model, before))
+        return frozenset(changed_modules(trainer.model, before))
 
     def losses(self, settings: Settings, *, seed: int, shake: int | None = None, still: bool = False) -> list[float]:
         """The loss of each of the first updates under ``settings``.
@@ -118,7 +118,7 @@ class TrainingSubject:
         if shake is not None:
             shaken(trainer.model, shake)
         if still:
-            trainer.context.modes = Still(trainer.model, self.gathering)
+            trainer.context.modes = DropoutOff(trainer.model, self.gathering)
         seeded(seed)
         before = _generators()
         with user_code("The training failed"):

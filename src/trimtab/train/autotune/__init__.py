@@ -1,1 +1,1 @@
-"""What decides settings that are "auto"."""
+"""Choose settings that are "auto", micro-batch sizes and loader workers, by timing real updates."""

@@ -1,33 +1,23 @@
-"""Adjusting a run while it goes on: where updates wait for data or slow down, try other workers or micro-batches.
+"""Tune loader workers and micro-batch size during a run, where updates wait for data or slow down.
 
-Updates are judged in windows, the stretches between two :class:`~trimtab.train.telemetry.events.Progressed` (``log_every``
-updates). A
-slowdown counts only if :data:`WINDOWS` of them in a row show it. A change is kept only if each of as many windows with it was
-faster than each before it; otherwise it is undone, and the next one is tried.
+Updates are judged in windows: the ``log_every`` updates between two :class:`~trimtab.train.telemetry.events.Progressed` events.
+A slowdown counts only if :data:`WINDOWS` windows in a row show it. A change is kept only if each of as many windows with it was
+faster than each window before it; otherwise it is undone, and the next one is tried.
 """
 
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import functools
-import gc
-import io
-import itertools
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from trimtab._internal.text import of_type
-from trimtab.errors import WorkloadError
 from trimtab.hardware.system import usable_cores
 from trimtab.train.data.loader import Loader
 from trimtab.train.data.micro_batches import MicroBatcher
@@ -39,16 +29,14 @@ if TYPE_CHECKING:
     from trimtab.train.run_context import Position
 
 WINDOWS = 3
-"""If nothing changed, each of three windows is faster than each of three others once in twenty times."""
+"""Windows before and after a change that are compared. Without an effect, three are faster than three others in 5% of cases."""
 GROWN = 1.3
-"""What takes so many times as long as it did has changed."""
+"""A phase has slowed down if it takes this many times as long as it did."""
 MATTERS = 0.1
-"""What makes an update longer by a smaller share than this is left alone."""
+"""A slowdown by a smaller share of an update is ignored."""
 STARVED = 0.25
-"""A share of the time that waiting for data may take before something is tried, even where it always did."""
+"""Share of an update spent waiting for data above which something is tried even if it was so from the start."""
 MOST_WORKERS = 16
-_MOST_LOOKED_AT = 100_000
-"""Objects within a dataset: longer lists hold more of the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,51 +44,48 @@ class Window:
     """Means over the updates of one window."""
 
     step: float
-    """Milliseconds per update, without what comes between updates, such as validation."""
+    """Milliseconds per update, without validation and other work between updates."""
     data: float
-    """Of these, waiting for data."""
+    """Milliseconds of these that are spent waiting for data."""
     compute: float
-    """Of these, in the forward and backward pass."""
+    """Milliseconds of these that are spent in forward and backward passes."""
     examples: float
-    """Per update and process."""
+    """Examples per update and process."""
 
 
-class Remedy(Protocol):
-    """A change that may help, which takes effect with the next update, and can be undone."""
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change that may make updates faster. It takes effect with the next update."""
 
     what: str
-    """In words, such as ``loader workers 0 -> 2``."""
-
-    def why_not(self) -> str | None:
-        """Why it cannot be tried, in a sentence."""
-
-    def apply(self) -> None:
-        """Make the change."""
-
-    def undo(self) -> None:
-        """Take it back."""
+    """In words, such as ``loader workers 1 -> 2``."""
+    apply: Callable[[], None]
+    undo: Callable[[], None]
+    why_not: Callable[[], str | None]
+    """Why it cannot be tried, in a sentence."""
 
 
 class Adjuster:
-    """A callback that watches a run and adjusts it.
+    """A callback that watches a run and changes it.
 
     Args:
-        remedies: for ``data``, waiting for it, and for ``compute``, slow updates: functions that list what there is to try
-            where updates are as in a given window.
+        changes: for the symptoms ``data`` (updates wait for data) and ``compute`` (updates are slow): a function that lists
+            what can be tried, given the present window.
     """
 
-    def __init__(self, remedies: Mapping[str, Callable[[Window], Iterable[Remedy]]]) -> None:
-        self.remedies = remedies
+    def __init__(self, changes: Mapping[str, Callable[[Window], Iterable[Change]]]) -> None:
+        self.changes = changes
         self.usual: Window | None = None
-        """What updates took before anything changed."""
+        """The window that slowdowns are measured against."""
         self._recent: collections.deque[Window] = collections.deque(maxlen=WINDOWS)
         self._without: collections.deque[Window] = collections.deque()
-        """The windows before the remedy under trial."""
-        self._trial: Remedy | None = None
-        self._queue: list[Remedy] = []
+        """The windows before the change under trial."""
+        self._trial: Change | None = None
+        self._queue: list[Change] = []
         self._skip = True
-        """Whether the next window is not counted: it warms up."""
-        self._told: set[str] = set()
+        """Whether the next window is left out as a warm-up."""
+        self._refusals: set[str] = set()
+        """Reasons that were noted."""
 
     def __call__(self, context: RunContext, event: Event) -> None:
         """Take a window into account."""
@@ -118,49 +103,49 @@ class Adjuster:
             self._judge(context, self._trial)
 
     def _look(self, context: RunContext) -> None:
-        """Find out whether updates have slowed down, and try the next remedy against it."""
+        """Apply the next change if updates have slowed down."""
         first, now = self.usual is None, _typical(self._recent)
         usual = self.usual = self.usual or now
         if not self._queue:
             symptom = self._symptom(usual, now, first)
             if symptom is None:
                 return
-            self._queue = list(self.remedies[symptom](now))
+            self._queue = list(self.changes[symptom](now))
         while self._queue:
-            remedy = self._queue.pop(0)
-            if (reason := remedy.why_not()) is None:
-                remedy.apply()
-                self._trial, self._without, self._skip = remedy, self._recent.copy(), True
+            change = self._queue.pop(0)
+            if (reason := change.why_not()) is None:
+                change.apply()
+                self._trial, self._without, self._skip = change, self._recent.copy(), True
                 self._recent.clear()
                 return
-            if reason not in self._told:
-                self._told.add(reason)
-                context.note(f"{remedy.what} was not tried: {reason}")
+            if reason not in self._refusals:
+                self._refusals.add(reason)
+                context.note(f"{change.what} was not tried: {reason}")
         self._settle(now)
 
     def _symptom(self, usual: Window, now: Window, first: bool) -> str | None:
-        """What has become slow: ``data`` or ``compute``."""
+        """What has slowed down: ``data``, ``compute`` or nothing."""
         if self._grown(usual, now, "data") or (first and now.data > STARVED * now.step):
             return "data"
         return "compute" if self._grown(usual, now, "compute") else None
 
     def _grown(self, usual: Window, now: Window, phase: str) -> bool:
-        """Whether ``phase`` takes longer than it did in every recent window, and that makes an update longer."""
+        """Whether ``phase`` has slowed down in every recent window, by an amount that matters to the update."""
         before = getattr(usual, phase)
         more = getattr(now, phase) - before
         return more > MATTERS * now.step and all(getattr(window, phase) > GROWN * before for window in self._recent)
 
-    def _judge(self, context: RunContext, remedy: Remedy) -> None:
-        """Keep or undo the remedy under trial, now that it was seen in enough windows."""
+    def _judge(self, context: RunContext, change: Change) -> None:
+        """Keep or undo the change under trial."""
         after, before, position = _typical(self._recent), _typical(self._without), context.position
         kept = max(window.step for window in self._recent) < min(window.step for window in self._without)
         if not kept:
-            remedy.undo()
+            change.undo()
         context.emit(
             Adjusted(
                 update=position.update,
                 epoch=position.epoch,
-                what=remedy.what,
+                what=change.what,
                 before=before.step,
                 after=after.step,
                 unit="ms per update",
@@ -168,7 +153,7 @@ class Adjuster:
             )
         )
         times = f"{before.step:.3g} -> {after.step:.3g} ms per update"
-        context.note(f"{remedy.what}: {times}, {'kept' if kept else 'undone'} at update {position.update}.")
+        context.note(f"{change.what}: {times}, {'kept' if kept else 'undone'} at update {position.update}.")
         self._trial, self._recent = None, self._without
         if kept or not self._queue:
             self._settle(after if kept else before)
@@ -176,150 +161,94 @@ class Adjuster:
             self._look(context)
 
     def _settle(self, now: Window) -> None:
-        """From here on, ``now`` is what is usual."""
+        """Measure later slowdowns against ``now``."""
         self.usual, self._queue = now, []
         self._recent.clear()
 
 
-class Workers:
-    """Another number of worker processes for a :class:`~trimtab.train.data.loader.Loader`; its batches stay the same."""
+def workers_change(feed: MicroBatcher, position: Position, count: int) -> Change:
+    """Have ``count`` worker processes read for the :class:`~trimtab.train.data.loader.Loader`; its batches stay the same.
 
-    def __init__(self, feed: MicroBatcher, position: Position, count: int) -> None:
-        self.feed, self.position, self.count = feed, position, count
-        self.before = workers_of(feed.batches) or 0
-        self.what = f"loader workers {self.before} -> {count}"
+    It is refused where the loader has no workers yet: then nothing says that its dataset can be read in another process. An
+    open file, for one, has a single position for all processes, which would silently read something else.
+    """
+    before = workers_of(feed.batches) or 0
 
-    def why_not(self) -> str | None:
-        """Why the loader gets no other workers: it has none, or its dataset cannot be read in a process that is forked."""
-        loader = self.feed.batches
-        if not isinstance(loader, Loader):
-            return f"the loader is {of_type(loader)}. Use trimtab.train.Loader, whose workers can be changed during a run."
-        if (held := _unshareable((loader.dataset, loader._source))) is not None:
+    def use(count: int) -> None:
+        feed.batches.retune(workers=count)  # type: ignore[attr-defined]
+        feed.begin(position.epoch, feed.taken)
+
+    def why_not() -> str | None:
+        if not isinstance(feed.batches, Loader):
             return (
-                f"its dataset holds what processes cannot share, {held}. Give the loader workers from the start, and have the "
-                "dataset open such things when it reads its first example."
+                f"the loader is {of_type(feed.batches)}. Use trimtab.train.Loader, whose workers can be changed during a run."
             )
-        return _why_not_read(loader)
+        if before:
+            return None
+        return "the loader reads in this process. Give it workers=1 if its dataset can be read in other processes."
 
-    def apply(self) -> None:
-        """Have ``count`` workers."""
-        self._use(self.count)
-
-    def undo(self) -> None:
-        """Have as many as before."""
-        self._use(self.before)
-
-    def _use(self, count: int) -> None:
-        self.feed.batches.retune(workers=count)  # type: ignore[attr-defined]
-        self.feed.begin(self.position.epoch, self.feed.taken)
+    return Change(f"loader workers {before} -> {count}", lambda: use(count), lambda: use(before), why_not)
 
 
-class Micro:
-    """Micro-batches of another size: as many examples per update, in more or fewer parts."""
+def micro_batch_change(
+    feed: MicroBatcher, model: nn.Module, size: int, against: Callable[[], str | None] | None = None
+) -> Change:
+    """Have micro-batches of ``size`` examples; an update has as many examples as before.
 
-    def __init__(
-        self, feed: MicroBatcher, model: nn.Module, size: int, against: Callable[[], str | None] | None = None
-    ) -> None:
-        self.feed, self.model, self.before, self.size, self.against = feed, model, feed.micro, size, against
-        self.what = f"micro-batch {self.before or 'whole'} -> {size}"
+    It is refused where a smaller batch gives other updates: with BatchNorm, or for the reason that ``against`` returns.
+    """
+    before = feed.micro
 
-    def why_not(self) -> str | None:
-        """Statistics over a batch, and losses that compare its examples, must stay those of the same batch."""
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in self.model.modules()):
+    def undo() -> None:
+        feed.micro, feed.fallback = before, None
+
+    def why_not() -> str | None:
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()):
             return "BatchNorm would see other batches."
-        return None if self.against is None else self.against()
+        return None if against is None else against()
 
-    def apply(self) -> None:
-        """Take batches apart like this, as long as they can be."""
-        self.feed.attempt(self.size)
-
-    def undo(self) -> None:
-        """As before."""
-        self.feed.micro, self.feed.fallback = self.before, None
+    return Change(f"micro-batch {before or 'whole'} -> {size}", lambda: feed.attempt(size), undo, why_not)
 
 
 def adjuster(context: RunContext, ready: Ready) -> Adjuster:
-    """What adjusts a run by the workers of its :class:`~trimtab.train.data.loader.Loader` and its micro-batches."""
+    """The callback that tunes the workers of the loader and the micro-batch size of a run."""
 
-    def data(now: Window) -> Iterator[Remedy]:
+    def data(now: Window) -> Iterator[Change]:
         count = workers_of(ready.feed.batches) or 0
         for more in sorted({max(2 * count, 2), usable_cores()}):
             if count < more <= MOST_WORKERS:
-                yield Workers(ready.feed, context.position, more)
+                yield workers_change(ready.feed, context.position, more)
 
-    def compute(now: Window) -> Iterator[Remedy]:
+    def compute(now: Window) -> Iterator[Change]:
         feed = ready.feed
         against = functools.partial(context.fit.memory_plan.sizer.against_parts, ready.step)
         whole = round(now.examples / context.settings.data.accumulate)
         micro = min(feed.micro or whole, whole)
         if micro > 1:
-            yield Micro(feed, context.model, -(-micro // 2), against)
+            yield micro_batch_change(feed, context.model, -(-micro // 2), against)
         if micro < whole:
-            yield Micro(feed, context.model, min(2 * micro, whole), against)
+            yield micro_batch_change(feed, context.model, min(2 * micro, whole), against)
 
     return Adjuster({"data": data, "compute": compute})
 
 
 def workers_of(loader: Any) -> int | None:
-    """How many processes load for it; ``None`` where it knows no such thing."""
+    """The number of worker processes of a ``DataLoader`` or ``Loader``; ``None`` for another loader."""
     found = getattr(loader, "num_workers" if isinstance(loader, DataLoader) else "workers", None)
     return found if isinstance(found, int) else None
 
 
-def _unshareable(dataset: Any) -> str | None:
-    """What ``dataset`` holds that forked processes cannot share: a tensor on a GPU, or something that is open.
-
-    An open file has one position for all processes, so that each moves it for the others, who then silently read something
-    else. Connections do not work in a forked process. What has a ``close()`` is taken for such a thing.
-    """
-    waiting, seen = collections.deque([dataset]), dict[int, Any]()
-    while waiting and len(seen) < _MOST_LOOKED_AT:
-        item = waiting.popleft()
-        if id(item) in seen or isinstance(item, (type, ModuleType, io.BytesIO, io.StringIO)):
-            continue
-        seen[id(item)] = item  # which is held, so that no other gets its id
-        if isinstance(item, torch.Tensor):
-            if item.device.type != "cpu":
-                return f"a tensor on {item.device}"
-        elif isinstance(item, np.ndarray):
-            waiting.extend(item.flat if item.dtype.hasobject else ())
-        elif callable(getattr(type(item), "close", None)):
-            streams = (sys.__stdout__, sys.__stderr__, sys.stdout, sys.stderr)
-            if not getattr(item, "closed", False) and all(item is not stream for stream in streams):
-                return f"{getattr(item, 'name', of_type(item))}, which is open"
-        elif isinstance(item, FunctionType):  # its globals are no part of it
-            waiting.extend((*(item.__closure__ or ()), item.__defaults__, item.__kwdefaults__))
-        else:
-            waiting.extend(itertools.islice(gc.get_referents(item), _MOST_LOOKED_AT))
-    return None
-
-
-def _why_not_read(loader: Loader) -> str | None:
-    """Why a worker of ``loader`` cannot read its dataset, in a sentence; found out by having one read a batch."""
-    trial = copy.copy(loader)
-    trial.persistent = False
-    trial.retune(workers=1, prefetch=1, pin=False)
-    batches = iter(trial)
-    try:
-        next(batches)
-    except WorkloadError as error:
-        return f"a worker cannot read its dataset. {error}"
-    finally:
-        batches.close()  # type: ignore[attr-defined]
-    return None
-
-
 def _window(context: RunContext, event: Progressed) -> Window:
-    """The window that ends with ``event``, as all processes together see it."""
+    """The window that ends with ``event``: the mean of all processes."""
     spent = {phase: share * event.step_ms for phase, share in event.shares.items()}
     step = sum(ms for phase, ms in spent.items() if phase != "other")
     data, compute = spent["data"], spent["forward"] + spent["backward"]
     agreed = context.world.agreed
-    examples = event.examples_per_s * event.step_ms / 1e3 / context.world.size  # the event has those of all processes
+    examples = event.examples_per_s * event.step_ms / 1e3 / context.world.size  # the event counts those of all processes
     return Window(agreed(step), agreed(data), agreed(compute), agreed(examples))
 
 
 def _typical(windows: Iterable[Window]) -> Window:
-    """The median of each figure."""
+    """The median of each value."""
     rows = zip(*(dataclasses.astuple(window) for window in windows), strict=True)
     return Window(*map(statistics.median, rows))

@@ -1,4 +1,4 @@
-"""A double of a run: copies of its model, loss and optimizer that make real updates, of which the run sees nothing."""
+"""Shadow run: real training steps on copies of model, loss and optimizer, for benchmarking; the run is not changed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ from trimtab.train.loss.loss_parity import shaken, too_coarse
 from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
 from trimtab.train.optim.kernels import use_kernels
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.cudnn_thread import thread_for
-from trimtab.train.runtime.gradient_parity import seen
-from trimtab.train.runtime.snapshots import Snapshot, averages, modules_of_both, moving, stand_still
+from trimtab.train.runtime.snapshots import Snapshot, moving, stand_still
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
-from trimtab.train.runtime.train_modes import Still, floats, gathered
+from trimtab.train.runtime.train_modes import DropoutOff, changed_modules, float_buffers
 from trimtab.train.runtime.world import World
 
 if TYPE_CHECKING:
@@ -39,29 +37,32 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched:
+class Round:
     """One update from each group of batches."""
 
     updates: list[Update]
     gradient: list[torch.Tensor | None]
-    """Of each parameter in the first of the updates that was made; none where all were left out."""
+    """Gradient of each parameter in the first update that was applied; empty if none was."""
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each update."""
+        return [float(update.loss) for update in self.updates]
 
 
 class ShadowRun:
-    """What ``context`` would be under ``settings``, without its other processes, at a learning rate of nought.
+    """A copy of the run in ``context`` under ``settings``, in this process alone, with all learning rates set to 0.
 
-    The same batches are gone through again and again; at nought they are as hard as they were, and nothing diverges.
-
-    On a GPU, one that has cuDNN search runs in a thread of its own: see :mod:`trimtab.train.runtime.cudnn_thread`.
+    It trains on the same batches again and again. At a learning rate of 0 the parameters stay, so that every round costs the
+    same and nothing diverges.
 
     Raises:
-        CompileError: the model, the loss or the optimizer cannot be copied, or the optimizer finds its own learning rate.
-        RuntimeError: and whatever else speaks against the settings, such as memory that runs out.
+        CompileError: the model, the loss or the optimizer cannot be copied, or the optimizer has no ``lr``.
+        RuntimeError: the settings fail here; memory may run out, too.
     """
 
     def __init__(self, context: RunContext, settings: Settings, batches: Sequence[Batch]) -> None:
         self.settings = settings
-        self._where = thread_for(context.device, settings.cudnn_benchmark is True)
         self.model: nn.Module
         self.model, objective, optimizer = copies(context.model, context.objective, context.optimizer)
         self.modes = context.modes
@@ -74,17 +75,18 @@ class ShadowRun:
             self.step = setup.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())
             if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
                 use_kernels(optimizer, settings.optimizer.implementation)
-        self.feed = setup.feed_for(batches, settings, HostClock(), move)
-        self._where(lambda: self._keep_budget(context.device))
+            self.feed = setup.feed_for(batches, settings, HostClock(), move)
+            self._keep_budget(context.device)
+        self._initial = moving(self.model, objective.module)
 
     def _keep_budget(self, device: torch.device) -> None:
-        """Recompute what the run will, as far as the batches here tell."""
+        """Recompute activations as the run will, by the largest of the batches."""
         settings, budget = self.settings, self.settings.memory.activation_mb
         if settings.memory.segments is not None:
             Recomputed([longest_chain(self.model)], self.model.buffers(), segments=settings.memory.segments)
         if budget is None:
             return
-        with running(settings), kept_random():
+        with kept_random():
             self.feed.begin(0)
             batches = [batch for group in self.feed.groups() for batch in group]
             largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors(batch)))
@@ -92,60 +94,46 @@ class ShadowRun:
 
     @property
     def runner(self) -> LocalRunner:
-        """Times rounds. It is not kept: it holds what holds it, and such rings stay in memory until somebody looks for them."""
+        """Times rounds. It is made anew for each use: stored, it would form a reference cycle with this object."""
         return LocalRunner(self.round, synchronizer(self.settings.device))
 
     def round(self) -> list[Update]:
         """One update from each group of the batches."""
-        return self._where(self._round)
-
-    def _round(self) -> list[Update]:
         with running(self.settings):
             self.feed.begin(0)
             return [self.step(group) for group in self.feed.groups()]
 
     def timed_round(self) -> float:
-        """Seconds that a round takes, by the clock on the wall."""
+        """Wall-clock seconds of a round."""
         return sum(self.runner.block(1)) / 1e9
 
-    @torch.no_grad()
-    def take_buffers(self, other: ShadowRun) -> None:
-        """Have the buffers of ``other``, such as running statistics, and its averages, which may have seen other rounds."""
-        parts = [(each.model, each.step.objective.module) for each in (self, other)]
-        for average, seen_by_other in zip(*(averages(*part) for part in parts), strict=True):
-            average.copy_(seen_by_other)
-        for mine, theirs in zip(*(modules_of_both(*part) for part in parts), strict=True):
-            for name, buffer in theirs.named_buffers(recurse=False):
-                if mine.get_buffer(name).shape == buffer.shape:  # some grow
-                    mine.get_buffer(name).copy_(buffer)
+    def reset_round(self) -> Round:
+        """A round from the buffers that the run has now; the state of the random generators is restored afterwards.
 
-    def watched(self) -> Watched:
-        """A round that leaves buffers and random generators as they are."""
-        kept = moving(self.model, self.step.objective.module)
-        try:
-            with kept_random(), seen(self.step.optimizer) as gradient:
-                return Watched(self.round(), gradient)
-        finally:
-            kept.put_back()
+        Two shadow runs of one run can be compared by it, however many rounds each has made before.
+        """
+        self._initial.put_back()
+        with kept_random(), _first_gradient(self.step.optimizer) as gradient:
+            return Round(self.round(), gradient)
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
-        """A block in which dropout and the like are off, so that rounds draw no random numbers."""
-        before, modes = floats(self.model), self.modes
+    def without_dropout(self) -> Iterator[None]:
+        """A block in which dropout and other random layers are off, so that rounds draw no random numbers."""
+        before, modes = float_buffers(self.model), self.modes
         self.round()
-        self.modes = still = Still(self.model, gathered(self.model, before))
+        self.modes = off = DropoutOff(self.model, changed_modules(self.model, before))
         try:
-            still.look()
-            still.train()
+            off.look()
+            off.train()
             yield
         finally:
-            still.end()
+            off.end()
             self.modes = modes
             modes.train(self.model)
 
     @contextlib.contextmanager
-    def shaken(self, size: float) -> Iterator[None]:
-        """A block in which the parameters are others, by ``size`` relative to them."""
+    def with_noise(self, size: float) -> Iterator[None]:
+        """A block in which noise of relative size ``size`` is added to the parameters."""
         kept = Snapshot(self.model.parameters())
         shaken(self.model, 0, size)
         try:
@@ -154,38 +142,60 @@ class ShadowRun:
             kept.put_back()
 
 
+@contextlib.contextmanager
+def _first_gradient(optimizer: torch.optim.Optimizer) -> Iterator[list[torch.Tensor | None]]:
+    """A block that gets a list, into which the first ``optimizer.step()`` copies the gradient of each parameter."""
+    found: list[torch.Tensor | None] = []
+
+    def record(*_: Any) -> None:
+        if not found:
+            given = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+            found.extend(None if grad is None else grad.detach().clone() for grad in given)
+
+    handle = optimizer.register_step_pre_hook(record)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
 class _Loss(nn.Module):
-    """The loss as a function of the tensors in a batch, which is what a pass can look at."""
+    """The loss of one batch as a function of the tensors in that batch, in the form that passes can inspect."""
 
     def __init__(self, model: nn.Module, objective: LossAdapter, batch: Batch) -> None:
         super().__init__()
         self.model, self._objective, self._batch = model, objective, batch
 
     def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
-        """The loss; the tensors are those of the batch already. It may be made of gradients, whoever looks at it."""
+        """The loss; ``leaves`` are the tensors of the batch already. Gradients are on, because the loss may use them."""
         with torch.enable_grad():
             return self._objective(self.model, self._batch)[0].detach()
 
 
 def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidate:
-    """A copy of what is trained as passes know it, to ask them for reasons: the loss of ``batch`` as a model of its tensors.
+    """A copy of what is trained, in the form that passes take: the loss of ``batch`` as a model of its tensors.
 
-    Those that a runtime could not take, such as sparse ones, are left out: a training may have them.
+    Tensors of the batch that a runtime could not take, such as sparse ones, are not among its inputs.
     """
     model, objective = copies(context.model, context.objective)
     moved = mover(context.device)(batch)
     context.modes.train(model)
-    seen = tuple(tensor for tensor in tensors(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
-    made = thread_for(context.device)(lambda: Candidate.of(_Loss(model, objective, moved), seen))
+    inputs = tuple(tensor for tensor in tensors(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
+    enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False  # torch would keep its choice per shape, so that cudnn_benchmark would not search
+    try:
+        made = Candidate.of(_Loss(model, objective, moved), inputs)
+    finally:
+        torch.backends.cudnn.enabled = enabled
     return made.with_settings({name: settings.value(name) for name in ("device", "threads", "precision.autocast")})
 
 
 def rounded(model: nn.Module, objective: LossAdapter, settings: Settings, batch: Batch, limit: float) -> str | None:
     """Why outputs in the precision of ``settings`` cannot come close to the targets in ``batch``; see :func:`too_coarse`.
 
-    It is asked on a copy of the model, whose buffers may change.
+    ``model`` makes one forward pass, which may change its buffers: give a copy.
     """
-    if settings.precision.autocast in (None, "auto") or objective.calls_model:  # then nobody but the loss sees the outputs
+    if settings.precision.autocast in (None, "auto") or objective.calls_model:  # then only the loss sees the outputs
         return None
     device, dtype = torch.device(settings.device), getattr(torch, str(settings.precision.autocast))
     moved = mover(device)(batch)
@@ -195,8 +205,8 @@ def rounded(model: nn.Module, objective: LossAdapter, settings: Settings, batch:
 
 
 def why_not_alone(context: RunContext) -> str | None:
-    """Why a copy of the model cannot run in this process without the others, in a clause."""
-    if any(hasattr(parameter, "to_local") for parameter in context.model.parameters()):  # also where all have the same data
+    """Why a copy of the model cannot run in one process of several, as a clause; ``None`` if it can."""
+    if any(hasattr(parameter, "to_local") for parameter in context.model.parameters()):  # DTensor: each process has a shard
         return "a model that is spread over processes cannot be tried out on copies"
     if context.world.size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in context.model.modules()):
         return "a copy of a model with SyncBatchNorm would wait for the other processes"
@@ -204,7 +214,7 @@ def why_not_alone(context: RunContext) -> str | None:
 
 
 def copies(*parts: Any) -> Any:
-    """Copies that belong together: a copied optimizer updates the parameters of the copied model.
+    """Deep copies with their references to each other: a copied optimizer updates the parameters of the copied model.
 
     Raises:
         CompileError: something in them cannot be copied.
@@ -216,14 +226,14 @@ def copies(*parts: Any) -> Any:
         raise CompileError(f"One of {names} cannot be copied: {error}") from error
 
 
-def seconds_of(double: ShadowRun) -> tuple[float, float]:
-    """What the first round of a double takes, compilation included, and what the better of two later ones takes.
+def seconds_of(run: ShadowRun) -> tuple[float, float]:
+    """Seconds of the first round of ``run``, compilation included, and of the faster of two later rounds.
 
-    Those wait until the scale of float16 losses, which begins too high, has come down: before that updates are left out.
+    Rounds that float16's loss scaling leaves out, until its scale has come down, are not timed.
     """
     begun = time.perf_counter()
-    updates = double.round()
+    updates = run.round()
     first = time.perf_counter() - begun
     while any(update.overflowed for update in updates):
-        updates = double.round()
-    return first, min(double.timed_round(), double.timed_round())
+        updates = run.round()
+    return first, min(run.timed_round(), run.timed_round())

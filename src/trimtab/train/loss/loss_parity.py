@@ -24,6 +24,14 @@ SHAKE = 1e-6
 """Size of the perturbation of parameters, relative to each value: some units in the last place of a float32."""
 LATE = 4
 """A lossy run is judged by the last ``1 / LATE`` of its updates."""
+LOSSY = 0.05
+"""Largest relative difference of the loss of one update in reduced precision; and largest rounding error of targets, relative
+to their standard deviation."""
+GRADIENT = 0.02
+"""Relative difference of a parameter's gradient that rounding explains whatever the model."""
+FLOOR = 0.01
+"""A parameter's gradient is compared relative to its own norm, or to this share of the norm of all gradients if that is larger:
+a gradient that is zero but for rounding, as of a bias before a normalisation, then counts for little."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +140,25 @@ def too_coarse(outputs: Any, targets: Any, dtype: torch.dtype, limit: float) -> 
     )
 
 
+def gradient_distance(want: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]) -> float:
+    """The largest relative difference of a parameter's gradient; 0 if one side has none at all.
+
+    ``None`` counts as zeros, which compiled code has in its place.
+    """
+    pairs = list(zip(want, got, strict=True)) if want and got else []
+    sizes = [0.0 if one is None else _norm(one) for one, _ in pairs]
+    floor = FLOOR * sum(size**2 for size in sizes) ** 0.5
+    return max((_distance(*pair) / (max(size, floor) or 1.0) for pair, size in zip(pairs, sizes, strict=True)), default=0.0)
+
+
+def gradients_differ(
+    want: Sequence[torch.Tensor | None], noisy: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]
+) -> str | None:
+    """Why the gradients ``got`` are not ``want`` up to rounding, in a sentence; ``noisy`` are from parameters with noise."""
+    apart, bound = gradient_distance(want, got), max(GRADIENT, MARGIN * gradient_distance(want, noisy))
+    return None if apart <= bound else f"Its gradient differs by {apart:.2g} of what it was, and {bound:.2g} is allowed."
+
+
 def increase(written: BaselineLosses, losses: Sequence[float], limit: float) -> Drop:
     """The mean increase of the loss over the last fourth of the updates, with its 95% interval, against ``limit``.
 
@@ -174,3 +201,17 @@ def _gap(one: float, other: float) -> float:
 def _finite(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """The pairs of finite numbers."""
     return [pair for pair in pairs if all(map(math.isfinite, pair))]
+
+
+def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None:
+        there = other if one is None else one
+        return 0.0 if there is None else _norm(there)
+    if one.layout != other.layout:
+        one, other = one.to_dense(), other.to_dense()
+    return _norm(one - other)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)))

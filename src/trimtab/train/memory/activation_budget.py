@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.loss.loss_parity import MARGIN, ROUNDING
+from trimtab.train.loss.loss_parity import MARGIN, ROUNDING, gradient_distance
 from trimtab.train.memory.activation_checkpointing import Recomputed
 from trimtab.train.memory.activation_trace import DifferentiatedError, trace
 from trimtab.train.memory.checkpoint_plans import Plan, front
 from trimtab.train.memory.peak_activations import peak_activations
-from trimtab.train.runtime import gradient_parity
 from trimtab.train.runtime.memory_errors import go_on
 from trimtab.train.runtime.snapshots import rehearsal
 from trimtab.train.runtime.world import World
@@ -206,8 +205,8 @@ class _Search:
         except (RuntimeError, MemoryError) as error:
             go_on(error, repeats=self.world.repeats)
             return 0.0
-        difference = gradient_parity.apart(plain, found)
-        return difference if difference > max(ROUNDING, MARGIN * gradient_parity.apart(plain, again)) else 0.0
+        difference = gradient_distance(plain, found)
+        return difference if difference > max(ROUNDING, MARGIN * gradient_distance(plain, again)) else 0.0
 
     def _gradients(self, modules: Sequence[nn.Module]) -> list[torch.Tensor | None]:
         """The gradient of each parameter, with ``modules`` recomputed."""

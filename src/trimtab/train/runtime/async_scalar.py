@@ -1,4 +1,4 @@
-"""A number that a device is still computing, for a host that goes on meanwhile."""
+"""A device scalar that is copied to pinned host memory asynchronously."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 class AsyncScalar:
-    """Keeps the last number that was sent, to be read without waiting for what the device was given to do after it.
+    """The last scalar that was sent. Reading it does not wait for work that was queued on the device later.
 
-    From a GPU it is copied as soon as it is there, into page-locked memory: to ask the GPU for it later would mean to wait
-    until everything is done that stands in the stream by then. One is read before the next is sent.
+    A scalar on a GPU is copied to pinned memory in stream order: ``tensor.item()`` would wait for everything in the stream.
+    Read each scalar before the next is sent.
 
     Source: torch's notes on CUDA semantics, "Use pinned memory buffers" and "CUDA streams".
     """
@@ -19,7 +19,7 @@ class AsyncScalar:
         self._copied: torch.cuda.Event | None = None
 
     def send(self, number: torch.Tensor) -> None:
-        """Have ``number`` on its way to the host."""
+        """Start copying ``number`` to the host."""
         if not number.is_cuda:
             self._number = number
             return
@@ -30,7 +30,7 @@ class AsyncScalar:
         self._copied.record(torch.cuda.current_stream(number.device))
 
     def read(self) -> float:
-        """What was sent last; waits until it is here."""
+        """The scalar that was sent last; waits for its copy."""
         if self._copied is not None:
             self._copied.synchronize()
         return float(self._number)

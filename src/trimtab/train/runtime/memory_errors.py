@@ -1,4 +1,4 @@
-"""How allocators say that they ran dry, how a GPU says that it stopped, and what is told where that ends a run."""
+"""Recognize errors of allocators and of GPU kernels, and raise them as errors that name a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ASSERTED = (
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator ran dry: that of a GPU, that of a library on it, or that of the host."""
+    """Whether an allocator has run out of memory: that of a GPU, of a library on it, or of the host."""
     words = (
         "can't allocate memory",
         "not enough memory",
@@ -30,20 +30,20 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """The first line of what ``error`` says."""
+    """The first line of the message of ``error``, without a full stop."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def stopped(error: BaseException) -> bool:
-    """Whether a kernel met an impossible index, after which nothing can be computed, copied or saved in this process."""
+    """Whether a CUDA kernel failed an assertion, after which this process cannot use the GPU any more."""
     return "device-side assert" in str(error)
 
 
 class telling_stops:
-    """A block on a GPU, which says that a kernel stopped when it is next waited for, wherever that is.
+    """A block of work on a GPU, in which a failed device-side assertion gets a message that names likely causes.
 
     Raises:
-        WorkloadError: one did.
+        WorkloadError: a kernel failed an assertion.
     """
 
     def __enter__(self) -> None:
@@ -55,10 +55,10 @@ class telling_stops:
 
 
 class final:
-    """Blocks that cannot be tried again, because they have begun to change what a second try would begin with.
+    """A block that cannot be tried again, because it has changed state that a second try begins with.
 
     Raises:
-        WorkloadError: memory ran out in one; the error says ``sentence``, with the allocator's words for its ``{words}``.
+        WorkloadError: memory ran out; the message is ``sentence``, in which ``{words}`` is that of the allocator.
     """
 
     def __init__(self, sentence: str) -> None:
@@ -73,7 +73,7 @@ class final:
 
 
 def no_second_try(error: BaseException) -> WorkloadError:
-    """What ends a run of several processes in which memory ran out where the others cannot be told of it."""
+    """The error of a process that ran out of memory while the others wait for it in a collective operation."""
     return WorkloadError(
         f"This process ran out of memory ({said(error)}), and several processes cannot make this update again in smaller "
         "parts, because the others wait for this one in the middle of it. Give smaller batches, or recompute activations with "
@@ -82,11 +82,15 @@ def no_second_try(error: BaseException) -> WorkloadError:
 
 
 def go_on(error: BaseException, *, repeats: bool) -> None:
-    """Return if ``error`` says that memory ran out, in something that can be tried in another way.
+    """Return if ``error`` says that memory ran out, so that the caller can try another way.
+
+    Args:
+        error: what was raised.
+        repeats: whether something can be tried again without leaving other processes waiting.
 
     Raises:
-        BaseException: it says something else: ``error`` itself.
-        WorkloadError: the other processes of the run are left waiting, so that nothing is repeated.
+        BaseException: ``error`` itself, if it says something else.
+        WorkloadError: memory ran out, and nothing can be tried again.
     """
     if not out_of_memory(error):
         raise error

@@ -14,9 +14,9 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
-    """The generators of ``loader``, its sampler and its batch sampler, each once, by where they are.
+    """The random generators of ``loader``, its sampler and its batch sampler, each once, by their place.
 
-    Those of its dataset too, unless that is read in other processes: each of these has a copy.
+    Those of its dataset are included, unless worker processes read it: each worker has a copy.
     """
     groups = getattr(loader, "batch_sampler", None)
     holders = {"loader": loader, "sampler": getattr(loader, "sampler", None), "batch_sampler": groups}
@@ -27,7 +27,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
 
 
 def generators_within(what: str, module: Any) -> dict[str, Any]:
-    """Those of ``module``, if it is one, and of the modules in it; ``what`` says what it is."""
+    """The random generators of ``module`` and its submodules by place, which begins with ``what``; none if it is no module."""
     modules = module.named_modules() if isinstance(module, nn.Module) else ()
     return _held_by({f"{what}.{name}": inner for name, inner in modules})
 
@@ -42,7 +42,7 @@ def _held_by(holders: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def datasets_of(loader: Any) -> list[Any]:
-    """The dataset of ``loader``, and what that is a part of, as a ``Subset`` is, or made of, as a ``ConcatDataset`` is."""
+    """The dataset of ``loader``, and those that it wraps, as ``Subset`` and ``ConcatDataset`` do."""
     found: list[Any] = []
     waiting = _within(loader)
     while waiting:
@@ -54,19 +54,19 @@ def datasets_of(loader: Any) -> list[Any]:
 
 
 def _within(holder: Any) -> list[Any]:
-    """The datasets that ``holder`` names as its own, as torch's do."""
+    """The values of ``holder.dataset`` and ``holder.datasets``, as torch's classes name them."""
     one, several = getattr(holder, "dataset", None), getattr(holder, "datasets", ())
     parts = several.values() if isinstance(several, Mapping) else several if isinstance(several, (list, tuple)) else ()
     return [part for part in (one, *parts) if part is not None]
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """Where each of them stands, in plain values and tensors."""
+    """The state of each generator, as plain values and tensors that a checkpoint can hold."""
     return {name: _state(generator) for name, generator in generators.items()}
 
 
 def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Put back what :func:`states_of` gave; a generator that it does not know, or that is of another kind now, stays."""
+    """Restore ``states`` from :func:`states_of`; a generator without a state, or of another class now, is left alone."""
     for name, generator in generators.items():
         if (state := states.get(name)) is not None and state["kind"] == type(generator).__name__:
             _set_state(generator, state["state"])
@@ -93,19 +93,19 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _bits(generator: Any) -> Any:
-    """What draws for one of numpy's generators."""
+    """The bit generator of one of numpy's generators."""
     return generator._bit_generator if isinstance(generator, np.random.RandomState) else generator.bit_generator
 
 
 def _plain(state: Any) -> Any:
-    """``state`` with arrays as lists: their numbers may be larger than those of a tensor."""
+    """``state`` with arrays as lists, because their unsigned integers may not fit a tensor."""
     if isinstance(state, Mapping):
         return {name: _plain(value) for name, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def _like(state: Any, now: Any) -> Any:
-    """The inverse of :func:`_plain`, with arrays where ``now`` has them."""
+    """The inverse of :func:`_plain`: lists become arrays where ``now`` has arrays."""
     if isinstance(now, Mapping):
         return {name: _like(state[name], value) for name, value in now.items()}
     return np.asarray(state, now.dtype) if isinstance(now, np.ndarray) else state

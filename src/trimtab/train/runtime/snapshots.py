@@ -1,4 +1,4 @@
-"""Trying something out on a run's own model, so that the run does not notice."""
+"""Snapshot and restore what a forward pass or an update changes, to try something on the model of a run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trimtab.train.optim.optimizer_state import with_inner
-from trimtab.train.runtime.module_attributes import Attributes, same
 from trimtab.train.runtime.random_generators import generators_within, set_states, states_of
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
+from trimtab.train.runtime.train_modes import equal_nan
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has: parameters, buffers, submodules, hooks and the mode."""
 
 
 class Snapshot:
-    """Copies of tensors that change, to put back later.
+    """Copies of tensors, to restore later.
 
     Args:
-        tensors: looked at now, and held by this object; those that a forward pass is yet to make are left alone.
-        modules: whose buffers and plain attributes are kept too. Some forward passes do not change a buffer, but put another
-            in its place.
+        tensors: copied now, and referenced until this object goes. Lazy parameters without values are left out.
+        modules: their buffers, and their plain attributes that hold tensors, are restored too.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module] = ()) -> None:
         modules = list(modules)
-        self._attributes = Attributes(modules)
+        self._attributes = _Attributes(modules)
         self._places = [(each._buffers, name, buffer) for each in modules for name, buffer in each._buffers.items()]
         buffers = dict.fromkeys(buffer for _, _, buffer in self._places if buffer is not None)
         self._tensors = [tensor for tensor in (*buffers, *tensors) if not is_lazy(tensor)]
@@ -37,34 +40,89 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the tensors the values that were copied, and buffers and attributes their places.
+        """Restore the values of the tensors, and put buffers and attributes that were replaced back in their places.
 
-        Tensors and places that have them are not touched.
+        A tensor that has its value already is not written to.
         """
         self._attributes.put_back()
         for held, name, buffer in self._places:
-            if not _holds(held, name, buffer):
+            if name not in held or held[name] is not buffer:
                 held[name] = buffer
         for tensor, kept in zip(self._tensors, self._copies, strict=True):
-            if not same(tensor, kept):
+            if not equal_nan(tensor, kept):
                 tensor.copy_(kept)
 
     def changed(self) -> list[torch.Tensor]:
-        """The tensors that have another value now, or were buffers where there is another tensor now."""
-        replaced = {id(buffer) for held, name, buffer in self._places if not _holds(held, name, buffer)}
+        """The tensors that have another value now, and the buffers that another tensor has replaced."""
+        replaced = {id(buffer) for held, name, buffer in self._places if held.get(name) is not buffer}
         pairs = zip(self._tensors, self._copies, strict=True)
-        return [tensor for tensor, kept in pairs if id(tensor) in replaced or not same(tensor, kept)]
+        return [tensor for tensor, kept in pairs if id(tensor) in replaced or not equal_nan(tensor, kept)]
+
+
+class _Attributes:
+    """Plain attributes of ``modules``, such as a recurrent state: tensors, and lists, dicts and tuples that hold tensors.
+
+    Other attributes, such as a counter of calls, are left alone, and so are lazy modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = [vars(module) for module in modules if not isinstance(module, LazyModuleMixin)]
+        self._held = [(held, {name: held[name] for name in held.keys() - _OF_TORCH}) for held in found]
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        """By ``id``: a tensor or container, and its copy."""
+        for _, own in self._held:
+            for value in own.values():
+                self._keep(value)
+
+    def put_back(self) -> None:
+        for held, own in self._held:
+            for name in held.keys() - own.keys() - _OF_TORCH:
+                if _has_tensors(held[name]):
+                    del held[name]
+            for name, value in own.items():
+                now = held.get(name)
+                if now is not value and (_has_tensors(value) or _has_tensors(now)):
+                    held[name] = value
+        for value, kept in self._contents.values():
+            if isinstance(value, torch.Tensor):
+                if not equal_nan(value, kept):
+                    value.copy_(kept)
+            elif _has_tensors(value) or _has_tensors(kept):
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(kept)
+
+    def _keep(self, value: Any) -> None:
+        """Copy ``value`` and what is in it."""
+        if id(value) in self._contents:
+            return
+        if type(value) is torch.Tensor:
+            if value.layout == torch.strided and not (value.is_nested or value.is_meta):
+                self._contents[id(value)] = (value, value.detach().clone())
+            return
+        if isinstance(value, (list, dict)):
+            self._contents[id(value)] = (value, copy.copy(value))
+        for item in _items(value):
+            self._keep(item)
+
+
+def _has_tensors(value: Any, depth: int = 4) -> bool:
+    """True for a tensor, or a container with a tensor within ``depth`` levels."""
+    return isinstance(value, torch.Tensor) or (depth > 0 and any(_has_tensors(item, depth - 1) for item in _items(value)))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
 def modules_of_both(model: nn.Module, loss: nn.Module | None) -> list[nn.Module]:
-    """Those whose buffers a forward pass may change: in ``model``, and in a ``loss`` that is a module."""
+    """The modules of ``model``, and of ``loss`` if it is a module."""
     return [*model.modules(), *(() if loss is None else loss.modules())]
 
 
-def averages(model: nn.Module, loss: nn.Module | None) -> list[nn.Parameter]:
-    """Parameters that nothing trains but a forward pass may change, as those of a teacher that follows what is trained.
+def _moving_averages(model: nn.Module, loss: nn.Module | None) -> list[nn.Parameter]:
+    """Parameters without gradient that a forward pass may change, such as those of a teacher that is a moving average.
 
-    Such are no more than those that are trained. Where more is frozen it is a backbone, whose copy might not fit into memory.
+    Empty where they take more memory than the trained parameters: those are of a frozen backbone.
     """
     held = (parameter for module in modules_of_both(model, loss) for parameter in module._parameters.values())
     own = [parameter for parameter in dict.fromkeys(held) if parameter is not None and not is_lazy(parameter)]
@@ -73,12 +131,17 @@ def averages(model: nn.Module, loss: nn.Module | None) -> list[nn.Parameter]:
 
 
 def moving(model: nn.Module, loss: nn.Module | None) -> Snapshot:
-    """Copies of everything that a forward pass may change."""
-    return Snapshot(averages(model, loss), modules_of_both(model, loss))
+    """A snapshot of everything that a forward pass may change."""
+    return Snapshot(_moving_averages(model, loss), modules_of_both(model, loss))
 
 
 def moved(kept: Snapshot, model: nn.Module) -> str:
-    """What makes an update from parts of a batch another one, once ``kept`` was moved by a forward pass; else nothing."""
+    """What makes an update from parts differ from that of the whole batch, after a forward pass; empty if nothing does.
+
+    Args:
+        kept: taken before the forward pass.
+        model: the model.
+    """
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()):
         return "BatchNorm"
     changed = [tensor for tensor in kept.changed() if not tensor.requires_grad]
@@ -86,25 +149,25 @@ def moved(kept: Snapshot, model: nn.Module) -> str:
 
 
 def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, Any]:
-    """The generators of random numbers in their modules."""
+    """The random generators that modules of ``model`` and ``loss`` have as attributes."""
     return {**generators_within("model", model), **generators_within("loss", loss)}
 
 
 @contextlib.contextmanager
 def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.Module | None = None) -> Iterator[Snapshot]:
-    """A block after which what a forward pass of ``model`` may change is as before, and gradients are gone.
+    """A block after which everything that a forward pass of ``model`` may change is restored, and gradients are ``None``.
 
-    So are random generators, and what changes of a ``loss`` that is a module. With an ``optimizer``, its state, its options and
-    the parameters of both are put back too, from copies that exist meanwhile. The block gets what keeps the tensors.
+    Random generators are restored too, and with an ``optimizer`` its state, its options and all parameters. The block gets the
+    snapshot of the tensors.
     """
-    parameters: dict[torch.Tensor, None] = dict.fromkeys(averages(model, loss))
+    parameters: dict[torch.Tensor, None] = dict.fromkeys(_moving_averages(model, loss))
     if optimizer is not None:  # which may have parameters of the loss, too
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters = dict.fromkeys([*parameters, *model.parameters(), *trained])
     kept = Snapshot(parameters, modules_of_both(model, loss))
     random, generators = random_state(), generators_of_both(model, loss)
     drawn = states_of(generators)
-    before = [] if optimizer is None else [(each, _optimizer_state(each), _options(each)) for each in with_inner(optimizer)]
+    before = [] if optimizer is None else [(each, _state(each), _options(each)) for each in with_inner(optimizer)]
     try:
         yield kept
     finally:
@@ -120,22 +183,21 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.
 
 
 def stand_still(optimizer: Optimizer) -> None:
-    """Set its learning rates to nought, so that many updates from the same batches change nothing, and cannot diverge.
+    """Set the learning rates of ``optimizer`` to 0, so that its updates change no parameter.
 
-    An optimizer that finds its own rate has none to set, and goes on; a rehearsal puts back what it changes.
+    An optimizer without ``lr`` is left alone.
     """
     for group in optimizer.param_groups:
         if group.get("lr") is not None:
             group["lr"] = group["lr"] * 0.0
 
 
-def _optimizer_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """A copy of the state per parameter; the parameters themselves are not copied."""
+def _state(optimizer: Optimizer) -> dict[Any, Any]:
     return {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, tuple[Any, Any]]]:
-    """Per group each option and a copy of it: some optimizers count, or find their learning rate, there."""
+    """Of each group every option with a copy of it: some optimizers store counters or their learning rate there."""
     groups = optimizer.param_groups
     return [{name: (value, copy.deepcopy(value)) for name, value in group.items() if name != "params"} for group in groups]
 
@@ -147,8 +209,3 @@ def _put_back_options(optimizer: Optimizer, options: list[dict[str, tuple[Any, A
             del group[name]
         for name, (value, before) in kept.items():
             group[name] = value.copy_(before) if isinstance(value, torch.Tensor) else before
-
-
-def _holds(held: Any, name: str, buffer: torch.Tensor | None) -> bool:
-    """Whether a module has ``buffer`` in its place among those that it has ``held``."""
-    return name in held and held[name] is buffer

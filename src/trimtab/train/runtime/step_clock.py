@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Measure the time of each phase of a training step."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, Protocol
 import torch
 
 PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "other")
-"""Waiting for the loader; moving a batch to the device; the model and its loss; gradients; waiting for other processes; the
-update of the parameters; everything else, such as logging, checkpoints and callbacks."""
+"""Waiting for the loader; moving a batch to the device; forward pass and loss; backward pass; waiting for other processes; the
+optimizer's step; everything else, such as logging, checkpoints and callbacks."""
 
 
 class Clock(Protocol):
-    """Divides time among :data:`PHASES`: each moment belongs to the phase that was entered last."""
+    """Divides time among :data:`PHASES`: it counts for the phase that was entered last."""
 
     def enter(self, phase: str) -> str:
-        """From now on it is ``phase``; returns the one before."""
+        """Begin ``phase``; returns the phase before."""
 
     def take(self) -> Mapping[str, float]:
-        """Seconds per phase since the last call; their sum is the time that went by."""
+        """Seconds per phase since the last call; their sum is the elapsed time."""
 
 
 class HostClock:
-    """For work that is done when the call returns."""
+    """Clock of the host, for synchronous work."""
 
     def __init__(self) -> None:
         self._spent = dict.fromkeys(PHASES, 0)
         self._phase, self._since = "other", time.perf_counter_ns()
 
     def enter(self, phase: str) -> str:
-        """From now on it is ``phase``; returns the one before."""
+        """Begin ``phase``; returns the phase before."""
         now, before = time.perf_counter_ns(), self._phase
         self._spent[before] += now - self._since
         self._phase, self._since = phase, now
@@ -46,9 +46,9 @@ class HostClock:
 
 
 class CudaClock:
-    """For work that a GPU does later: marks stand in its stream, and are read only when :meth:`take` waits for them.
+    """Clock of a CUDA stream: records an event at each change of phase, and reads them in :meth:`take`.
 
-    Time in which the stream waits for the host, as for data, passes between the marks around it, and so counts for that phase.
+    Time in which the stream is idle counts for the phase in which the host was then, such as waiting for data.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class CudaClock:
         self.enter("other")
 
     def enter(self, phase: str) -> str:
-        """From now on it is ``phase``; returns the one before."""
+        """Begin ``phase``; returns the phase before."""
         before, self._phase = self._phase, phase
         mark = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         mark.record(self._stream)

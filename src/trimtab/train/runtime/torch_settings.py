@@ -1,4 +1,4 @@
-"""The state of torch that a run needs, put back afterwards."""
+"""Global state of torch that settings change, and that is restored after a run; state of the random generators."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trimtab.train.runtime.memory_errors import said
 
 @contextlib.contextmanager
 def running(settings: Settings) -> Iterator[None]:
-    """A block in which torch runs as ``settings`` say: threads, TF32, cuDNN's search, attention.
+    """A block with the threads, TF32, cuDNN benchmark and attention kernel of ``settings``.
 
-    An allocator that was told to keep freed memory goes on doing so; there is no way back.
+    All are restored at its end except ``keep_memory``, which cannot be undone.
     """
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     kernels = _attention(settings.attention) if settings.attention in KERNELS else contextlib.nullcontext()
@@ -31,8 +31,8 @@ def running(settings: Settings) -> Iterator[None]:
             torch.set_num_threads(settings.threads)
         if settings.memory.keep_freed:
             system.keep_freed_memory()
-        torch.backends.cudnn.benchmark = settings.cudnn_benchmark is True or benchmark
-        tf32 = settings.precision.tf32  # while it is open, as torch has it
+        torch.backends.cudnn.benchmark = settings.cudnn_benchmark or benchmark
+        tf32 = settings.precision.tf32  # as torch has it where None, and while "auto"
         with contextlib.nullcontext() if tf32 in (None, "auto") else products_of_float32(tf32=tf32 is True), kernels:
             yield
     finally:
@@ -41,11 +41,11 @@ def running(settings: Settings) -> Iterator[None]:
 
 
 def _attention(kernel: str) -> contextlib.AbstractContextManager[object]:
-    """A block in which attention uses ``kernel`` wherever that takes the inputs.
+    """A block in which attention uses ``kernel`` wherever it supports the inputs.
 
-    The others stay allowed, in torch's order, because later batches may be what it does not take: flash attention takes no mask
-    on a GPU, for one, and some models give a mask only where a row is padded. Plain products take everything, and are put last
-    on a CPU whatever is asked for, so they are allowed alone.
+    The other kernels stay allowed, because later batches may not be supported: flash attention takes no mask on a GPU, and
+    some models give a mask only where a row is padded. ``math`` supports everything, so it alone is allowed; torch would
+    prefer the others on a CPU.
     """
     first = KERNELS[kernel]
     if first is SDPBackend.MATH:
@@ -54,10 +54,10 @@ def _attention(kernel: str) -> contextlib.AbstractContextManager[object]:
 
 
 def refuse_autocast(device: torch.device) -> None:
-    """Refuse to train within the caller's ``torch.autocast``, which keeps the parameters in 16 bits as it met them first.
+    """Refuse to train within the caller's ``torch.autocast``, whose cache keeps 16-bit copies of the first parameters.
 
     Raises:
-        UsageError: there is one for ``device``.
+        UsageError: autocast and its cache are on for ``device``.
     """
     if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
         kind = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
@@ -68,10 +68,10 @@ def refuse_autocast(device: torch.device) -> None:
 
 
 def allocate(settings: Settings) -> None:
-    """Give torch's allocator for GPUs the options in ``settings``, beside those that it has; the process keeps them.
+    """Add the ``cuda_allocator`` options of ``settings`` to those of torch's CUDA allocator, for the rest of the process.
 
     Raises:
-        UsageError: it does not know them.
+        UsageError: torch refuses the options.
     """
     options: str | None = settings.memory.cuda_allocator
     allocator: Any = torch._C
@@ -80,7 +80,7 @@ def allocate(settings: Settings) -> None:
     before = allocator._accelerator_getAllocatorSettings()
     if before.endswith(options):
         return
-    both = f"{before},{options}" if before else options  # it forgets some of those that are not named
+    both = f"{before},{options}" if before else options  # options that are not named may be reset
     try:
         allocator._accelerator_setAllocatorSettings(both)
     except (RuntimeError, ValueError) as error:
@@ -92,9 +92,9 @@ def allocate(settings: Settings) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator that a loader, an augmentation or a model may draw from: torch's, its GPUs', numpy's and Python's.
+    """The state of the global random generators: torch's, those of its GPUs, numpy's and Python's.
 
-    GPUs that nobody in this process has used yet have drawn nothing, and are not woken for it.
+    CUDA is not initialized for it: without that its generators have not been used.
     """
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -107,7 +107,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`random_state` gave."""
+    """Restore a state from :func:`random_state`."""
     torch.set_rng_state(state["torch"].cpu())
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])

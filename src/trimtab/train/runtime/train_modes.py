@@ -1,4 +1,4 @@
-"""Which modules of a model train, and which its owner has frozen."""
+"""Training and evaluation mode of the modules of a model: which of them train, and which their owner has frozen."""
 
 from __future__ import annotations
 
@@ -10,83 +10,76 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from trimtab.train.runtime.module_attributes import same
-
 _FROZEN: WeakSet[nn.Module] = WeakSet()
-"""What was in evaluation mode when its model was last seen in training mode: every run leaves all of a model in the former."""
+"""Modules that were in evaluation mode when their model was last seen in training mode. A run leaves the whole model in
+evaluation mode, so that the modules themselves do not tell."""
 
 
 class Modes:
-    """Puts ``model`` in training mode but for the modules that its owner has put in evaluation mode, such as frozen BatchNorms.
+    """Puts ``model`` in training mode, except for its frozen modules: those that its owner has put in evaluation mode.
 
-    A model that is in evaluation mode itself, as models come from a hub, has nothing that was chosen so; as a run leaves it, it
-    has what was chosen before that, whichever Trainer it is given to. ``model.train()`` makes the choice anew, and that of a
-    part of it the choice for that part; callbacks may do so in mid-run.
+    In a model that is in evaluation mode as a whole, as one from a hub is, no module counts as frozen, except those that were
+    frozen before an earlier run. ``model.train()`` thaws all modules, and ``module.train()`` one; callbacks may do so, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._frozen: list[str] = []
         self._given: list[str] | None = None
-        """Which those were that the first run found."""
+        """The frozen modules that the first run found."""
 
     def look(self) -> str | None:
-        """Take note of the modules that are to stay as they are; what an earlier run left in evaluation mode tells nothing.
-
-        Returns a sentence about those to which it makes a difference: a part that comes from a hub is in evaluation mode too.
-        """
-        self._take()
+        """Find the frozen modules as a run begins. Returns a sentence on those to which the mode matters."""
+        self._find()
         if self._given is None:
             self._given = self._frozen
         if not (shown := self._shown(self._frozen)):
             return None
         return f"In evaluation mode, and so it stays: {shown}. model.train() before fit() has all modules train."
 
-    def follow(self) -> list[str]:
-        """Take note of what callbacks have put in another mode since the run began; sentences about that."""
-        before = self._frozen
-        if self.model.training:  # else somebody has evaluated the model, and told nothing of its parts
-            self._take()
-        return self._told(before, "from now on")
+    def follow(self) -> None:
+        """Find the modules that callbacks have frozen or thawed since."""
+        if self.model.training:  # else the model was evaluated, which says nothing of its modules
+            self._find()
 
     def state_of(self) -> dict[str, list[str] | None]:
-        """What a checkpoint keeps: which modules are frozen, and which were when the run began."""
+        """For a checkpoint: the modules that are frozen now, and those that were as the run began."""
         now = [name for name, module in self.model.named_modules() if not module.training]
         return {"given": self._given, "now": now if self.model.training else self._frozen}
 
     def restore(self, state: Mapping[str, list[str] | None]) -> list[str]:
-        """Freeze and thaw what the run had by then, unless the script has frozen others from the start; sentences on it."""
+        """Freeze and thaw as in a checkpoint, unless the script begins with others frozen. Returns sentences on changes."""
         if state["given"] != self._given or (now := state["now"]) is None:
             return []
         before = self._frozen
         for name, module in self.model.named_modules():
             (_FROZEN.add if name in now else _FROZEN.discard)(module)
-        self._frozen = [name for name, module in self.model.named_modules() if module in _FROZEN]
+        self._frozen = self._names()
         self.train()
-        return self._told(before, "as the run before left it")
+        modes = {"evaluation": set(self._frozen) - set(before), "training": set(before) - set(self._frozen)}
+        names = {mode: self._shown(sorted(changed)) for mode, changed in modes.items()}
+        return [f"In {mode} mode, as the run before left it: {shown}." for mode, shown in names.items() if shown]
 
     def train(self, copy: nn.Module | None = None) -> None:
-        """Training mode, but for those: the model's, or that of a copy of it."""
+        """Put the model, or a ``copy`` of it, in training mode, except for its frozen modules."""
         model = self.model if copy is None else copy
         model.train()
         for name in self._frozen:
             model.get_submodule(name).training = False
 
-    def _take(self) -> None:
+    def _find(self) -> None:
         for module in self.model.modules():
             if module.training:
                 _FROZEN.discard(module)
             elif self.model.training:
                 _FROZEN.add(module)
-        self._frozen = [name for name, module in self.model.named_modules() if module in _FROZEN]
+        self._frozen = self._names()
 
-    def _told(self, before: list[str], since: str) -> list[str]:
-        modes = {"evaluation": set(self._frozen) - set(before), "training": set(before) - set(self._frozen)}
-        names = {mode: self._shown(sorted(changed)) for mode, changed in modes.items()}
-        return [f"In {mode} mode, {since}: {shown}." for mode, shown in names.items() if shown]
+    def _names(self) -> list[str]:
+        return [name for name, module in self.model.named_modules() if module in _FROZEN]
 
     def _shown(self, names: Sequence[str]) -> str:
-        """Those of the modules ``names``, without what is in them, to which the mode makes a difference."""
+        """Up to three of the modules ``names`` to which the mode matters; a module stands for those within it."""
         matter: list[str] = []
         for name in names:
             within = bool(matter) and name.startswith(f"{matter[-1]}.")
@@ -95,14 +88,15 @@ class Modes:
         return ", ".join(matter[:3]) + (f" and {len(matter) - 3} more" if len(matter) > 3 else "")
 
 
-class Still(Modes):
-    """Keeps ``model`` from drawing random numbers that training asks for: dropout and the like are in evaluation mode.
+class DropoutOff(Modes):
+    """Training mode without random numbers: dropout and all else that might draw is in evaluation mode.
 
-    What gathers statistics trains as it did; recurrent layers do, because a GPU cannot go back through others, and have no
-    dropout until the :meth:`end`.
+    Normalisation layers train as before. So do recurrent layers, whose backward pass on a GPU requires training mode; their
+    dropout is 0 until :meth:`end`.
 
     Args:
-        gathering: the names of modules that gather statistics, beside torch's own normalisation layers.
+        model: the model.
+        gathering: names of other modules that train as before, because they gather statistics; see :func:`changed_modules`.
     """
 
     def __init__(self, model: nn.Module, gathering: Collection[str]) -> None:
@@ -114,30 +108,38 @@ class Still(Modes):
             module.dropout = 0.0
 
     def train(self, copy: nn.Module | None = None) -> None:
-        """Training mode for what would not draw."""
+        """Put the model, or a ``copy`` of it, in this mode."""
         super().train(copy)
         for name, module in (self.model if copy is None else copy).named_modules():
             module.training &= name in self._gathering or isinstance(module, (_NormBase, nn.RNNBase))
 
     def end(self) -> None:
-        """Give recurrent layers their dropout back."""
+        """Restore the dropout of recurrent layers."""
         for module, dropout in self._dropouts:
             module.dropout = dropout
 
 
-def floats(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers of floats, by name."""
+def float_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the floating-point buffers, by name."""
     found = model.named_buffers(remove_duplicate=False)
     return {name: buffer.detach().clone() for name, buffer in found if not is_lazy(buffer) and buffer.is_floating_point()}
 
 
-def gathered(model: nn.Module, before: Mapping[str, torch.Tensor]) -> set[str]:
-    """The names of the modules that have another buffer of floats than ``before``: they gather statistics."""
-    now = floats(model).items()
-    return {name.rpartition(".")[0] for name, buffer in now if name not in before or not same(buffer, before[name])}
+def changed_modules(model: nn.Module, before: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of the modules whose :func:`float_buffers` have changed since ``before``: they gather statistics."""
+    now = float_buffers(model).items()
+    return {name.rpartition(".")[0] for name, buffer in now if name not in before or not equal_nan(buffer, before[name])}
+
+
+def equal_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal, where NaN equals NaN."""
+    if a.layout != torch.strided:  # torch.equal takes no sparse tensors
+        a, b = a.detach().to_dense(), b.to_dense()
+    a = a.detach()
+    return torch.equal(a, b) or bool(torch.all((a == b) | ((a != a) & (b != b))))
 
 
 def _matters(module: nn.Module) -> bool:
-    """Whether ``module`` may learn something, or does something else in training mode."""
+    """Whether the mode of ``module`` changes what it computes or learns."""
     kinds = (nn.modules.dropout._DropoutNd, _NormBase)
     return any(p.requires_grad for p in module.parameters()) or any(isinstance(inner, kinds) for inner in module.modules())

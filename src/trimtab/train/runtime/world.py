@@ -1,4 +1,4 @@
-"""The processes that train together: how many they are, and what crosses between them. Here: one alone."""
+"""The processes that train together, and their collective operations; here the implementation for one process."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from trimtab.train.runtime.step_clock import Clock
 T = TypeVar("T")
 
 NOTHING = contextlib.nullcontext()
-"""A block as any other; one for all of them, because an update has several."""
+"""A block without effect, made once because an update has several."""
 
 
 class World:
-    """A process that trains alone; ``distributed/`` has those that do not."""
+    """One process that trains alone. ``distributed/`` has the subclasses for several processes."""
 
     rank: int = 0
-    """Among the processes that have different data."""
+    """Rank among the processes that have different data."""
     size: int = 1
-    """How many of those there are."""
+    """Number of processes that have different data."""
     index: int = 0
-    """Among all processes: where layers are split, some have the same data."""
+    """Rank among all processes; with tensor parallelism several have the same data."""
     processes: int = 1
-    """How many there are in all."""
+    """Number of all processes."""
     seed: int | None = None
-    """Of the order in which the processes share out data; it goes into checkpoints."""
+    """Seed of the order in which data is divided among the processes; it is stored in checkpoints."""
     averages: bool = False
-    """Whether gradients are divided by the number of processes on their way, as FSDP does."""
+    """Whether the exchange divides gradients by the number of processes, as FSDP does."""
     counts: bool = True
-    """Whether what this process computes counts; not while it only keeps step with others that have more data."""
+    """Whether the gradients of this process count: not while it repeats a batch because others have more data."""
     used: bool = True
-    """Whether what any process has computed for the last update counts: not where a signal has ended the loaders of all."""
+    """Whether the last update counts in any process: not if a signal has ended the loaders of all."""
     shared: bool = False
-    """Whether each process holds only a part of the model, so that all of them must call it at the same time."""
+    """Whether each process has a shard of the model, so that a forward pass is a collective operation."""
     repeats: bool = True
-    """Whether an update in which memory ran out can be made again: not if others then wait for this process in a layer."""
+    """Whether an update can be repeated after it ran out of memory: not if other processes wait for this one within it."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that logs, saves and prints."""
+        """Whether this is the first process, which logs, saves and prints."""
         return True
 
     def device(self, name: str) -> torch.device:
-        """The device of this process where the settings say ``name``."""
+        """The device of this process for the device ``name`` of the settings."""
         return torch.device(name)
 
     def timed(self, clock: Clock) -> None:
-        """Tell ``clock`` when the backward pass does nothing any more but wait for others."""
+        """Have ``clock`` told when the backward pass only waits for other processes."""
 
     def place(self, model: nn.Module, settings: Settings) -> None:
-        """Put on its device of the model what this process is to hold; before there is an optimizer.
+        """Move the model, or this process's shard of it, to the device; call it before the optimizer is made.
 
         Raises:
-            UsageError: the model has no values yet.
+            UsageError: a tensor is on the meta device, and has no values.
         """
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_meta:
@@ -72,74 +72,77 @@ class World:
         model.to(self.device(settings.device))
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
-        """What the step calls for ``model``; ``fresh`` where the run begins and is not gone on with."""
+        """The module that the step calls for ``model``; ``fresh`` if the run begins, and is not resumed."""
         return model
 
     def share(self, batches: Iterable[Any], what: str) -> Iterable[Any]:
-        """This process's part of the batches."""
+        """This process's part of ``batches``; ``what`` names them in errors."""
         return batches
 
     def rounds(self, groups: Iterator[T], length: int | None, again: Callable[[], T | None] | None = None) -> Iterator[T]:
-        """``groups``, of which there are ``length`` if that is known, as many as the process that has most.
+        """``groups``, as many as the process that has most.
 
-        ``again`` gives one that was used before, to a process that has none left to keep step with.
+        Args:
+            groups: batches of each update.
+            length: number of groups, if known.
+            again: gives a group that was used before, for a process that has none left while others have.
         """
         return groups
 
     def together(self, *, update: bool = False) -> contextlib.AbstractContextManager[object]:
-        """A block that succeeds in all processes or in none, so that nobody waits for one that failed in it.
+        """A block that fails in all processes if it fails in one, so that no process waits for one that failed.
 
-        With ``update`` it is the forward and backward passes of an update.
+        ``update`` says that it has the forward and backward passes of an update.
         """
         return NOTHING
 
     def heard(self, error: BaseException) -> bool:
-        """Whether all processes have failed with ``error``, or have been told of it, so that they can still act together."""
+        """Whether all processes know of ``error``, so that collective operations are still possible."""
         return not stopped(error)
 
     def rehearsed(self) -> contextlib.AbstractContextManager[object]:
-        """A block of updates that are only tried, after which the exchange of gradients is as it was."""
+        """A block of trial updates, after which the state of the gradient exchange is restored."""
         return contextlib.nullcontext()
 
     def exchanging(self, *, now: bool) -> contextlib.AbstractContextManager[object]:
-        """A block whose backward pass exchanges gradients with the other processes only if ``now``."""
+        """A block whose backward passes exchange gradients only if ``now``."""
         return NOTHING
 
     def asked(self, ask: Callable[[], T]) -> T:
-        """What ``ask`` gives, the forward pass of a batch, so that its backward pass can exchange gradients."""
+        """Run the forward pass ``ask``, whose backward pass may exchange gradients."""
         return ask()
 
     def looked(self, ask: Callable[[], T]) -> T:
-        """What ``ask`` gives, a forward pass of the plain model, of which no backward pass exchanges gradients of replicas."""
+        """Run the forward pass ``ask`` of the plain model, whose backward pass exchanges no gradients of replicas."""
         return ask()
 
     def mean(
         self, losses: Sequence[torch.Tensor], weights: Sequence[Weight], *, summed: bool
     ) -> tuple[torch.Tensor, Weight | None]:
-        """The mean of all losses of an update (the sum, if they are ``summed``), and the weight of all of them.
+        """The weighted mean of the scalar ``losses`` of an update, or their sum if ``summed``; and the sum of the weights.
 
-        The weight is ``None`` where there is only one loss, whose weight makes no difference.
+        The sum of the weights is ``None`` if it has no effect.
         """
         if len(losses) == 1:
             return losses[0], None
         if summed:
             return torch.stack(list(losses)).sum(), None
         count, value = weighted(losses, weights)
-        count = torch.where(count > 0, count, 1.0)  # what stands for nothing has no gradient, and is no 0/0
-        if count.device != losses[0].device:  # it knows no wider numbers than its own
+        count = torch.where(count > 0, count, 1.0)  # losses without weight give 0 and not NaN
+        if count.device != losses[0].device:  # it has no float64
             return (value / count).to(losses[0]), count.to(losses[0])
         return value / count, count
 
     def norm(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm of the gradient of all parameters, wherever they lie."""
+        """The norm of all gradients, including shards of other processes."""
         if len({(grad.device, grad.dtype) for grad in grads}) != 1:
             return torch.nn.utils.get_total_norm(grads)
-        norms = torch._foreach_norm(list(grads))  # what torch's own function does, without its bookkeeping
+        norms = torch._foreach_norm(list(grads))  # as torch.nn.utils.get_total_norm does, with less overhead
         found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return found
 
     def total(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A real number that is finite if all gradients are: their sum, or their norm where float16 could not hold that."""
+        """A real number that is finite if all gradients are: their sum, or their norm if the sum might overflow."""
         kinds = {(grad.device, grad.dtype) for grad in grads}
         if len(kinds) != 1 or grads[0].dtype == torch.float16 or grads[0].is_complex():
             return self.norm(grads)
@@ -148,76 +151,76 @@ class World:
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
         """Multiply the gradients by ``factor``, in place."""
         if isinstance(factor, torch.Tensor) and grads and all(grad.is_cuda and grad.dtype == torch.float32 for grad in grads):
-            factor = factor.float()  # of another dtype, each gradient takes a kernel of its own
+            factor = factor.float()  # a factor of another dtype takes a kernel per gradient
         torch._foreach_mul_(list(grads), factor)
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn what updates the parameters, and see that it can where they are spread out."""
+        """Get the optimizer, and check that it supports sharded parameters if there are any."""
 
     def overflow(self, found: torch.Tensor) -> None:
-        """Make ``found``, which is not 0 where float16's gradients overflowed, that of all who hold parts of the model."""
+        """Combine ``found``, nonzero if float16 gradients overflowed, in place over the processes with shards of the model."""
 
     def agreed(self, value: float) -> float:
-        """The same number in all processes: the mean of what they give."""
+        """The mean of ``value`` over all processes."""
         return value
 
     def any(self, truth: bool) -> bool:
-        """Whether it is true in any process."""
+        """Whether ``truth`` is true in any process."""
         return truth
 
     def most(self, count: int) -> int:
-        """The largest that any process gives."""
+        """The maximum of ``count`` over all processes."""
         return count
 
     def stopping(self, wish: bool) -> bool:
-        """Whether the run ends after this update, in all processes; one's wish is heard by the others with the next update."""
+        """Whether the run ends after this update, in all processes. The others hear of ``wish`` with the next update."""
         return wish
 
     def gathered(self, value: T) -> list[T]:
-        """What every process gives, in the order of their ranks."""
+        """``value`` of every process, in the order of ranks."""
         return [value]
 
     def led(self, action: Callable[[], T]) -> T | None:
-        """What ``action`` gives to the process that leads, once it is done; the others only wait for it."""
+        """Run ``action`` in the first process, while the others wait; they get ``None``."""
         return action()
 
     def settle(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Make those that differ between processes, such as BatchNorm's statistics, the same: their mean."""
+        """Set buffers that differ between processes, such as BatchNorm's statistics, to their mean."""
 
     def rest(self) -> None:
-        """Let go of what a forward pass has gathered that no backward pass follows."""
+        """Free what a sharded forward pass has gathered, if no backward pass follows."""
 
     def whole(self, state: Any) -> Any:
-        """``state`` with its tensors whole where each process has only a part; only the one that leads gets them."""
+        """``state`` with shards gathered into whole tensors, in the first process only."""
         return state
 
     def part(self, value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        """This process's part of a whole tensor, as ``of`` is one."""
+        """This process's shard of the whole tensor ``value``, divided as the shard ``of`` is."""
         return value
 
     def notes(self) -> list[str]:
-        """What there is to tell about the exchange of gradients, a sentence each."""
+        """Remarks on the exchange of gradients, a sentence each."""
         return []
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait for all processes."""
         return None
 
 
 def weighted(losses: Sequence[torch.Tensor], weights: Sequence[Weight]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the weights, and of the losses times their weights; a loss that weighs nothing counts for nothing."""
+    """The sum of the weights, and that of the weighted losses, in float64; a loss of weight 0 may be NaN."""
     values = wide(torch.stack(list(losses)))
     counts = torch.stack([_beside(values, weight) for weight in weights])
     return counts.sum(), torch.where(counts > 0, values * counts, 0.0).sum()
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in 64 bits; on the CPU where its device may have no such numbers, as Apple's and some of Intel's GPUs."""
+    """``tensor`` as float64; moved to the CPU unless its device surely has float64, as Apple's GPUs do not."""
     return (tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()).double()
 
 
 def _beside(values: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """``weight`` as one of ``values``. A number is written by a GPU itself, which need not be waited for as a copy is."""
+    """``weight`` as a scalar tensor like ``values``. A Python number is filled in on the device, without a copy to wait for."""
     if isinstance(weight, torch.Tensor):
         return weight.to(values.device, values.dtype, non_blocking=values.is_cuda)
     return values.new_full((), weight)

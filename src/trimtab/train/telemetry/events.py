@@ -1,4 +1,4 @@
-"""What happens in a run, for those who watch it: callbacks get these, and so do the log and the progress line."""
+"""Events of a run, which callbacks, the log and the progress line get; two callbacks that write them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened after ``update`` updates, in epoch ``epoch`` (from 0)."""
+    """Something that happened after ``update`` updates, in epoch ``epoch`` (counted from 0)."""
 
     update: int
     epoch: int
@@ -31,27 +31,27 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progressed(Event):
-    """Some updates were made; the loss is the mean over those since the last such event."""
+    """Updates were made; ``loss`` is their mean loss since the last event of this kind."""
 
     updates: int | None
-    """How many there will be in all, where that is known."""
+    """Updates of the whole run, if known."""
     loss: float
     norm: float
-    """Of the gradient of the latest update that it was taken of: one in ``log_every``, all where gradients are clipped."""
+    """Gradient norm of the latest update for which it was computed: one in ``log_every``, or all if gradients are clipped."""
     rate: float
-    """Learning rate of the first group; NaN for optimizers without one."""
+    """Learning rate of the first parameter group; NaN for optimizers without one."""
     examples_per_s: float
     step_ms: float
-    """Time per update, with everything that comes between updates."""
+    """Milliseconds per update, including all work between updates."""
     skipped: int
-    """Updates that were left out because they were not finite."""
+    """Updates left out because the loss or a gradient was not finite."""
     shares: Mapping[str, float]
-    """Where the time went: a share of 1 for each phase."""
+    """Share of the time by phase; together 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Validated(Event):
-    """The validation data was gone through."""
+    """A validation has ended."""
 
     metrics: Mapping[str, float]
     best: bool
@@ -66,7 +66,7 @@ class Saved(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adjusted(Event):
-    """A setting was changed during the run, or changed back."""
+    """A change of a setting during the run was kept or undone; ``before`` and ``after`` are in ``unit``."""
 
     what: str
     before: float
@@ -77,27 +77,27 @@ class Adjusted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remarked(Event):
-    """A sentence that a person should read."""
+    """A sentence for the user, which the summary has too."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ended(Event):
-    """The run ended well."""
+    """The run ended without an error."""
 
     summary: Summary
 
 
 Callback = Callable[[Any, Event], None]
-"""Called with the trainer and what happened; ``trainer.stop(reason)`` ends the run after this update."""
+"""Called as ``callback(trainer, event)``; ``trainer.stop(reason)`` ends the run after this update."""
 
 
 def checked(callbacks: Sequence[Callback]) -> list[Callback]:
-    """``callbacks``, which can all be called with a trainer and an event.
+    """``callbacks`` as a list, after a check that each can be called with a trainer and an event.
 
     Raises:
-        UsageError: they are no sequence, or one of them cannot be called so.
+        UsageError: they are no sequence, or one of them cannot be called like that.
     """
     fix = "A callback is called as callback(trainer, event): callbacks=[lambda trainer, event: print(event)]."
     if not isinstance(callbacks, Sequence):
@@ -127,7 +127,7 @@ class JsonLines:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab", buffering=0) as file:
                 whole, data = file.tell(), f"{line}\n".encode()
-                if file.write(data) < len(data):  # what a full disk took of a line would make the file unreadable
+                if file.write(data) < len(data):  # the disk is full: half a line would make the file unreadable
                     file.truncate(whole)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -138,7 +138,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A callback that writes losses, rates, speed and validation figures for TensorBoard (``pip install tensorboard``)."""
+    """A callback that writes loss, rate, speed and validation metrics for TensorBoard (``pip install tensorboard``)."""
 
     def __init__(self, folder: str | pathlib.Path) -> None:
         place = path_of(folder, "folder", "runs/events")
@@ -146,7 +146,7 @@ class TensorBoard:
         self._writer: Any = require("torch.utils.tensorboard").SummaryWriter(str(place))
 
     def __call__(self, trainer: Any, event: Event) -> None:
-        """Write the figures of ``event``."""
+        """Write the values of ``event``."""
         if isinstance(event, Progressed):
             figures = {"train/loss": event.loss, "train/norm": event.norm, "train/rate": event.rate}
             figures |= {"speed/examples_per_s": event.examples_per_s}
@@ -162,7 +162,7 @@ class TensorBoard:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for what is not finite."""
+    """``value`` with infinities and NaN as text, which JSON has no numbers for."""
     if isinstance(value, float):
         return value if value == value and abs(value) != float("inf") else str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Counts what a run does, and tells of it now and then."""
+"""Measure the loss and speed of a run, and report them every ``log_every`` updates."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES, Clock
 from trimtab.train.telemetry.events import Progressed
 from trimtab.train.telemetry.mfu import flops_share
-from trimtab.train.telemetry.stragglers import Pace, laggard
+from trimtab.train.telemetry.stragglers import Pace, slow_process
 from trimtab.train.telemetry.summary import Summary
 
 
 class Meter:
-    """The figures of one run. Losses stay on their device until they are told of."""
+    """The measurements of one run. Losses stay on their device until the next report."""
 
     def __init__(self, context: RunContext, clock: Clock, updates: int | None) -> None:
         self.context, self.clock, self.updates = context, clock, updates
@@ -31,14 +31,15 @@ class Meter:
         self._loss: float | None = None
         self._norm = float("nan")
         self._group: Sequence[Batch] = ()
-        """What the last update was made from."""
+        """The batches of the last update."""
         self._slow: int | None = None
-        """The process that was slow in the last report."""
+        """Rank of the process that was slow in the last report."""
         self._named: set[int] = set()
+        """Ranks of the slow processes that a note has named."""
         clock.take()
 
     def count(self, update: Update, group: Sequence[Batch]) -> None:
-        """One update was made from ``group``."""
+        """Count an update that was made from the batches of ``group``."""
         self._unread.append(update)
         self._group = group or self._group
         self._examples += sum(map(examples, group))
@@ -46,7 +47,7 @@ class Meter:
             self.report()
 
     def report(self) -> None:
-        """Tell the callbacks of the updates since the last time; waits for the device."""
+        """Emit a ``Progressed`` event for the updates since the last one; waits for the device."""
         if not self._unread:
             return
         self.clock.enter("other")
@@ -80,17 +81,20 @@ class Meter:
         self._all_examples += made
         self._unread, self._examples, self._since = [], 0, now
         tell(self.context, event)
-        slow = laggard(paces)
+        slow = slow_process(paces)
         rank, text = slow or (None, "")
-        if rank is not None and rank == self._slow and rank not in self._named:  # twice in a row: no passing noise
+        if rank is not None and rank == self._slow and rank not in self._named:  # slow twice in a row
             self._named.add(rank)
-            with self.context.world.together():  # all processes have the same figures, and so the same to tell
+            with self.context.world.together():  # all processes have the same paces, and so the same note
                 self.context.note(text)
         self._slow = rank
 
     def summary(self, ended: str) -> Summary:
-        """All of it."""
+        """The summary of the run, which ended for the reason ``ended``."""
         context, seconds = self.context, time.perf_counter() - self._began
+        peak_mb = context.fit.memory_plan.peak_mb  # before operations are counted, which takes memory too
+        share, remark = self._flops_share()
+        context.note_once(remark)
         return Summary(
             updates=context.position.update - self._first,
             epochs=context.position.epoch,
@@ -101,31 +105,31 @@ class Meter:
             metrics=context.results,
             restored=_restored(context),
             examples_per_s=self._all_examples / seconds if self._all_examples else None,
-            peak_mb=context.fit.memory_plan.peak_mb,
-            flops_share=self._flops_share(),
+            peak_mb=peak_mb,
+            flops_share=share,
             shares=_shares(self._spent, sum(self._spent.values())),
             skipped=context.position.skipped,
             settings=context.settings,
             notes=(*context.notes, *context.world.notes()),
         )
 
-    def _flops_share(self) -> float | None:
-        """Of the time in updates, not of that between them."""
+    def _flops_share(self) -> tuple[float | None, str | None]:
+        """See :func:`flops_share`, by the time in updates without that between them."""
         busy = sum(seconds for phase, seconds in self._spent.items() if phase != "other")
         if not busy or not self._group:
-            return None
+            return None, None
         return flops_share(self.context, self._group, self._all_examples / busy / self.context.world.size)
 
 
 def _restored(context: RunContext) -> str | None:
-    """The figure that is watched, where the model gets other parameters than the last update left."""
+    """The watched metric, if the model gets the parameters of its best validation and not those of the last update."""
     stopping, position = context.early_stopping, context.position
     changed = position.stale or position.batch or position.due  # a validation that was no better, or updates after it
     return stopping.metric if stopping is not None and context.best_parameters is not None and changed else None
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of the first group; no number where the optimizer finds its own."""
+    """The learning rate of the first parameter group; NaN if it has none."""
     rate = optimizer.param_groups[0].get("lr")
     return float("nan") if rate is None else float(rate)
 

@@ -1,4 +1,4 @@
-"""The figures of a validation besides its loss: means of one value per example, or what exists over the whole set only."""
+"""Metrics of a validation: means of one value per example, or values of the whole set, such as F1."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from trimtab.train.runtime.world import World, wide
 
 @runtime_checkable
 class Whole(Protocol):
-    """A metric of the whole set, such as F1; those of torchmetrics are of this form."""
+    """A metric of the whole set, such as F1, with the interface of torchmetrics."""
 
     def reset(self) -> None:
-        """Forget what was seen; a validation begins."""
+        """Begin a validation."""
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """See a batch, and change nothing of it."""
+        """Take a batch into account, without changing it."""
 
     def compute(self) -> Any:
-        """One number for all that was seen since :meth:`reset`, in several processes by all of them."""
+        """One number for all batches since :meth:`reset`; with several processes, for those of all processes."""
 
 
 Metric = Callable[[Any, Any], Any] | Whole
-"""``metric(outputs, targets)`` -> one value per example, or a :class:`Whole`. Loss and metrics get the same outputs, so none
-may change them."""
+"""``metric(outputs, targets)`` -> one value per example, shape ``(examples,)``; or a :class:`Whole`. It must not change the
+outputs, which the loss and other metrics get too."""
 
 
 def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """``metrics``, which can all be called with outputs and targets.
+    """``metrics``, after a check that each can be called with outputs and targets.
 
     Raises:
         UsageError: one of them cannot.
@@ -55,13 +55,13 @@ def checked_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
 
 
 class Figures:
-    """What ``metrics`` come to over the batches of one validation."""
+    """Computes ``metrics`` over the batches of one validation."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = metrics
         self._values: dict[str, list[torch.Tensor]] = {name: [] for name in metrics}
         self.batched: list[str] = []
-        """Those that gave one number for a batch of several examples."""
+        """Names of metrics that gave one number for a batch of several examples."""
         for name, metric in metrics.items():
             if isinstance(metric, Whole):
                 with user_code(f"reset() of the metric {name!r} raised"):
@@ -81,7 +81,7 @@ class Figures:
                 self._values[name].append(self._per_example(name, metric, outputs, batch))
 
     def remark(self) -> str | None:
-        """A sentence where the mean over batches may not be the figure of the whole set."""
+        """A sentence if a mean over batches may differ from the value of the whole set."""
         names = [name for name in self.batched if len(self._values[name]) > 1]
         if not names:
             return None
@@ -92,7 +92,7 @@ class Figures:
         )
 
     def over(self, world: World) -> dict[str, float]:
-        """All figures, over all processes, which must ask for them together.
+        """The value of each metric over all processes; a collective operation.
 
         Raises:
             WorkloadError: a metric raised, gives no number, or several processes each have one of their own.
@@ -132,12 +132,12 @@ class Figures:
 
 
 def _targets(batch: Batch) -> Any:
-    """What outputs are held against: the whole batch where it is no pair, as for a model that takes its labels too."""
+    """The targets of ``batch``; the whole batch if it is no pair, as for a model that takes its labels as inputs."""
     return batch[1] if is_pair(batch) else batch
 
 
 def _number(name: str, metric: Whole) -> float:
-    """What ``metric`` has come to."""
+    """``metric.compute()`` as a float."""
     with user_code(f"compute() of the metric {name!r} raised"):
         found = metric.compute()
     if isinstance(found, torch.Tensor) and found.numel() == 1 and not found.is_complex():

@@ -1,4 +1,4 @@
-"""How much of what the machine can compute a run really used."""
+"""Model FLOPs utilization: the share of the floating-point peak that a run used."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import said
 
 FEW, SMALL = 2, 16
-"""Examples that operations are counted by, as BatchNorm has no use for one alone; and the least that a batch has to have times
-as many, where memory is kept free by recomputing."""
+"""Operations are counted on this many examples, because BatchNorm takes no single one. Where activations are recomputed, a
+batch must have :data:`SMALL` times as many, so that counting without recomputation does not exceed the memory."""
 
 
-def flops_share(context: RunContext, group: Sequence[Batch], examples_per_s: float) -> float | None:
-    """The share of this machine's floating-point peak that ``examples_per_s`` amount to; ``None`` where it is unknown.
+def flops_share(context: RunContext, group: Sequence[Batch], examples_per_s: float) -> tuple[float | None, str | None]:
+    """The share of this machine's floating-point peak that ``examples_per_s`` amount to, and a sentence on what is unknown.
 
-    The operations of a forward and backward pass are counted on a copy of the model, by :data:`FEW` examples of each batch in
-    ``group``, the last update's, and taken to be as many per example in the others: memory may be short. What checkpointing
-    computes twice counts once, as is usual (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). A note says
-    where operators could not be counted.
-    The peak is the one that :func:`~trimtab.hardware.environment.measured_peaks` found earlier; nothing is measured now.
+    The operations of a forward and backward pass are counted on a copy of the model, with :data:`FEW` examples of each batch
+    in ``group``, and scaled to all examples. Operations that activation checkpointing repeats count once (Chowdhery et al.
+    2022, https://arxiv.org/abs/2204.02311, appendix B). The peak is the one that
+    :func:`~trimtab.hardware.environment.measured_peaks` has stored; nothing is measured now.
+
+    Returns:
+        The share, or ``None`` if it is unknown; and a sentence, if operators could not be counted or counting failed.
     """
     if why_not_alone(context):
-        return None
+        return None, None
     peaks = known_peaks(Environment.capture())
     peak = None if peaks is None else _peak(context, peaks)
     count = sum(map(examples, group))
     if peak is None or not count:
-        return None
+        return None, None
     try:
-        with user_code("Counting the operations failed"):  # whatever it is: the run itself is over, and was well
+        with user_code("Counting the operations failed"):  # any error: the run itself has succeeded
             total, uncounted = _counted(context, group)
     except TrimtabError as error:
-        context.note(f"The share of the peak is not known. {said(error)}.")  # after its first line torch lists all its backends
-        return None
-    if uncounted:
-        context.note(f"The share of the peak is a lower bound: {', '.join(sorted(uncounted))} could not be counted.")
-    return total / count * examples_per_s / (peak * 1e9) if total else None
+        return None, f"The share of the peak is not known. {said(error)}."
+    names = ", ".join(sorted(uncounted))
+    remark = f"The share of the peak is a lower bound: {names} could not be counted." if uncounted else None
+    return (total / count * examples_per_s / (peak * 1e9) if total else None), remark
 
 
 def _peak(context: RunContext, peaks: Peaks) -> float | None:
-    """GFLOP/s that were measured at the precision, on the device and with the threads of the run."""
+    """Peak in GFLOP/s at the precision, on the device and with the threads of the run; ``None`` if it was not measured."""
     kind = context.settings.precision.autocast or "float32"
     device, tf32 = context.device, context.settings.precision.tf32
     if kind == "auto" or tf32 is True or (device.type == "cuda" and kind == "float32" and tf32 is None and rounded_to_tf32()):
@@ -64,10 +65,10 @@ def _peak(context: RunContext, peaks: Peaks) -> float | None:
 
 
 def _counted(context: RunContext, group: Sequence[Batch]) -> tuple[float, set[str]]:
-    """Operations of an update from ``group``, and the operators that are not among them.
+    """Floating-point operations of an update from ``group``, and the operators that could not be counted.
 
     Raises:
-        UsageError: that would take memory which the settings keep free.
+        UsageError: counting could exceed the memory that the settings allow.
     """
     settings, most = context.settings, min(FEW, context.fit.memory_plan.sizer.limit or FEW)
     batches = [(batch, _some(batch, most)) for batch in group]
@@ -76,7 +77,7 @@ def _counted(context: RunContext, group: Sequence[Batch]) -> tuple[float, set[st
         raise UsageError("To count operations nothing is recomputed, for which the settings leave no memory.")
     model, objective = copies(context.model, context.objective)
     context.modes.train(model)
-    for module in model.modules():  # what is recomputed now is a function of the original's
+    for module in model.modules():  # the wrapper that recomputes activations calls the original
         if getattr(vars(module).get("forward"), "__module__", None) == activation_checkpointing.__name__:
             del vars(module)["forward"]
 
@@ -91,7 +92,7 @@ def _counted(context: RunContext, group: Sequence[Batch]) -> tuple[float, set[st
 
 
 def _some(batch: Batch, most: int) -> Batch:
-    """At most so many examples of ``batch``; all of them where it cannot be taken apart."""
+    """At most ``most`` examples of ``batch``; all of them if it cannot be split."""
     try:
         return split(batch, most)[0]
     except WorkloadError:

@@ -1,4 +1,4 @@
-"""How a run is doing, for a person who watches: a live line in a terminal, lines of text elsewhere."""
+"""Show the progress of a run: a live line in a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from trimtab.train.runtime.step_clock import PHASES
 from trimtab.train.telemetry.events import Event, Progressed, Remarked, Validated
 
 REFRESHES = 4
-"""Pictures a second, drawn by a thread of their own that looks where the run stands: a step does nothing for them."""
+"""Refreshes of the live line per second, by a thread of its own: a step does nothing for them."""
 LINE_S = 1.0
-"""At least so many seconds lie between two lines of text on how far the run is."""
+"""Least seconds between two lines of text."""
 
 
 @contextlib.contextmanager
 def shown(context: RunContext, wanted: bool | None, console: Console | None = None) -> Iterator[None]:
     """A block whose run is shown on ``console``, standard error by default.
 
-    In a terminal that is a live line; elsewhere it is lines of text, and those only where they are ``wanted``. Of several
-    processes only the one that leads shows anything.
+    Without a terminal, lines of text are shown only if ``wanted`` is true. Of several processes only the first shows anything.
     """
     console = console or Console(stderr=True, highlight=False)
     live: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -34,7 +33,7 @@ def shown(context: RunContext, wanted: bool | None, console: Console | None = No
         view = View(context, console)
         context.watchers.append(view)
         if console.is_terminal:
-            printed = sys.stdout.isatty()  # what callbacks print into a file belongs there, not above the line
+            printed = sys.stdout.isatty()  # else what callbacks print goes to the file that it is
             live = Live(console=console, get_renderable=view.line, refresh_per_second=REFRESHES, redirect_stdout=printed)
     try:
         with live:
@@ -44,7 +43,7 @@ def shown(context: RunContext, wanted: bool | None, console: Console | None = No
 
 
 class View:
-    """A callback that prints what happens, and knows the line that says how far the run is."""
+    """A callback that prints events and makes the line of progress."""
 
     def __init__(self, context: RunContext, console: Console) -> None:
         self.context, self.console = context, console
@@ -53,31 +52,31 @@ class View:
         self._said = 0.0
 
     def __call__(self, context: RunContext, event: Event) -> None:
-        """Print what has a line of its own."""
+        """Print ``event`` if it has a line of its own."""
         if isinstance(event, Progressed):
-            if self._last is None:  # what comes before the second window is not how fast the run is
+            if self._last is None:  # the first window includes warm-up
                 self._first, self._since = event.update, time.monotonic()
             self._last = event
             if not self.console.is_terminal and time.monotonic() - self._said >= LINE_S:
                 self._said = time.monotonic()
                 self.console.print(self.line(), soft_wrap=True)
-        elif text := words(event):
+        elif text := line_of(event):
             self.console.print(text, soft_wrap=True, markup=False)
 
     def line(self) -> Text:
-        """How far the run is."""
+        """The line of progress: epoch, update, loss, speed, time left and phases."""
         position, last, updates = self.context.position, self._last, self.context.fit.planned
         of = "" if updates is None else f" of {updates:,}"
         parts = [f"epoch {position.epoch + 1}", f"update {position.update:,}{of}"]
         if last is not None:
             parts += [f"loss {last.loss:.4g}", f"{last.examples_per_s:,.0f} examples/s"]
             if (left := self._left()) is not None:
-                parts.append(f"{clock(left)} left")
-            parts.append(split(last.shares))
+                parts.append(f"{duration(left)} left")
+            parts.append(main_phases(last.shares))
         return Text(" · ".join(part for part in parts if part), no_wrap=True, overflow="ellipsis")
 
     def _left(self) -> float | None:
-        """Seconds to the end at the pace so far."""
+        """Estimated seconds to the end."""
         position, now, updates = self.context.position, time.monotonic(), self.context.fit.planned
         made = position.update - self._first
         if updates is None or made < 1:
@@ -85,22 +84,22 @@ class View:
         return max(updates - position.update, 0) * (now - self._since) / made
 
 
-def words(event: Event) -> str | None:
-    """``event`` as a line of text, if it deserves one."""
+def line_of(event: Event) -> str | None:
+    """``event`` as a line of text; ``None`` if it has no line."""
     if isinstance(event, Validated):
         figures = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
         return f"epoch {event.epoch}: validation {figures}{' (best so far)' if event.best else ''}"
     if isinstance(event, Remarked):
         return f"note: {event.text}"
-    return None  # a remark tells of what was adjusted, the caller has the summary
+    return None  # an adjustment has a remark of its own, and the caller has the summary
 
 
-def split(shares: Mapping[str, float]) -> str:
+def main_phases(shares: Mapping[str, float]) -> str:
     """The phases that take a tenth of the time or more: ``forward 34%, backward 41%``."""
     return ", ".join(f"{phase} {shares[phase]:.0%}" for phase in PHASES if shares.get(phase, 0.0) >= 0.095)
 
 
-def clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """``1:02`` or ``1:02:03``."""
     minutes, rest = divmod(max(round(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)

@@ -1,4 +1,4 @@
-"""How fast each of several processes is: the slowest one sets the pace of all."""
+"""Find the process that slows down the others."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Mapping, Sequence
 from trimtab.train.runtime.step_clock import PHASES
 
 SLOW = 1.3
-"""A process is named if it takes so many times as long as the others do in the middle."""
+"""A process is slow if it takes this many times the median of the others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """What one process did since it was last asked."""
+    """The work of one process since the last report."""
 
     examples: int
     seconds: Mapping[str, float]
-    """Per phase of the updates."""
+    """By phase."""
     host: str = dataclasses.field(default_factory=socket.gethostname)
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it did not wait for the others."""
+        """Seconds of all phases except waiting for other processes."""
         return sum(seconds for phase, seconds in self.seconds.items() if phase != "communication")
 
 
-def laggard(paces: Sequence[Pace]) -> tuple[int, str] | None:
-    """The rank of a process that holds the others up, with a sentence that names it; ``None`` if there is none."""
+def slow_process(paces: Sequence[Pace]) -> tuple[int, str] | None:
+    """The rank of the slow process and a sentence about it; ``None`` if there is none."""
     if len(paces) < 2:
         return None
     rank = max(range(len(paces)), key=lambda each: paces[each].busy_s)

@@ -1,4 +1,4 @@
-"""A run in a few figures."""
+"""The summary of a run."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ class Summary:
     """What :meth:`~trimtab.train.trainer.Trainer.fit` did."""
 
     updates: int
-    """Made in this call; not those before a resumption."""
+    """Updates made in this call, without those before a resumption."""
     epochs: int
-    """Finished so far, those before a resumption too."""
+    """Finished epochs, including those before a resumption."""
     seconds: float
     ended: str
-    """Why it ended, in a sentence."""
+    """Why the run ended, in a sentence."""
     loss: float | None
-    """Mean of the last updates that were logged."""
+    """Mean loss of the last updates that were logged."""
     best: float | None
-    """Of the validation figure that is watched."""
+    """Best value of the validation metric that early stopping watches."""
     metrics: Mapping[str, float]
-    """Of the last validation."""
+    """Metrics of the last validation."""
     restored: str | None = None
-    """The figure by whose best validation the model has its parameters now; ``None`` where it has the last ones."""
+    """The metric whose best validation the parameters are restored from; ``None`` if they are those of the last update."""
     examples_per_s: float | None
     peak_mb: float | None
     """Highest memory above the level before the run: of the GPU's allocator where there is one, else of the process."""
     flops_share: float | None
-    """Of the peak that was measured on this machine, at the precision and thread count of the run; ``None`` where either is
-    unknown."""
+    """Share of the floating-point peak measured on this machine at the precision and thread count of the run; ``None`` if that
+    peak is unknown."""
     shares: Mapping[str, float]
-    """Where the time of the steps went: a share of 1 for each phase."""
+    """Share of the time of the updates by phase; together 1."""
     skipped: int
     settings: Settings
-    """As they were in the end, with everything that was ``auto`` decided."""
+    """The settings at the end, with every ``"auto"`` decided."""
     notes: tuple[str, ...] = ()
-    """What was decided and why, a sentence each."""
+    """Decisions and remarks, a sentence each."""
 
     def __str__(self) -> str:
         """A few lines for a person."""
