@@ -410,7 +410,7 @@ def test_what_an_update_makes_that_cannot_be_saved_is_refused_after_the_first(
     made = trainer(tmp_path, optimizer=functools.partial(Odd, lr=0.1))
     with pytest.raises(UsageError, match=said):
         made.fit(batches(), epochs=1)
-    assert made.position.update == 0
+    assert made.position.update == 1
     assert Checkpoints(tmp_path).update() is None
 
 
