@@ -59,9 +59,9 @@ def test_a_field_may_be_called_as_a_method_of_dict_is() -> None:
         assert flatten(found)[1] == flatten(ActorCritic(*tensors))[1]
     with pytest.raises(AttributeError, match="The output has no 'logits'; it has values, items"):
         _ = record.logits
-    parts, again = opened(record) or ([], None)
-    assert again is not None
-    assert again(parts).values is tensors[0]
+    found = opened(record)
+    assert found is not None
+    assert found.rebuild(found.items).values is tensors[0]
 
 
 def test_what_is_made_in_inference_mode_is_copied_under_any_name() -> None:
@@ -86,9 +86,9 @@ def test_named_results_of_torch_keep_their_names(backend: Backend, tmp_path: pat
         found = each(x)
         assert torch.equal(found[0].indices, x.topk(3).indices)
         assert torch.equal(found[1]["max"].values, x.max(1).values)
-    parts, again = opened(x.max(1)) or ([], None)
-    assert again is not None
-    assert torch.equal(again(iter(parts)).indices, parts[1])
+    found = opened(x.max(1))
+    assert found is not None
+    assert torch.equal(found.rebuild(iter(found.items)).indices, found.items[1])
 
 
 def test_source_finds_named_results_by_place() -> None:

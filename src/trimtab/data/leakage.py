@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from trimtab.core.workload import Evaluation
-from trimtab.data.batches import Batch, leaves_of
+from trimtab.data.batches import Batch
 from trimtab.data.splits import Splits
 from trimtab.errors import UsageError
+from trimtab.tensors.structure import leaves_of
 from trimtab.tensors.weights import raw
 
 MOST = 0.5

@@ -14,9 +14,9 @@ from trimtab._internal.text import of_type, with_fix
 from trimtab.core.capture import Call
 from trimtab.core.workload import Evaluation, Workload, as_call, user_code
 from trimtab.data.batch_independence import Judge
-from trimtab.data.batches import Batch, count, marked, rows_of, tensors_of, with_tensors
+from trimtab.data.batches import Batch, arrays_to_tensors, count, marked, rows_of
 from trimtab.errors import UsageError
-from trimtab.tensors.structure import Structure, flatten
+from trimtab.tensors.structure import Structure, flatten, tensors_of
 
 MOST_CALIBRATION = 256
 """More examples than this change a quantizer's ranges little and cost much time."""
@@ -80,7 +80,7 @@ def _is_pair(value: Any) -> bool:
 
 def _of_all(data: tuple[Any, Any], most: int, generator: torch.Generator, size: int) -> list[Batch]:
     """Batches at random from inputs and targets that hold all examples."""
-    inputs, targets = with_tensors(data[0]), with_tensors(data[1])
+    inputs, targets = arrays_to_tensors(data[0]), arrays_to_tensors(data[1])
     given, wanted = _lengths(inputs), _lengths(targets)
     if len(given) != 1 or len(wanted) != 1 or given != wanted:
         counts = [" and ".join(map(str, sorted(found))) or "no" for found in (given, wanted)]
@@ -168,7 +168,7 @@ def _refuse_labels(workload: Workload, items: Iterable[Any]) -> None:
 def _form(inputs: Any) -> Structure | None:
     """The structure of a call; ``None`` for what is none."""
     try:
-        return flatten(as_call(with_tensors(inputs)), "inputs")[1]
+        return flatten(as_call(arrays_to_tensors(inputs)), "inputs")[1]
     except UsageError:
         return None
 
@@ -215,7 +215,7 @@ def _examples(inputs: Any, judge: Judge | None = None) -> int:
     the model says that it is no number of examples."""
     if isinstance(inputs, Call):
         return 1
-    inputs = with_tensors(inputs)
+    inputs = arrays_to_tensors(inputs)
     tensors = tensors_of(inputs)
     if judge is not None and (rows := rows_of(inputs, None)) > 1 and not judge(Batch(inputs, None, rows)).counted:
         return 1
@@ -228,7 +228,7 @@ def _within(item: Any) -> Any:
 
 
 def _batch(inputs: Any, target: Any, *, whole: bool, where: str) -> Batch:
-    inputs, target = with_tensors(inputs), with_tensors(target)
+    inputs, target = arrays_to_tensors(inputs), arrays_to_tensors(target)
     for tensor in tensors_of(inputs):  # masks of -inf are no mistake, and in targets NaN may say that nothing is known
         if tensor.is_floating_point() and (bad := int(torch.isnan(tensor).sum())):
             raise UsageError(f"{where} holds NaN: {bad} of {tensor.numel()} values. Clean the data first.")

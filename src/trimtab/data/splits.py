@@ -11,9 +11,10 @@ from trimtab._internal.text import counted
 from trimtab.core.dynamic_dims import BATCHES
 from trimtab.core.workload import Workload
 from trimtab.data.batch_independence import Judge, Verdict
-from trimtab.data.batches import Batch, count, divide, pieces, tensors_of
+from trimtab.data.batches import Batch, count, divide, pieces
 from trimtab.data.readers import MOST_CALIBRATION, Data, labelled, unlabelled
 from trimtab.errors import UsageError
+from trimtab.tensors.structure import tensors_of
 
 __all__ = ["MOST_CALIBRATION", "Batch", "Splits", "split"]
 

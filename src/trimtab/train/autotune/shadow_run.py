@@ -17,11 +17,12 @@ from trimtab.core.signature import STORED
 from trimtab.errors import CompileError
 from trimtab.measure.timer import LocalRunner, synchronizer
 from trimtab.tensors.deepcopy import copied
+from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.batch_size import plan_for
 from trimtab.train.data.device_prefetch import mover
 from trimtab.train.data.peek import kept_random
 from trimtab.train.engine import setup
-from trimtab.train.loss.adapter import Batch, LossAdapter, tensors
+from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.loss.loss_parity import shaken, too_coarse
 from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
 from trimtab.train.optim.kernels import use_kernels
@@ -87,7 +88,7 @@ class ShadowRun:
         with running(settings), kept_random():
             self.feed.begin(0)
             batches = [batch for group in self.feed.groups() for batch in group]
-            largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors(batch)))
+            largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors_of(batch)))
             plan_for(self.step, self.model, largest, budget, device).apply()
 
     @property
@@ -175,7 +176,7 @@ def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidat
     model, objective = copies(context.model, context.objective)
     moved = mover(context.device)(batch)
     context.modes.train(model)
-    seen = tuple(tensor for tensor in tensors(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
+    seen = tuple(tensor for tensor in tensors_of(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
     made = thread_for(context.device)(lambda: Candidate.of(_Loss(model, objective, moved), seen))
     return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads", "autocast")})
 

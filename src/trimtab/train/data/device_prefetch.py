@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from trimtab.tensors.structure import items_of, map_items, tensors_of
 from trimtab.train.checkpoint.checkpoints import SPARSE
-from trimtab.train.data.batch_structure import rebuilt
-from trimtab.train.loss.adapter import Batch, opaque, tensors
+from trimtab.train.loss.adapter import Batch
 
 Move = Callable[[Batch], Batch]
 
@@ -30,8 +30,8 @@ def mover(device: torch.device, *, channels_last: bool = False) -> Move:
             return moved.contiguous(memory_format=torch.channels_last) if channels_last and moved.dim() == 4 else moved
         if callable(getattr(batch, "to", None)):
             moved = copy.copy(batch).to(device, **_unwaited(type(batch)))  # some change themselves
-            return rebuilt(moved, move) if channels_last and isinstance(moved, Mapping) else moved
-        return rebuilt(batch, move)
+            return map_items(moved, move) if channels_last and isinstance(moved, Mapping) else moved
+        return map_items(batch, move)
 
     return move if channels_last or device.type != "cpu" else _same
 
@@ -106,7 +106,7 @@ class StreamTransfer(Transfer):
         """The batch; the current stream goes on once it is there."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(coming.copied)
-        for tensor in tensors(coming.batch):
+        for tensor in tensors_of(coming.batch):
             if tensor.is_cuda:
                 _used_by(tensor, current)  # its memory belongs to the copying stream, which must not reuse it too early
         return coming.batch
@@ -119,11 +119,11 @@ class StreamTransfer(Transfer):
             return None
 
     def _send(self, batch: Batch) -> _Coming:
-        if there := [tensor for tensor in tensors(batch) if tensor.is_cuda]:
+        if there := [tensor for tensor in tensors_of(batch) if tensor.is_cuda]:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still be making them
             for tensor in there:
                 _used_by(tensor, self.stream)
-        self._opaque |= opaque(batch)
+        self._opaque |= _opaque(batch)
         if self._opaque:  # nothing is known of their tensors, whose memory is used again only after what was computed with it
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -131,6 +131,13 @@ class StreamTransfer(Transfer):
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self.stream)
         return _Coming(moved, copied)
+
+
+def _opaque(batch: Batch) -> bool:
+    """True if ``batch`` holds an object that moves itself to a device, and may hold tensors that are in no container."""
+    if isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
+        return any(map(_opaque, items_of(batch)))
+    return callable(getattr(batch, "to", None)) or any(map(_opaque, items_of(batch)))
 
 
 def _drained(under_way: deque[_Coming]) -> Iterator[_Coming]:

@@ -1,23 +1,20 @@
-"""From the loader to the step: batches in groups, taken apart, on the device, and found again after an interruption."""
+"""Reads a loader: batches on the device, cut into micro-batches, one group per update, resumable within an epoch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from trimtab._internal.text import counted, of_type
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.data import batch_structure
-from trimtab.train.data.batch_structure import entries, fields_of, inseparable, length, rebuilt, rows_of, uneven
+from trimtab.train.data.batch_structure import split, united
 from trimtab.train.data.device_prefetch import Transfer
 from trimtab.train.data.loader_position import Seekable, is_stateful, load_state, state_of
-from trimtab.train.loss.adapter import Batch, examples
+from trimtab.train.loss.adapter import Batch
 from trimtab.train.runtime.memory_errors import final
 from trimtab.train.runtime.random_generators import datasets_of
 from trimtab.train.runtime.step_clock import Clock
@@ -27,9 +24,6 @@ _MOVING = final(
     "A batch has no room on its device ({words}). Make the loader's batches smaller; "
     "Settings(accumulate=...) keeps the update as it is."
 )
-_AS_ONE = "exact_batchnorm runs the batches of an update as one"
-_OTHER_FORM = "Batches that hold different things cannot be joined: give all the same items, tensors in the same places."
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
 class MicroBatcher:
@@ -238,137 +232,6 @@ def set_workers(batches: Any, *, running: bool) -> None:
             iter(batches)
     else:
         batches._iterator = None
-
-
-def split(batch: Batch, size: int) -> list[Batch]:
-    """``batch`` in parts of at most ``size`` examples, as even as can be: BatchNorm has no use for a last one of one example.
-
-    Cut are the first axis of every tensor as long as the batch, packed sequences, and lists with an entry per example; whatever
-    else there is goes to every part.
-
-    Raises:
-        WorkloadError: its tensors differ in their first axis, or it may be a list of examples or of columns.
-    """
-    count = examples(batch)
-    if count <= size:
-        return [batch]
-    if what := inseparable(batch):
-        raise WorkloadError(
-            f"A batch cannot be taken apart into micro-batches of {size}: it holds {what}, of which torch takes no rows. Make "
-            "the loader's batches smaller and set accumulate instead."
-        )
-    rows = {id(row) for row in rows_of(batch) if len(row) == count}
-    if shapes := uneven(batch):
-        raise WorkloadError(
-            f"A batch cannot be taken apart into micro-batches of {size}: its tensors differ in their first axis ({shapes}). "
-            "Make the loader's batches smaller and set accumulate instead."
-        )
-    if isinstance(batch, list) and 2 < len(batch) > count and all(isinstance(each, torch.Tensor) for each in batch):
-        raise WorkloadError(
-            f"A batch cannot be taken apart into micro-batches of {size}: it is a list of {len(batch)} tensors, which may be "
-            f"{len(batch)} examples, or columns of {count} each. Stack examples, and give columns in a tuple."
-        )
-    number = -(-count // size)
-    ends = list(itertools.accumulate(count // number + (part < count % number) for part in range(number)))
-    return [_part(*bounds, count, rows)(batch) for bounds in zip([0, *ends], ends, strict=False)]
-
-
-def united(batches: Sequence[Batch]) -> Batch:
-    """One batch that is worth all of ``batches``, which differ in their examples alone.
-
-    Raises:
-        WorkloadError: a number, a name or whatever else goes for a whole batch is another in the next, or their tensors differ
-            in more than the first axis.
-    """
-    for batch in batches:
-        if what := inseparable(batch):
-            raise WorkloadError(f"{_AS_ONE}, but these hold {what}, which torch does not join.")
-        if shapes := uneven(batch):
-            raise WorkloadError(f"{_AS_ONE}, but nothing tells how to join tensors that differ in their first axis: {shapes}.")
-    first, *others = [dict(_constants(batch, length(batch), set(map(id, rows_of(batch))))) for batch in batches]
-    for other in others:
-        if differing := [place for place in {**first, **other} if (place, first.get(place, ...)) not in other.items()]:
-            raise WorkloadError(
-                f"{_AS_ONE}, but {differing[0]} goes for a whole batch, and is not the same in the next. Give it for each "
-                "example, as a tensor with as many rows."
-            )
-    try:
-        return join(batches)
-    except WorkloadError as error:
-        raise WorkloadError(f"{_AS_ONE}. {error}") from error
-
-
-def _constants(item: Any, count: int | None, rows: set[int], place: str = "batch") -> Iterator[tuple[str, Any]]:
-    """What a batch holds, and where: values that go for all of it, the type of those with one per example."""
-    if isinstance(item, torch.Tensor):
-        yield place, torch.Tensor if item.dim() else item.item()
-    elif isinstance(item, PackedSequence) or _per_example(item, count, rows):
-        yield place, type(item)
-    elif items := entries(item):
-        for key, each in items:
-            yield from _constants(each, count, rows, f"{place}[{key!r}]")
-    else:
-        yield place, item if isinstance(item, _PLAIN) else item.tolist() if isinstance(item, np.ndarray) else id(item)
-
-
-def join(batches: Sequence[Batch]) -> Batch:
-    """One batch with the examples of all; what is no tensor or list with a value per example is that of the first.
-
-    Raises:
-        WorkloadError: their tensors differ in more than the first axis, or they hold different things.
-    """
-    rows = {id(row) for batch in batches for row in rows_of(batch)}
-    return _joined(batches, [length(batch) for batch in batches], rows)
-
-
-def _joined(batches: Sequence[Batch], counts: Sequence[int | None], rows: set[int]) -> Batch:
-    first = batches[0]
-    if len({isinstance(batch, torch.Tensor) for batch in batches}) > 1:
-        raise WorkloadError(_OTHER_FORM)
-    if isinstance(first, torch.Tensor):
-        if len({(batch.dtype, batch.shape[1:]) for batch in batches}) > 1:
-            shapes = ", ".join(f"{tuple(batch.shape)} of {batch.dtype}" for batch in batches)
-            raise WorkloadError(
-                f"Tensors can be joined that have one type and differ in the first axis alone, but these are {shapes}. Pad "
-                "them alike."
-            )
-        return torch.cat(list(batches)) if first.dim() else first
-    if isinstance(first, PackedSequence):
-        return batch_structure.packed_joined(batches)
-    if all(_per_example(batch, count, rows) for batch, count in zip(batches, counts, strict=True)):
-        return np.concatenate(batches) if isinstance(first, np.ndarray) else type(first)(itertools.chain(*batches))
-    items = [dict(entries(batch)) for batch in batches]
-    if any(each.keys() != items[0].keys() for each in items):
-        raise WorkloadError(_OTHER_FORM)
-    keys = iter(items[0])  # in the order in which the first is rebuilt
-
-    def of_all(_: Batch) -> Batch:
-        key = next(keys)
-        return _joined([each[key] for each in items], counts, rows)
-
-    return rebuilt(first, of_all)
-
-
-def _part(start: int, end: int, count: int, rows: set[int]) -> Callable[[Batch], Batch]:
-    def part(item: Batch) -> Batch:
-        if isinstance(item, PackedSequence):
-            return batch_structure.packed_part(item, start, end)
-        if isinstance(item, torch.Tensor) and item.is_sparse and item.dim():  # of which torch takes no slices
-            return item.index_select(0, torch.arange(start, end, device=item.device))
-        whole = isinstance(item, torch.Tensor) and item.dim()
-        return item[start:end] if whole or _per_example(item, count, rows) else rebuilt(item, part)
-
-    return part
-
-
-def _per_example(item: Any, count: int | None, rows: set[int]) -> bool:
-    """Whether ``item`` is no tensor, but has one value for each of so many examples; of any number where none is known."""
-    if isinstance(item, np.ndarray):
-        return item.ndim > 0 and count in (None, len(item))
-    if not isinstance(item, (list, tuple)) or hasattr(item, "_fields") or count not in (None, len(item)):
-        return False
-    kinds = (torch.Tensor, np.ndarray, Mapping, list, tuple)
-    return id(item) in rows or not any(isinstance(each, kinds) or fields_of(each) is not None for each in item)
 
 
 def _why_empty(batches: Any) -> str:

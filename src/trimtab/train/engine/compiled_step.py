@@ -12,8 +12,9 @@ from torch import nn
 
 from trimtab.core.settings import Settings
 from trimtab.core.technique import require
+from trimtab.tensors.structure import tensors_of
 from trimtab.train.engine.step import Step, Update
-from trimtab.train.loss.adapter import Batch, LossAdapter, tensors
+from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.snapshots import moving
 from trimtab.train.runtime.step_clock import Clock
@@ -60,7 +61,7 @@ class CompiledStep(Step):
         """Update the parameters from ``batches``, compiled if that is possible."""
         if self.model is self.plain:
             return super().__call__(batches)
-        shapes = tuple(tensor.shape for batch in batches for tensor in tensors(batch))
+        shapes = tuple(tensor.shape for batch in batches for tensor in tensors_of(batch))
         new = shapes not in self._met
         before = (moving(self.plain, self.objective.module), random_state()) if new else None
         try:

@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trimtab.errors import TrimtabError, WorkloadError
-from trimtab.train.data.batch_structure import inside, length
-from trimtab.train.data.micro_batches import join, split
-from trimtab.train.loss.adapter import Batch, examples, tensors
+from trimtab.tensors.batch_axis import length
+from trimtab.tensors.structure import items_of, tensors_of
+from trimtab.train.data.batch_structure import join, split
+from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.loss.loss_parity import ROUNDING, rounding
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import go_on, out_of_memory
@@ -138,7 +139,7 @@ def _trials(group: Sequence[Batch], *, fixed: bool) -> list[_Trial]:
 def _join(batches: Sequence[Batch]) -> bool:
     """Whether these are several that make one: tensors of one shape with a row per example, and nothing else."""
     counts = [length(batch) for batch in batches]
-    shapes = {tuple(tensor.shape[1:] for tensor in tensors(batch)) for batch in batches}
+    shapes = {tuple(tensor.shape[1:] for tensor in tensors_of(batch)) for batch in batches}
     rows = all(_is_rows(batch, count) for batch, count in zip(batches, counts, strict=True))
     return len(batches) > 1 and len(shapes) == 1 and rows
 
@@ -146,7 +147,7 @@ def _join(batches: Sequence[Batch]) -> bool:
 def _is_rows(batch: Batch, count: int | None) -> bool:
     if isinstance(batch, torch.Tensor):
         return bool(batch.dim()) and len(batch) == count
-    items = inside(batch)
+    items = items_of(batch)
     return bool(items) and all(_is_rows(item, count) for item in items)
 
 

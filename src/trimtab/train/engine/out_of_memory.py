@@ -12,13 +12,14 @@ import torch
 
 from trimtab.errors import WorkloadError
 from trimtab.measure.memory import PeakMemory, PeakUse
+from trimtab.tensors.batch_axis import length
+from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.batch_size import micro_batch, parts, plan_for
-from trimtab.train.data.batch_structure import length
-from trimtab.train.data.micro_batches import split
+from trimtab.train.data.batch_structure import split
 from trimtab.train.distributed.process_group import PeerMemoryError
 from trimtab.train.engine.loss_additivity import ADVICE, Additive
 from trimtab.train.engine.step import Step, Update
-from trimtab.train.loss.adapter import Batch, examples, tensors
+from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import out_of_memory, said
@@ -318,4 +319,4 @@ def _inseparable(batch: Batch) -> str | None:
 
 
 def _elements(batch: Batch) -> int:
-    return sum(map(torch.Tensor.numel, tensors(batch)))
+    return sum(map(torch.Tensor.numel, tensors_of(batch)))

@@ -6,11 +6,9 @@ mean over 300 are not worth the same. Gradient accumulation and training on seve
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import re
-from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -23,7 +21,8 @@ from trimtab._internal.text import counted, of_type
 from trimtab._internal.validation import refuses
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.data.batch_structure import fields_of, inside, length, uneven, with_fields
+from trimtab.tensors.batch_axis import length, uneven
+from trimtab.tensors.structure import map_items, tensors_of
 from trimtab.train.loss import torch_losses
 from trimtab.train.loss.torch_losses import IGNORED
 
@@ -247,39 +246,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def fresh(batch: Batch) -> Batch:
-    """``batch`` in dicts, lists, tuples and dataclasses of its own; the tensors and whatever else is in them are the same."""
-    if isinstance(batch, torch.Tensor):
-        return batch
-    if isinstance(batch, tuple) and not isinstance(batch, PackedSequence):
-        items = [item if isinstance(item, torch.Tensor) else fresh(item) for item in batch]  # for each update; calls add up
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    if (found := fields_of(batch)) is not None:
-        return with_fields(batch, {name: fresh(item) for name, item in found.items()})
-    if not isinstance(batch, (dict, UserDict, list)):
-        return batch
-    made: Any = copy.copy(batch)  # which keeps what a container of some other kind has besides its items
-    for key, item in enumerate(batch) if isinstance(batch, list) else batch.items():
-        made[key] = fresh(item)
-    return made
-
-
-def tensors(batch: Batch) -> list[torch.Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    found: list[torch.Tensor] = []
-    for item in batch if isinstance(batch, PackedSequence) else inside(batch):
-        found += [item] if isinstance(item, torch.Tensor) else tensors(item)
-    return found
-
-
-def opaque(batch: Batch) -> bool:
-    """Whether ``batch`` holds objects that can be moved to a device, but whose tensors are not among :func:`tensors`."""
-    if isinstance(batch, torch.Tensor):
-        return False
-    if isinstance(batch, (Mapping, tuple, list)):
-        return any(map(opaque, batch.values() if isinstance(batch, Mapping) else batch))
-    return callable(getattr(batch, "to", None)) or any(map(opaque, inside(batch)))
+    """Copies of the nested containers of ``batch``; tensors and other leaves are shared."""
+    return map_items(batch, fresh)
 
 
 def examples(batch: Batch) -> int:
@@ -360,7 +328,7 @@ def _shifts(model: nn.Module) -> bool:
 
 def _ignores(batch: Batch) -> bool:
     """Whether there are labels that are commonly left out of a mean: among the targets, or anywhere if these are not known."""
-    found = tensors(batch[1] if is_pair(batch) else batch)
+    found = tensors_of(batch[1] if is_pair(batch) else batch)
     whole = [t for t in found if t.dtype.is_signed and not (t.is_floating_point() or t.is_complex())]
     return any(bool((t == IGNORED).any()) for t in whole)
 
