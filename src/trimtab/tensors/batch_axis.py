@@ -75,7 +75,8 @@ def lead(value: Any) -> int | None:
 
 def length(batch: Any) -> int | None:
     """The number of examples in ``batch``; ``None`` if nothing in it tells."""
-    return BatchAxis.of(batch).count
+    certain = next((count for source, count in _counts(batch) if source == _TENSOR), None)  # called for each micro-batch
+    return BatchAxis.of(batch).count if certain is None else certain
 
 
 def uneven(batch: Any) -> str | None:

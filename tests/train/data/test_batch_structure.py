@@ -287,7 +287,7 @@ def test_batches_that_cannot_be_joined_make_the_same_update_apart() -> None:
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_nested_tensor_has_as_many_examples_as_it_has_tensors_of(layout: torch.layout) -> None:
+def test_a_nested_tensor_has_as_many_examples_as_it_has_tensors(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.randn(2, 5), torch.randn(3, 5)], layout=layout)
     assert length((nested, torch.zeros(2))) == length({"name": "", "x": nested}) == 2
     assert uneven((nested, torch.zeros(2))) is None
