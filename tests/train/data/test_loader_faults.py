@@ -86,7 +86,7 @@ def test_a_call_that_makes_no_sense_is_refused_at_once(arguments: Any, options: 
     [
         (
             "raise",
-            "The dataset raised on example 7: KeyError: 'no such file' (tests/train/data/test_loader_faults.py, line 35)",
+            "The dataset raised on example 7: KeyError: 'no such file' (tests/train/data/test_loader_faults.py, line 36)",
         ),
         ("shape", "Examples at 'image' cannot be joined to a batch: their shapes are (3, 4, 4), (3, 4, 5)"),
     ],

@@ -30,14 +30,14 @@ class MicroBatcher:
     """Groups of micro-batches, one group per update.
 
     Args:
-        batches: anything that can be iterated over once per epoch.
+        batches: an iterable, iterated once per epoch.
         accumulate: batches per group.
-        clock: told of waiting and copying.
-        move: puts a batch on the device.
-        micro: examples per micro-batch; larger batches are taken apart.
-        joined: whether the batches of a group become one.
-        exact: whether it is an error that they cannot; for exact BatchNorm. Else they stay apart.
-        transfer: how batches get to the device; with ``move``, when their turn comes, if not given.
+        clock: measures the time of reading and of copying.
+        move: copies a batch to the device.
+        micro: most examples per micro-batch; larger batches are split.
+        joined: join the batches of a group into one if possible.
+        exact: raise if they cannot be joined, for exact BatchNorm.
+        transfer: moves batches to the device; by default with ``move``, one at a time.
     """
 
     def __init__(
@@ -55,31 +55,31 @@ class MicroBatcher:
         self.batches, self.accumulate, self.clock, self.move = batches, accumulate, clock, move
         self.micro, self.joined, self.exact = micro, joined, exact
         self.fallback: tuple[int | None] | None = None
-        """What :attr:`micro` was before an attempt that a batch may still put an end to."""
+        """The value of :attr:`micro` before :meth:`attempt`, until a batch has been split."""
         self.taken = 0
-        """Batches of the running epoch that were given out, or skipped."""
+        """Batches of this epoch that were read or skipped."""
         self.short = False
-        """Whether the loader had fewer batches than were to be skipped."""
+        """Whether the loader had fewer batches than :meth:`begin` was to skip."""
         self.cut = False
-        """Whether a signal has ended the loader's workers in the running epoch."""
+        """Whether a signal ended the loader's workers in this epoch."""
         self._loaded = False
-        """Whether the loader was put where the next epoch goes on."""
+        """Whether :meth:`load` has set the loader's position for the next :meth:`begin`."""
         self._between = False
-        """Whether the loader stands between two groups: it was begun, and none was read in part."""
+        """Whether no group is read in part, so that the loader's position can be saved."""
         self._told = False
-        """Whether it was told that the loader ends early."""
+        """Whether :meth:`missing` has reported a loader that ends early."""
         self._transfer = transfer or Transfer(move)
         self._running: Iterator[Any] = iter(())
 
     def begin(self, epoch: int, skip: int = 0) -> None:
         """Start epoch ``epoch`` after its first ``skip`` batches.
 
-        Persistent workers have copies of the dataset, which hear no ``set_epoch()``: if it has one, others are started.
+        Persistent workers hold copies of the dataset that ``set_epoch()`` does not reach: if it has one, they are renewed.
         """
         self.clock.enter("data")
         batches = self.batches
         self.taken, self.cut, self.short, self._between = skip, False, False, False
-        self._running = iter(())  # of the epoch before: it is not gone on with if this one fails, and it holds the workers
+        self._running = iter(())  # drop the iterator of the epoch before, which holds the workers
         if self._loaded:
             skip = 0
         else:
@@ -97,31 +97,30 @@ class MicroBatcher:
         self._between = True
 
     def finish(self) -> None:
-        """Have a loader that keeps its position see the end of the epoch, if its length alone has told it so far."""
+        """Exhaust the iterator of a stateful loader, so that its saved position is the end of the epoch."""
         if is_stateful(self.batches):
             next(self._running, _END)
 
     def state(self) -> dict[str, Any] | None:
-        """The position of a :class:`~trimtab.train.data.loader_position.Stateful` loader, if it is :attr:`taken` batches into
-        the epoch."""
+        """The position of a :class:`~trimtab.train.data.loader_position.Stateful` loader; ``None`` within a group."""
         return state_of(self.batches) if self._between else None
 
     def load(self, epoch: int, state: dict[str, Any]) -> None:
-        """Put the loader where :meth:`state` was asked, in epoch ``epoch``; the next :meth:`begin` skips nothing."""
+        """Restore a position of :meth:`state` in epoch ``epoch``; the next :meth:`begin` skips nothing."""
         self._running = iter(())
         _set_epoch(self.batches, epoch)
         load_state(self.batches, state)
         self._loaded = self._between = True
 
     def length(self) -> int | None:
-        """How many groups are left of the epoch, where the loader can say."""
+        """Groups left in the epoch; ``None`` if the loader has no length."""
         try:
             return -(-(len(self.batches) - self.taken) // self.accumulate)  # type: ignore[arg-type]
         except TypeError:
             return None
 
     def missing(self) -> str | None:
-        """At the end of an epoch: a sentence where the loader had said that it has more; once."""
+        """At the end of an epoch: a sentence, once, if the loader gave fewer batches than its length."""
         if self._told or (self.length() or 0) <= 0:
             return None
         self._told = True
@@ -131,10 +130,10 @@ class MicroBatcher:
         )
 
     def groups(self) -> Iterator[list[Batch]]:
-        """What is left of the epoch.
+        """The groups left in the epoch.
 
         Raises:
-            WorkloadError: there is no batch in the whole epoch.
+            WorkloadError: the epoch has no batch.
         """
         while group := self._group():
             yield group
@@ -165,20 +164,20 @@ class MicroBatcher:
         except WorkloadError:
             if self.fallback is None:
                 raise
-            (self.micro,), self.fallback = self.fallback, None  # what was only attempted must not end the run
+            (self.micro,), self.fallback = self.fallback, None  # an attempt must not end the run
             return self.apart(group)
 
     def apart(self, group: list[Batch]) -> list[Batch]:
-        """The batches of ``group`` in the micro-batches of this run."""
+        """The batches of ``group``, split into micro-batches."""
         return group if self.micro is None else [part for batch in group for part in split(batch, self.micro)]
 
     def attempt(self, micro: int) -> None:
-        """Take batches apart into ``micro`` examples from now on; if one cannot be, all are taken apart as before again."""
+        """Split into ``micro`` examples from now on; if a batch cannot be split, return to the size before."""
         self.fallback, self.micro = (self.micro,), micro
 
 
 def _read(running: Iterator[Batch]) -> Iterator[Batch]:
-    """``running``, whose errors are told as those of the loader: what fails on a batch's way to the device is none of them."""
+    """The batches of ``running``, with its errors reported as errors of the loader."""
     while True:
         with _READING:
             batch = next(running, _END)
@@ -188,7 +187,7 @@ def _read(running: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:
-    """Tell the loader, its samplers, what its batch sampler draws from, and its dataset, which epoch begins."""
+    """Call ``set_epoch()`` of the loader, its samplers and its datasets."""
     groups = getattr(batches, "batch_sampler", None)
     places = [batches, getattr(batches, "sampler", None), groups, getattr(groups, "sampler", None), *datasets_of(batches)]
     for place in {id(place): place for place in places}.values():
@@ -198,33 +197,33 @@ def _set_epoch(batches: Any, epoch: int) -> None:
 
 
 def _may_run_ahead(batches: Any) -> bool:
-    """Whether a batch can be read before its turn: that draws no random numbers here, and moves no position that is saved."""
+    """True if reading a batch early draws no random numbers in this process and moves no position that is saved."""
     return isinstance(batches, Seekable) or (bool(getattr(batches, "num_workers", 0)) and not is_stateful(batches))
 
 
 def draws_here(batches: Any) -> bool:
-    """Whether batches may be drawn in this process when their turn comes, and not as the epoch begins."""
+    """True if reading may draw random numbers in this process during the epoch, and not only at its start."""
     streams = isinstance(getattr(batches, "dataset", None), torch.utils.data.IterableDataset)
     return isinstance(batches, Iterator) or (streams and not getattr(batches, "num_workers", 0))
 
 
 def hears_epochs(batches: Any) -> bool:
-    """Whether its dataset, or a part of it, has a ``set_epoch()``."""
+    """True if a dataset of the loader has a ``set_epoch()``."""
     return any(hasattr(dataset, "set_epoch") for dataset in datasets_of(batches))
 
 
 def keeps_workers(batches: Any) -> bool:
-    """Whether this is a DataLoader whose workers stay from epoch to epoch."""
+    """True for a DataLoader with persistent workers."""
     return isinstance(batches, torch.utils.data.DataLoader) and batches.persistent_workers
 
 
 def has_workers(batches: Any) -> bool:
-    """Whether workers that stay run already: to start them draws a random number, which the epochs after that do not draw."""
+    """True if persistent workers are running. Starting them draws a random number; later epochs draw none."""
     return keeps_workers(batches) and batches._iterator is not None
 
 
 def set_workers(batches: Any, *, running: bool) -> None:
-    """Start the workers that stay, or let go of them, so that what begins now draws as what began then."""
+    """Start or end persistent workers, so that a resumed epoch draws the same random numbers."""
     if not keeps_workers(batches) or has_workers(batches) == running:
         return
     if running:
