@@ -93,6 +93,37 @@ def test_eager_saves_control_flow_on_data(tmp_path: pathlib.Path) -> None:
         torch.testing.assert_close(loaded(rows), candidate.model(rows))
 
 
+class Pooled(nn.Module):
+    """Pools to 3 x 3 cells of any size, on which ``optimize_for_inference`` makes a module that raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool, self.last = nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(3), nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.last(self.pool(self.stem(images).relu()))
+
+
+def test_torchscript_runs_the_frozen_module_where_the_optimized_one_fails(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    dims = {"images": {0: Dim("batch"), 2: Dim("height", min=12), 3: Dim("width", min=12)}}
+    candidate = Candidate.of(Pooled().eval(), (torch.randn(1, 3, 22, 22),), dynamic=dims)
+    executable = TorchScript().compile(candidate)
+    assert any(note.startswith("The frozen module runs as it is, because torch.jit") for note in executable.notes)
+    assert "input size is not divisible" in str(executable.notes)
+    assert executable.save(tmp_path) == ["frozen.pt"]
+    loaded = TorchScript().load(tmp_path, executable.signature, executable.settings)
+    script: dict[str, Any] = {}
+    exec(TorchScript().script(), script)  # noqa: S102 - as run.py of an artifact holds it
+    run = script["load"](str(tmp_path), 0)
+    for images in (torch.randn(1, 3, 22, 22), torch.randn(3, 3, 19, 27)):
+        with torch.no_grad():
+            wanted = candidate.model(images)
+        torch.testing.assert_close(executable(images), wanted)
+        torch.testing.assert_close(loaded(images), wanted)
+        torch.testing.assert_close(run([images.numpy()])[0], wanted)
+
+
 def test_torchscript_compiles_the_source_where_a_trace_is_not_safe() -> None:
     candidate = deciding()
     executable = TorchScript().compile(candidate)

@@ -137,21 +137,39 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 2), (2, 1, 0)])
-def test_calls_that_are_empty_in_part_are_a_workload_of_their_own(sizes: tuple[int, ...]) -> None:
+def test_a_size_that_is_0_in_some_calls_is_dynamic_like_others(sizes: tuple[int, ...]) -> None:
     module, calls = Decoder().eval(), [(torch.ones(1, 4), torch.ones(1, size, 4)) for size in sizes]
 
     def run() -> None:
         for call in calls:
             module(*call)
 
-    message = "'past' is empty in some calls and not in others: axis 1 has the sizes 0 and 2.*with keep=lambda call: ..."
-    with pytest.raises(UsageError, match=message):
-        Workload.capture(module, run)
-    with pytest.raises(UsageError, match=message):
-        prepare(Workload(model=module, inputs=calls[0], examples=calls[1:]))
-    workload = Workload.capture(module, run, keep=lambda call: call.args[1].numel() > 0)
-    assert prepare(workload).candidate.signature.inputs[1].shape == (1, "past_1", 4)
+    captured, given = Workload.capture(module, run), Workload(model=module, inputs=calls[0], examples=calls[1:])
+    for workload in (captured, given):
+        signature = prepare(workload).candidate.signature
+        assert signature.inputs[1].shape == (1, "past_1", 4)
+        assert signature.dims == (Dim("past_1", min=0),)
+    stated = Workload(model=module, inputs=calls[0], dynamic={"past": {1: Dim("length", min=0, max=8)}})
+    assert prepare(stated).candidate.signature.dims == (Dim("length", min=0, max=8),)
     assert prepare(Workload(model=module, inputs=calls[sizes.index(0)])).candidate.signature.dims == ()
+
+
+def test_data_beyond_the_sizes_that_are_stated_is_refused_by_the_dry_run() -> None:
+    texts = [torch.ones(1, 9 if i == 5 else 2 + i % 4, 4) for i in range(16)]
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+
+    def refused(least: int, most: int, **data: object) -> str:
+        dynamic = {"input": {0: "batch", 1: Dim("length", min=least, max=most)}}
+        with pytest.raises(UsageError) as raised:
+            prepare(Workload(model=module, inputs=texts[0], dynamic=dynamic, **data))  # type: ignore[arg-type]
+        return str(raised.value)
+
+    message = refused(1, 8, calibration=texts)
+    assert "does not allow the sizes of 1 of 16 calls that the data makes, the first of them item 5" in message
+    assert "Dimension 'length' of 'input' is 9; this was built for 1 to 8. State the sizes that occur" in message
+    pairs = [(text, torch.ones(1)) for text in texts]
+    labelled = Evaluation(data=pairs, score=lambda output, target: output.mean() - target)
+    assert "the first of them item 5" in refused(1, 8, evaluation=labelled)
 
 
 class Window(nn.Module):

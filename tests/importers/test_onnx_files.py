@@ -22,6 +22,7 @@ from trimtab.evaluation.prepared_workload import prepare
 from trimtab.importers.load import load_workload
 from trimtab.importers.onnx.graph import import_graph
 from trimtab.importers.onnx.operators import OPS
+from trimtab.importers.onnx.session import open_session, runtime_errors
 from trimtab.testing.models import CASES
 
 EMPTY = ("uint16", "uint32", "uint64", "empty_set", "same_values")
@@ -389,3 +390,54 @@ def test_graphs_that_make_no_sense_are_refused_with_a_sentence(tmp_path: pathlib
         path.write_bytes(graph(nodes, initializer=initializer).SerializeToString())
         with pytest.raises(IntegrityError, match=f"m.onnx holds no model that can be used: {words}.*Export the model again"):
             trimtab.load_workload(path)
+
+
+def scaled_by_one() -> onnx.ModelProto:
+    """A valid model on which ONNX Runtime's optimizer fails: Identity, then a product with 1 / 1 (onnxruntime#32413)."""
+    nodes = [
+        helper.make_node("Identity", ["x"], ["mid"]),
+        helper.make_node("Div", ["one", "again"], ["scale"]),
+        helper.make_node("Mul", ["mid", "scale"], ["scaled"]),
+        helper.make_node("MatMul", ["scaled", "weight"], ["y"]),
+    ]
+    weight = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    arrays = {"weight": weight, "one": np.float32(1), "again": np.float32(1)}
+    made = helper.make_graph(
+        nodes,
+        "scaled",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in arrays.items()],
+    )
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_a_model_on_which_the_runtimes_optimizer_fails_is_opened_without_it(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "scaled.onnx"
+    onnx.save(scaled_by_one(), path)
+    with pytest.raises(runtime_errors(), match="Invalid model"):
+        onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session, reason = open_session(path, onnxruntime.SessionOptions())
+    assert str(reason).startswith(
+        "ONNX Runtime opens this model only with its graph optimizations off, because they fail on it"
+    )
+    x = np.ones((2, 8), np.float32)
+    weight = numpy_helper.to_array(scaled_by_one().graph.initializer[0])
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], x @ weight, rtol=1e-5)
+    notes = load_workload(str(path)).notes
+    assert reason in notes
+
+
+def test_a_model_that_opens_in_no_way_is_told_by_the_first_error(tmp_path: pathlib.Path) -> None:
+    model = scaled_by_one()
+    model.graph.node[3].op_type = "NoSuchOperator"
+    onnx.save(model, tmp_path / "none.onnx")
+    with pytest.raises(runtime_errors(), match="NoSuchOperator"):
+        open_session(tmp_path / "none.onnx", onnxruntime.SessionOptions())
+
+
+@pytest.mark.parametrize("raised", ["Fail", "InvalidArgument", "NoSuchFile", "EPFail", "ModelRequiresCompilation"])
+def test_every_exception_of_the_runtime_is_known(raised: str) -> None:
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    assert issubclass(getattr(state, raised), runtime_errors())

@@ -38,6 +38,7 @@ from trimtab.core.signature import Signature
 from trimtab.core.technique import require
 from trimtab.errors import CompileError, IntegrityError, UsageError
 from trimtab.hardware import environment
+from trimtab.importers.onnx.session import open_session, runtime_errors
 from trimtab.tensors.weights import weights
 
 _EXACTLY = f"""    flags = open("/proc/cpuinfo").read().split() if platform.system() == "Linux" else ["avx_vnni"]
@@ -98,7 +99,7 @@ class OnnxExecutable(Executable):
             feeds.push_back(to_dlpack(leaf.view(torch.uint8) if boolean else leaf), boolean)
         try:
             self._run(self._options, self._names, feeds, self._outputs, found, self._devices)
-        except _runtime_errors() as error:
+        except runtime_errors() as error:
             raise RuntimeError(str(error)) from error
         outputs: list[torch.Tensor] = found.to_dlpacks(from_dlpack)
         for place in self._booleans:
@@ -110,9 +111,7 @@ class OnnxExecutable(Executable):
         with tempfile.TemporaryDirectory(prefix="trimtab-profile-") as place:
             options = self._session.get_session_options()
             options.enable_profiling, options.profile_file_prefix = True, f"{place}/profile"
-            session = require("onnxruntime").InferenceSession(
-                str(self._folder / MODEL), options, providers=["CPUExecutionProvider"]
-            )
+            session = open_session(self._folder / MODEL, options)[0]
             profiled = OnnxExecutable(session, self.signature, self.settings, self._folder)
             for _ in range(repeats + 1):
                 profiled.run(leaves)
@@ -216,7 +215,9 @@ class OnnxRuntime(Backend):
                     candidate, f"{name}-{made}", lambda t: self._quantize(rows, signature, base, t)
                 ) as quantized:
                     copy_files(quantized, model_files(quantized), folder, link=True)
-        executable = OnnxExecutable(self._session(folder, candidate.settings), signature, candidate.settings, folder, owned)
+        session, unoptimized = self._session(folder, candidate.settings)
+        executable = OnnxExecutable(session, signature, candidate.settings, folder, owned)
+        executable.notes += [unoptimized] if unoptimized else []
         executable.notes += _notes(candidate, signature, facts)
         if self.precision != "f32":
             executable.notes += int8.coverage(folder / MODEL)
@@ -227,7 +228,7 @@ class OnnxRuntime(Backend):
         facts = refuse_unsafe(folder)
         exactly = self.precision != "f32" and facts.get("trimtab.weight_bits") != "7" and not environment.has_vnni()
         try:
-            return OnnxExecutable(self._session(folder, settings, exactly=exactly), signature, settings, folder)
+            return OnnxExecutable(self._session(folder, settings, exactly=exactly)[0], signature, settings, folder)
         except CompileError as error:
             raise IntegrityError(f"{folder / MODEL} cannot be loaded: {error}") from error
 
@@ -240,7 +241,12 @@ def load(folder, threads):
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, threads or 0
     options.add_session_config_entry("session.intra_op.allow_spinning", "{int(self.spinning)}")
-{wide}    session = onnxruntime.InferenceSession(f"{{folder}}/model.onnx", options, providers=["CPUExecutionProvider"])
+{wide}    path, where = f"{{folder}}/model.onnx", ["CPUExecutionProvider"]
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=where)
+    except Exception:  # its optimizer fails on some valid models
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session = onnxruntime.InferenceSession(path, options, providers=where)
     names = session.get_modelmeta().custom_metadata_map["trimtab.inputs"].split(",")
     known = {{item.name for item in session.get_inputs()}}
     def call(arrays):
@@ -260,14 +266,14 @@ def load(folder, threads):
                 known = {item.name for item in onnx.load(prepared, load_external_data=False).graph.input}
                 int8.quantize_static(prepared, target, self.operators, int8.Calibration(rows, names, known))
             stamp(target, names, weight_bits="8" if environment.has_vnni() else "7")
-        except (*CONVERSION_ERRORS, *_runtime_errors()) as error:
+        except (*CONVERSION_ERRORS, *runtime_errors()) as error:
             raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}.") from error
         int8.remove_prepared(folder)
 
     def _open_run(self, folder: pathlib.Path, signature: Signature) -> Run:
-        return OnnxExecutable(self._session(folder, Settings()), signature, Settings(), folder).run
+        return OnnxExecutable(self._session(folder, Settings())[0], signature, Settings(), folder).run
 
-    def _session(self, folder: pathlib.Path, settings: Settings, *, exactly: bool = False) -> Any:
+    def _session(self, folder: pathlib.Path, settings: Settings, *, exactly: bool = False) -> tuple[Any, str | None]:
         onnxruntime = require("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = FATAL
@@ -277,8 +283,8 @@ def load(folder, threads):
         if exactly:
             options.add_session_config_entry(int8.EXACTLY, "1")
         try:
-            return onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
-        except (*CONVERSION_ERRORS, *_runtime_errors()) as error:
+            return open_session(folder / MODEL, options)
+        except (*CONVERSION_ERRORS, *runtime_errors()) as error:
             raise CompileError(f"ONNX Runtime cannot open the model: {first_line(error)}.") from error
 
 
@@ -291,13 +297,6 @@ def _kernels(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, fl
         if event["name"] in seen:
             yield event["args"]["op_name"], 1, event["dur"] / 1e3
         seen.add(event["name"])
-
-
-def _runtime_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of ONNX Runtime and of ONNX's own checks, which derive from :class:`Exception` itself."""
-    state = vars(require("onnxruntime.capi.onnxruntime_pybind11_state"))
-    raised = [value for value in state.values() if isinstance(value, type) and issubclass(value, Exception)]
-    return (*raised, require("onnx.shape_inference").InferenceError, require("onnx.checker").ValidationError)
 
 
 def _notes(candidate: Candidate, signature: Signature, facts: Conversion) -> list[str]:

@@ -61,6 +61,8 @@ class OpenVinoExecutable(Executable):
             _reshape(model, shapes)
             self._hot = Request(self._compile(model), self._graph, self._through)
         self._shapes = [torch.Size(shape) for shape in shapes or []]
+        self._takes_empty = any(dim.min == 0 for dim in signature.dims)
+        """A request whose first inputs are empty gives wrong outputs later (OpenVINO 2026.4), so others go first."""
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the request made for these sizes; inputs need not be contiguous."""
@@ -70,7 +72,7 @@ class OpenVinoExecutable(Executable):
     def run_many(self, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
         """Run as many requests at once as there are streams."""
         wanted = [self._request(leaves) for leaves in requests]
-        if len(requests) < 2 or wanted[0].parallel < 2:
+        if len(requests) < 2 or wanted[0].parallel < 2 or self._takes_empty:
             return [self.run(leaves) for leaves in requests]
         same = all(request is wanted[0] for request in wanted)
         answers = run_queue(wanted[0] if same else self._for_any(), requests)
@@ -112,6 +114,8 @@ class OpenVinoExecutable(Executable):
             if self._model is None:
                 raise InputError(f"The model was built for the sizes {self.signature.describe()} only, or it is closed.")
             self._any = Request(self._compile(self._model), self._graph, self._through)
+            if self._takes_empty:
+                self._any.run(_smallest(self.signature))
         return self._any
 
     def _compile(self, model: Any, more: Mapping[str, Any] | None = None) -> Any:
@@ -254,7 +258,7 @@ class OpenVino(Backend):
         """Runs the model with OpenVINO alone: compiled for the first sizes that come, and for any size when others follow."""
         return f"""
 def load(folder, threads):
-    import openvino
+    import numpy, openvino
     core = openvino.Core()
     config = {self._config(Settings())!r} | ({{"INFERENCE_NUM_THREADS": threads}} if threads else {{}})
     compiled = {{}}
@@ -266,6 +270,8 @@ def load(folder, threads):
             if not compiled:
                 graph.reshape({{port: openvino.PartialShape(list(s)) for port, s in zip(graph.inputs, shapes)}})
             model = compiled[shapes if not compiled else "any"] = core.compile_model(graph, "CPU", config)
+            if "any" in compiled:  # empty inputs must not be the first that it sees: later outputs would be wrong
+                model([array if array.size else numpy.zeros([n or 1 for n in array.shape], array.dtype) for array in arrays])
         outputs = model(arrays)
         return [outputs[i] for i in range(len(outputs))]
     return call
@@ -316,6 +322,15 @@ def _reshape(model: Any, shapes: Sequence[Sequence[int]]) -> None:
         model.reshape({port: ir.runtime().PartialShape(list(shape)) for port, shape in zip(model.inputs, shapes, strict=True)})
     except CONVERSION_ERRORS as error:
         raise CompileError(f"OpenVINO cannot compile the model for the sizes {list(shapes)}: {first_line(error)}.") from error
+
+
+def _smallest(signature: Signature) -> list[torch.Tensor]:
+    """Zeros of the smallest sizes above 0 that the signature allows."""
+    least = {dim.name: dim.holding(1) for dim in signature.dims}
+    return [
+        torch.zeros([least[size] if isinstance(size, str) else size for size in spec.shape], dtype=getattr(torch, spec.dtype))
+        for spec in signature.inputs
+    ]
 
 
 def _hot_shapes(model: Any, folder: pathlib.Path, signature: Signature) -> list[list[int]] | None:

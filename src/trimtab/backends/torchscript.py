@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from trimtab.backends.common.causes import first_line
-from trimtab.backends.common.exported_program import EXPORT_ERRORS, lost_dims, quiet
+from trimtab.backends.common.exported_program import EXPORT_ERRORS, disagreement, lost_dims, quiet
 from trimtab.backends.common.owned_outputs import branches, copied, held_by, in_order, lent
-from trimtab.backends.common.torchscript import frozen, kept_signature, load_script, save_script, trace_or_script
+from trimtab.backends.common.torchscript import SCRIPT, frozen, kept_signature, load_script, save_script, trace_or_script
 from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Signature
 from trimtab.errors import CompileError
 
+FROZEN = "frozen.pt"
+"""The file of a module that is loaded as it is; that of one that is optimized when it is loaded is ``script.pt``."""
+UNOPTIMIZED = "The frozen module runs as it is, because torch.jit.optimize_for_inference {}."
 WARM_UP = 3
 """Calls until the profiling executor has specialized the graph."""
 
@@ -26,10 +29,11 @@ WARM_UP = 3
 class TorchScriptExecutable(Executable):
     """A frozen, optimized script module."""
 
-    def __init__(self, module: Any, source: Any, signature: Signature, settings: Settings) -> None:
+    def __init__(self, module: Any, source: Any, signature: Signature, settings: Settings, *, optimized: bool = True) -> None:
         super().__init__(signature, settings)
         self._module = module
         self._source = source
+        self._optimized = optimized
         self._held, self._branches = held_by(module), branches(module)
         self._lent: tuple[int, ...] | None = None
         self._laid = settings.memory_format == "channels_last"
@@ -47,7 +51,7 @@ class TorchScriptExecutable(Executable):
         """Write the module frozen, but not optimized for this machine: that form can be saved and not loaded."""
         if self._source is None:
             raise CompileError("This executable was loaded from files; copy those.")
-        return save_script(self._source, folder)
+        return save_script(self._source, folder, SCRIPT if self._optimized else FROZEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +73,9 @@ class TorchScript(Backend):
     def compile(self, candidate: Candidate) -> Executable:
         """Trace or script a copy, and run it until it is specialized."""
         source, notes = trace_or_script(candidate)
-        optimized, more = _optimized(frozen(source))
-        signature = kept_signature(candidate, optimized)
-        executable = TorchScriptExecutable(optimized, source, signature, candidate.settings)
-        executable.notes += notes + more
+        module, signature, reason = _fastest(candidate, source)
+        executable = TorchScriptExecutable(module, source, signature, candidate.settings, optimized=reason is None)
+        executable.notes += notes + ([UNOPTIMIZED.format(reason)] if reason else [])
         if lost := lost_dims(candidate.signature, signature):
             executable.notes.append(f"Built for the example's {', '.join(lost)} only, because it is not right for others.")
         for _ in range(WARM_UP):
@@ -81,18 +84,19 @@ class TorchScript(Backend):
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
         """Read the frozen module and optimize it for this machine."""
-        optimized, notes = _optimized(load_script(folder))
-        executable = TorchScriptExecutable(optimized, None, signature, settings)
-        executable.notes += notes
-        return executable
+        if (folder / FROZEN).exists():
+            return TorchScriptExecutable(load_script(folder, FROZEN), None, signature, settings)
+        return TorchScriptExecutable(_optimized(load_script(folder)), None, signature, settings)
 
     def script(self) -> str:
         """Runs the frozen module with torch alone."""
         return """
 def load(folder, threads):
-    import torch
+    import os, torch
     torch.set_num_threads(threads or torch.get_num_threads())
-    model = torch.jit.optimize_for_inference(torch.jit.load(f"{folder}/script.pt"))
+    frozen = f"{folder}/frozen.pt"  # there, where torch.jit.optimize_for_inference fails on the model
+    optimize = torch.jit.optimize_for_inference
+    model = torch.jit.load(frozen) if os.path.exists(frozen) else optimize(torch.jit.load(f"{folder}/script.pt"))
     def call(arrays):
         with torch.no_grad():
             return model(*(torch.as_tensor(array, device="cpu") for array in arrays))
@@ -100,9 +104,30 @@ def load(folder, threads):
 """
 
 
-def _optimized(module: Any) -> tuple[Any, list[str]]:
+def _fastest(candidate: Candidate, source: torch.jit.ScriptModule) -> tuple[Any, Signature, str | None]:
+    """The frozen and optimized ``source``, with the signature that it keeps; or, with the reason, the frozen one alone.
+
+    ``torch.jit.optimize_for_inference`` makes modules that raise when they are called, at some sizes or at all
+    (pytorch/pytorch#64806), where the frozen module is right.
+    """
     try:
-        with quiet(stream=False):
-            return torch.jit.optimize_for_inference(module), []
+        module = _optimized(frozen(source))
     except EXPORT_ERRORS as error:
-        return module, [f"optimize_for_inference failed, so the frozen module runs as it is: {first_line(error)}."]
+        reason = f"raises {first_line(error)}"
+    else:
+        wrong = disagreement(candidate, lambda leaves: module(*leaves), candidate.leaves)
+        signature = candidate.signature if wrong else kept_signature(candidate, module)
+        lost = lost_dims(candidate.signature, signature)
+        if not wrong and not lost:
+            return module, signature, None
+        reason = f"makes a module that is wrong: {wrong}" if wrong else f"loses the dynamic sizes {', '.join(lost)}"
+        plain = kept_signature(candidate, frozen(source))
+        if not wrong and len(lost_dims(candidate.signature, plain)) >= len(lost):
+            return module, signature, None
+    whole = frozen(source)
+    return whole, kept_signature(candidate, whole), reason
+
+
+def _optimized(module: Any) -> Any:
+    with quiet(stream=False):
+        return torch.jit.optimize_for_inference(module)

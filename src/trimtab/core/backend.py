@@ -152,7 +152,7 @@ class Backend(Technique):
         """Python source of a function ``load(folder, threads)`` that returns a callable from a list of inputs to a list of
         outputs, using only the runtime. They are numpy arrays, or tensors where ``torch`` is among :attr:`packages`, since
         numpy has no bfloat16. Where the model writes to inputs (``signature.writes``), the callable writes to them too, or
-        gives their new values after its outputs. The source becomes part of the artifact's ``run.py``; at most 16 lines."""
+        gives their new values after its outputs. The source becomes part of the artifact's ``run.py``; at most 24 lines."""
 
     @property
     def arithmetic(self) -> str:

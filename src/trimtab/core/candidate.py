@@ -154,7 +154,7 @@ class Candidate:
         Exporters treat a dimension of size one as a constant, so a graph for any batch cannot be exported from a batch of one.
         """
         leaves = self.own_leaves()
-        most = {dim.name: dim.max or size for dim in self.signature.dims}
+        most = {dim.name: size if dim.max is None else dim.max for dim in self.signature.dims}
         for name, now in self.signature.sizes(leaves).items():
             wanted, pairs = max(now, min(size, most[name])), zip(leaves, self.signature.inputs, strict=True)
             leaves = [resized(leaf, spec.shape, name, wanted) for leaf, spec in pairs]
@@ -162,12 +162,18 @@ class Candidate:
 
 
 def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int) -> torch.Tensor:
-    """``leaf`` with every axis that ``shape`` calls ``name`` repeated or cut to ``size``; an ordered row stays one."""
+    """``leaf`` with every axis that ``shape`` calls ``name`` repeated or cut to ``size``; of an empty one zeros.
+
+    An ordered row stays ordered.
+    """
     for axis, want in enumerate(shape):
         if want == name and leaf.shape[axis] != size:
             if ordered(leaf):
                 return stretched(leaf, size)
-            leaf = torch.cat([leaf] * -(-size // max(leaf.shape[axis], 1)), dim=axis).narrow(axis, 0, size).contiguous()
+            if size and not leaf.shape[axis]:
+                return leaf.new_zeros([*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]])
+            copies = max(1, -(-size // max(leaf.shape[axis], 1)))
+            leaf = torch.cat([leaf] * copies, dim=axis).narrow(axis, 0, size).contiguous()
     return leaf
 
 

@@ -33,7 +33,7 @@ def find_dims(calls: Sequence[Sequence[TensorSpec]], *, batched: bool = True) ->
     upper bound, because examples cannot show one.
 
     Raises:
-        UsageError: a tensor has another dtype or another number of axes than in the first call, or is empty in some calls only.
+        UsageError: a tensor has another dtype or another number of axes than in the first call.
     """
     sizes: dict[tuple[str, int], list[int]] = {}
     for specs in calls:
@@ -44,9 +44,8 @@ def find_dims(calls: Sequence[Sequence[TensorSpec]], *, batched: bool = True) ->
     groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     for place, seen in sizes.items():
         if len(set(seen)) > 1:
-            _refuse_empty(place, seen)
             groups.setdefault(tuple(seen), []).append(place)
-    return _named(list(groups.values()), batched)
+    return _named(groups, batched)
 
 
 def sizes_of(name: str, dims: Mapping[str, Mapping[int, Dim]], calls: Sequence[Sequence[TensorSpec]]) -> list[int]:
@@ -133,16 +132,6 @@ def dim_names(dims: Mapping[str, Mapping[int, Dim]]) -> list[str]:
     return list(dict.fromkeys(dim.name for axes in dims.values() for dim in axes.values()))
 
 
-def _refuse_empty(place: tuple[str, int], sizes: Sequence[int]) -> None:
-    if 0 in sizes:
-        name, axis = place
-        raise UsageError(
-            f"{name!r} is empty in some calls and not in others: axis {axis} has the sizes 0 and {max(sizes)}. Runtimes take "
-            "one or the other, so that these are two workloads. Leave the empty ones out of inputs and data, and of a capture "
-            "with keep=lambda call: ..."
-        )
-
-
 def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:
     if len(spec.shape) != len(first.shape) or spec.dtype != first.dtype:
         got, want = (f"{found.dtype} with {counted(len(found.shape), 'axis')}" for found in (spec, first))
@@ -161,11 +150,12 @@ def name_groups(groups: Sequence[Sequence[tuple[str, int]]], *, batched: bool = 
     return names
 
 
-def _named(groups: Sequence[Sequence[tuple[str, int]]], batched: bool) -> Dims:
+def _named(groups: Mapping[tuple[int, ...], Sequence[tuple[str, int]]], batched: bool) -> Dims:
+    """A dimension for each of ``groups``: places, by the sizes that they have in all calls. It may be 0 where a size is."""
     dims: Dims = {}
-    for name, places in zip(name_groups(groups, batched=batched), groups, strict=True):
+    for name, (sizes, places) in zip(name_groups([*groups.values()], batched=batched), groups.items(), strict=True):
         for tensor, axis in places:
-            dims.setdefault(tensor, {})[axis] = Dim(name)
+            dims.setdefault(tensor, {})[axis] = Dim(name, min=min(1, *sizes))
     return dims
 
 

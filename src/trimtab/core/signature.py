@@ -33,7 +33,8 @@ STORED = frozenset(
 class Dim:
     """A dimension whose size may differ from call to call, between bounds and in multiples of ``step``.
 
-    Bounds that are no multiples are drawn in to the next ones.
+    Bounds that are no multiples are drawn in to the next ones. ``min=0`` allows empty tensors, such as the cache of a decoder's
+    first step.
     """
 
     name: str
@@ -49,8 +50,8 @@ class Dim:
                 raise UsageError(f"Dimension {self.name!r} has the {name} {value!r}; it must be a whole number.")
         if self.step < 1:
             raise UsageError(f"Dimension {self.name!r} has the step {self.step}; its sizes are multiples of 1 or more.")
-        if self.min < 1 or (self.max is not None and self.max < self.min):
-            raise UsageError(f"Dimension {self.name!r} has the bounds {self.min}..{self.max}; use 1 <= min <= max.")
+        if self.min < 0 or (self.max is not None and self.max < self.min):
+            raise UsageError(f"Dimension {self.name!r} has the bounds {self.min}..{self.max}; use 0 <= min <= max.")
         least, most = -(-self.min // self.step) * self.step, None if self.max is None else self.max // self.step * self.step
         if most is not None and most < least:
             raise UsageError(f"Dimension {self.name!r} has no multiple of {self.step} in its bounds {self.min}..{self.max}.")
@@ -63,7 +64,8 @@ class Dim:
     @property
     def bounds(self) -> str:
         """The sizes in words: ``1 to 512``, ``32 to any in multiples of 32``."""
-        return f"{self.min} to {self.max or 'any'}{f' in multiples of {self.step}' if self.step > 1 else ''}"
+        most, steps = "any" if self.max is None else self.max, f" in multiples of {self.step}" if self.step > 1 else ""
+        return f"{self.min} to {most}{steps}"
 
     def holding(self, size: int) -> int:
         """The smallest of its sizes, whatever the upper bound, that is no less than ``size``."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trimtab._internal.text import counted
 from trimtab.core.candidate import Candidate, call_model, mark_dynamic
 from trimtab.core.capture import Call
 from trimtab.core.dynamic_dims import BATCHES, Dims, describe_dims, find_dims
@@ -22,7 +23,7 @@ from trimtab.data.batch_independence import ROUNDING, Answer, Judge
 from trimtab.data.batches import rows_of
 from trimtab.data.dynamic_shapes import Specs, as_far_as_it_goes, specs_of
 from trimtab.data.splits import MOST_CALIBRATION, Batch, Splits, split
-from trimtab.errors import UsageError, WorkloadError
+from trimtab.errors import InputError, UsageError, WorkloadError
 from trimtab.tensors.comparison import is_discrete, ordered, redrawn
 from trimtab.tensors.structure import cloned, flatten, unflatten
 from trimtab.tensors.weights import tolerance
@@ -82,6 +83,8 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
         candidate = as_far_as_it_goes(make, dynamic, calls, notes)
         if candidate.signature.batch is None and _calibrates(workload) and _is_lasting(workload):
             splits = split(workload, rows, judge)  # batches of other sizes were of our own cutting
+    if workload.dynamic is not None:
+        _check_stated(workload, candidate, splits)
     candidate = _counted(candidate, judge, notes)
     notes += _writing(candidate)
     some = recorded[:: -(-len(recorded) // MOST_CALIBRATION) or 1]
@@ -112,6 +115,46 @@ def refuse_nan(candidate: Candidate) -> None:
                 f"The model gives NaN for the workload's inputs: {bad} of {leaf.numel()} values of {spec.name!r}. An artifact "
                 "is tested with them, and nothing can be held against NaN. Take inputs from the data: inputs=images[:1]."
             )
+
+
+def _check_stated(workload: Workload, candidate: Candidate, splits: Splits) -> None:
+    """Refuse data of sizes that the workload's ``dynamic`` does not allow: they would fail every trial, or the confirmation.
+
+    Raises:
+        UsageError: such data exists; says which sizes, in how many calls, and which item of a list is the first.
+    """
+    signature, data = candidate.signature, [*splits.calibration] if _calibrates(workload) else []
+    data += [*splits.selection, *splits.test] if _is_plain(workload) else []
+    refused: list[tuple[list[torch.Size], str]] = []
+    for batch in data:
+        args, kwargs = batch.call
+        leaves = list(signature.bind(args, kwargs))
+        try:
+            signature.sizes(leaves)
+        except InputError as error:
+            refused.append(([leaf.shape for leaf in leaves], str(error)))
+    if not refused:
+        return
+    shapes, reason = refused[0]
+    index = _index_of(workload, shapes)
+    first = "" if index is None else f", the first of them item {index} of the data"
+    raise UsageError(
+        f"dynamic does not allow the sizes of {len(refused)} of {counted(len(data), 'call')} that the data makes{first}: "
+        f"{reason} State the sizes that occur, as in Dim(min=..., max=...), or cut the data to what is stated, as by a "
+        "tokenizer's truncation=True."
+    )
+
+
+def _index_of(workload: Workload, shapes: Sequence[torch.Size]) -> int | None:
+    """The place of the first item with inputs of these shapes, where data were given as a list."""
+    evaluation = workload.evaluation
+    for data in (workload.calibration, *(() if evaluation is None else (evaluation.data, evaluation.test))):
+        for index, item in enumerate(data if isinstance(data, (list, tuple)) else ()):
+            with contextlib.suppress(UsageError):  # an item may hold a target that is no nested value of tensors
+                found = [leaf.shape for leaf in flatten(item, "item")[0] if isinstance(leaf, torch.Tensor)]
+                if found[: len(shapes)] == list(shapes):
+                    return index
+    return None
 
 
 def _in_training(model: nn.Module) -> list[str]:
@@ -254,7 +297,7 @@ def _calls(workload: Workload, model: nn.Module, splits: Splits, recorded: Seque
 
 def _alike(spec: TensorSpec, first: TensorSpec) -> bool:
     """Whether what is built for one may be given the other, as far as sizes may differ."""
-    return (spec.dtype, len(spec.shape), 0 in spec.shape) == (first.dtype, len(first.shape), 0 in first.shape)
+    return (spec.dtype, len(spec.shape)) == (first.dtype, len(first.shape))
 
 
 def _dims(workload: Workload, calls: Sequence[Specs], judge: Judge, notes: list[str]) -> Dims:

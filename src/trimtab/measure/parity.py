@@ -11,7 +11,7 @@ import torch
 from trimtab.core.measurement import Parity, Relative
 from trimtab.core.signature import TensorSpec, dtype_name
 from trimtab.measure.figures import Figures, figures_of
-from trimtab.measure.slices import LOST, REACHED, along, axes_of, inexact, lost
+from trimtab.measure.slices import LOST, REACHED, along, axes_of, gone, inexact, lost
 from trimtab.measure.structures import unlike
 from trimtab.measure.values import all_finite, real, signed_infinities, without_masks
 from trimtab.tensors.comparison import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
@@ -71,7 +71,8 @@ def compare_outputs(
     What is large in an output must not hide what is small. Values of a mask (:mod:`trimtab.tensors.comparison`) stand for
     none: they are
     held to their own size, and nothing else to theirs. Along each axis but the first, every slice of an ``exact`` recipe
-    has to be right relative to what that slice varies by, and with ``max_error`` another one may not lose a tenth of them.
+    has to be right relative to what that slice varies by. With ``max_error`` another recipe may lose none of them altogether
+    (:func:`~trimtab.measure.slices.gone`), and a constant may do as well in fewer than a tenth.
 
     The scale of the errors is what the reference varies by over the examples, per element of the output, in the root mean
     square. With one example only, or where it does not vary over the examples, it is what its values vary by within the
@@ -334,6 +335,11 @@ def _judge_slices(
             return (
                 f"{name!r} has an error of up to {bad[1]:.3g} in {bad[0]} {where}, relative to what each of these varies by; "
                 f"an exact recipe in {dtype_name(dtype)} may have {limit:.2g}."
+            )
+        if not exact and (nothing := gone(found)):
+            return (
+                f"{name!r} has lost {nothing} {where}: constant where the reference varies, or off by more than twice what it "
+                f"varies by, which the other slices hide. {advice}"
             )
         useless, vary = (0, 0) if exact else lost(found)
         if useless and useless >= LOST * vary:

@@ -37,7 +37,7 @@ from trimtab.testing.models import CASES, clipping, deciding
 QUICK, SLOW = tuple(CASES), ("convnet", "branches", "anchored")
 """Cases for backends that compile in seconds, and for those that take a minute."""
 
-SCRIPT_LINES = 16
+SCRIPT_LINES = 24
 
 Built = dict[str, tuple[Candidate, Executable]]
 

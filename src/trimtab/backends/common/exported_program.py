@@ -31,6 +31,8 @@ from trimtab.tensors.comparison import NEAR_TIES, errors, is_discrete, too_many_
 from trimtab.tensors.weights import HALVES, weights
 
 PROGRAM = "program.pt2"
+SPECIAL = (0, 1)
+"""Sizes that tracers and exporters take for constants."""
 RAISES = "it raises"
 
 EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subprocess.SubprocessError)
@@ -157,8 +159,8 @@ def _export_dim(dim: Dim) -> Any:
 def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Signature:
     """The candidate's signature as far as ``call`` keeps it, found by running it at other sizes next to the model.
 
-    Sizes far above the example's are tried too (:func:`farthest`) and, with ``smallest``, sizes of one, because
-    tracers like to treat them as constants; where these fail, the dimension's lower bound becomes two.
+    Sizes far above the example's are tried too (:func:`farthest`) and, with ``smallest``, sizes of 0 and 1, because
+    tracers like to treat them as constants; where one fails, the dimension's lower bound becomes the next size.
 
     Raises:
         CompileError: it fails or differs at another size; the message says how.
@@ -171,18 +173,20 @@ def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Sign
     others = {dim.name: other_size(candidate, dim.name, step) for step, dim in enumerate(signature.dims, start=1)}
     if reason := disagreement(candidate, call, at_sizes(candidate, others)):
         raise CompileError(f"The result does something else than the model at the sizes {others}: {reason}.")
-    kept = [_bounded(candidate, call, dim, others) for dim in signature.dims]
-    signature = dataclasses.replace(signature, dims=tuple(kept))
+    bounded = [_bounded(candidate, call, dim, others) for dim in signature.dims]
+    signature = dataclasses.replace(signature, dims=tuple(bounded))
     if not smallest:
         return signature
     now = signature.sizes(candidate.leaves)
     dims = []
     for dim in signature.dims:
-        small = at_sizes(candidate, {**others, dim.name: 1})
-        reason = disagreement(candidate, call, small) if dim.min == 1 and dim.max != 1 else None
-        if reason and now[dim.name] == 1:
-            raise CompileError(f"The result does something else than the model where {dim.name!r} is 1: {reason}.")
-        dims.append(dataclasses.replace(dim, min=2) if reason else dim)
+        kept = dim
+        for size in (size for size in SPECIAL if size in dim and size != dim.max):
+            reason = disagreement(candidate, call, at_sizes(candidate, {**others, dim.name: size}))
+            if reason and now[dim.name] == size:
+                raise CompileError(f"The result does something else than the model where {dim.name!r} is {size}: {reason}.")
+            kept = dataclasses.replace(kept, min=size + 1) if reason else kept
+        dims.append(kept)
     return dataclasses.replace(signature, dims=tuple(dims))
 
 

@@ -106,7 +106,7 @@ def frozen(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     return result
 
 
-def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path) -> list[str]:
+def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path, name: str = SCRIPT) -> list[str]:
     """Write the frozen form of ``module``, which must not have been through ``optimize_for_inference``.
 
     That pass turns weights into opaque constants of the machine's library: the file would be small and could not be loaded.
@@ -118,21 +118,21 @@ def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path) -> list[st
     whole = frozen(module)
     try:
         with quiet():
-            whole.save(str(folder / SCRIPT))
+            whole.save(str(folder / name))
     except RuntimeError as error:
         raise CompileError(f"Its TorchScript cannot be written: {first_line(error)}.") from error
     try:
-        check_torchscript(folder / SCRIPT)
+        check_torchscript(folder / name)
     except IntegrityError as error:
-        (folder / SCRIPT).unlink()
+        (folder / name).unlink()
         raise CompileError(f"Its TorchScript could not be loaded again: {error}") from error
-    return [SCRIPT]
+    return [name]
 
 
-def load_script(folder: pathlib.Path) -> torch.jit.ScriptModule:
+def load_script(folder: pathlib.Path, name: str = SCRIPT) -> torch.jit.ScriptModule:
     """Read what :func:`save_script` wrote."""
     with quiet(stream=False):
-        return load_torchscript(folder / SCRIPT)
+        return load_torchscript(folder / name)
 
 
 def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[str], str | None]:

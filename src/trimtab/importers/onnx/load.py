@@ -22,6 +22,7 @@ from trimtab.errors import IntegrityError, UsageError
 from trimtab.importers.input_spec import Form, as_far_as_proven, structure_of
 from trimtab.importers.onnx.graph import STANDARD, graph_inputs, identifiers, import_graph
 from trimtab.importers.onnx.operators import DTYPES
+from trimtab.importers.onnx.session import open_session, runtime_errors
 from trimtab.tensors.comparison import is_discrete, too_many_differ
 from trimtab.tensors.structure import flatten
 from trimtab.tensors.weights import tolerance
@@ -68,7 +69,7 @@ class OnnxFile:
             UsageError: the two do not agree, which is the importer's fault; says by how much.
         """
         module = self()
-        session = _session(self.path)
+        session, unoptimized = _session(self.path)
         args, _ = as_call(example)
         if reason := _refused(session, list(args)):
             tried = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in zip(form.names, args, strict=True))
@@ -83,7 +84,7 @@ class OnnxFile:
             )
         found, notes = as_far_as_proven(form, list(args), lambda leaves: _apart(module, session, leaves) is None)
         equal = f"{form.source} was brought back to PyTorch; its answers are those of ONNX Runtime on the example inputs."
-        return found, (equal, *notes)
+        return found, (equal, *notes, *([unoptimized] if unoptimized else []))
 
 
 def read_model(path: str, *, weights: bool = True) -> Any:
@@ -94,6 +95,8 @@ def read_model(path: str, *, weights: bool = True) -> Any:
     """
     onnx = require("onnx")
     protobuf = require("google.protobuf.message")
+    if os.path.isfile(path) and not os.path.getsize(path):
+        raise IntegrityError(f"{path} is empty: it has 0 bytes. Copy or export the model again.")
     try:
         model = onnx.load(path, load_external_data=False)
         if not model.graph.node or not model.ir_version:
@@ -154,13 +157,12 @@ def _within(nodes: Any) -> Iterator[Any]:
                 yield from _within(graph.node)
 
 
-def _session(path: str) -> Any:
-    runtime, errors = require("onnxruntime"), require("onnxruntime.capi.onnxruntime_pybind11_state")
-    options = runtime.SessionOptions()
+def _session(path: str) -> tuple[Any, str | None]:
+    options = require("onnxruntime").SessionOptions()
     options.log_severity_level = 4  # sizes that it refuses are asked for on purpose
     try:
-        return runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except (errors.Fail, errors.InvalidGraph, errors.InvalidProtobuf, errors.NotImplemented, errors.RuntimeException) as error:
+        return open_session(path, options)
+    except runtime_errors() as error:
         told = f"{path} does not load into ONNX Runtime, so nothing can be compared with it: {error}"
         raise UsageError(with_fix(told, "Start from the PyTorch model that it was exported from.")) from error
 
@@ -177,10 +179,9 @@ def _answers(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
             "The ONNX model takes bfloat16, which ONNX Runtime does not take from Python, so nothing can be compared with it. "
             "Start from the PyTorch model that it was exported from, or export it with float32 inputs."
         )
-    runtime = require("onnxruntime.capi.onnxruntime_pybind11_state")
     try:
         found: list[Any] = session.run(None, {name: leaf.numpy(force=True) for name, leaf in zip(names, leaves, strict=True)})
-    except (runtime.Fail, runtime.InvalidArgument, runtime.RuntimeException) as error:
+    except runtime_errors() as error:
         raise RuntimeError(str(error).splitlines()[0][:200]) from error
     return found
 
