@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import collections.abc
 import copy
 import dataclasses
 import json
 import math
 import pathlib
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from trimtab.backends.torchscript import TorchScript
 from trimtab.core.backend import Backend
 from trimtab.core.candidate import Candidate
 from trimtab.core.signature import Dim, Signature
-from trimtab.tensors.structure import Record, Structure, flatten, opened, unflatten
+from trimtab.tensors.structure import Record, Structure, flatten, leaves_of, map_tensors, opened, tensors_of, unflatten
 
 BATCH = {"x": {0: Dim("batch")}}
 
@@ -62,6 +65,38 @@ def test_a_field_may_be_called_as_a_method_of_dict_is() -> None:
     found = opened(record)
     assert found is not None
     assert found.rebuild(found.items).values is tensors[0]
+
+
+class Wrapped(collections.abc.MutableMapping[str, Any]):
+    """A mapping whose shallow copies share its items."""
+
+    def __init__(self, items: Any) -> None:
+        self.inner = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inner[key]
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        self.inner[key] = item
+
+    def __delitem__(self, key: str) -> None:
+        del self.inner[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+@pytest.mark.parametrize("kind", [dict, collections.UserDict, collections.OrderedDict, Wrapped, types.MappingProxyType])
+def test_containers_are_rebuilt_in_their_class_and_the_original_stays(kind: Any) -> None:
+    given = kind({"x": torch.ones(2), "pair": (torch.ones(1), ["a"])})
+    found = map_tensors(given, lambda tensor: tensor + 1)
+    assert type(found) is kind
+    assert [tensor.tolist() for tensor in tensors_of(found)] == [[2, 2], [2]]
+    assert [tensor.tolist() for tensor in tensors_of(given)] == [[1, 1], [1]]
+    assert leaves_of(found)[-1] == "a"
 
 
 def test_what_is_made_in_inference_mode_is_copied_under_any_name() -> None:

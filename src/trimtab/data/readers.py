@@ -192,8 +192,8 @@ def _together(examples: Any, what: str) -> Any:
     try:
         return default_collate(examples)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        told = f"The examples of {what} cannot be put together into batches: {error}"
-        raise UsageError(with_fix(told, "Give a DataLoader with your own collate_fn.")) from error
+        problem = f"The examples of {what} cannot be put together into batches: {error}"
+        raise UsageError(with_fix(problem, "Give a DataLoader with your own collate_fn.")) from error
 
 
 def _is_mapped(data: Any) -> bool:

@@ -122,7 +122,8 @@ def opened(value: Any) -> Opened | None:
     if kind is tuple or kind is list:
         return Opened(range(len(value)), value, kind)
     if kind is dict:
-        return Opened(list(value), list(value.values()), lambda items: dict(zip(value, items, strict=True)))
+        names = list(value)
+        return Opened(names, list(value.values()), lambda items: dict(zip(names, items, strict=True)))
     if isinstance(value, torch.Tensor):
         return None
     if isinstance(value, (tuple, list)):
@@ -269,14 +270,17 @@ def _sequence_like(value: Any, items: Iterable[Any]) -> Any:
 
 
 def _mapping_like(value: Mapping[Any, Any], keys: Sequence[Any], items: Iterable[Any]) -> Any:
-    """A mapping of the class of ``value``, with the attributes that ``value`` has beside its items."""
+    """A mapping of the class of ``value``; a dict or ``UserDict`` keeps its attributes too."""
+    kind: Any = type(value)
     pairs = list(zip(keys, items, strict=True))
     try:
-        made: Any = copy.copy(value)
+        if not isinstance(value, (dict, collections.UserDict)):  # copy.copy() of others may share the items
+            return kind(dict(pairs))
+        made = copy.copy(value)
         for key, item in pairs:
             made[key] = item
-    except (TypeError, AttributeError):  # its constructor has other arguments, or it is read-only
-        return Record.of(type(value).__name__, pairs) if dataclasses.is_dataclass(value) else dict(pairs)
+    except TypeError:  # its constructor has other arguments
+        return Record.of(kind.__name__, pairs) if dataclasses.is_dataclass(value) else dict(pairs)
     return made
 
 

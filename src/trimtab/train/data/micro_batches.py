@@ -66,7 +66,7 @@ class MicroBatcher:
         """Whether :meth:`load` has set the loader's position for the next :meth:`begin`."""
         self._between = False
         """Whether no group is read in part, so that the loader's position can be saved."""
-        self._told = False
+        self._reported = False
         """Whether :meth:`missing` has reported a loader that ends early."""
         self._transfer = transfer or Transfer(move)
         self._running: Iterator[Any] = iter(())
@@ -121,9 +121,9 @@ class MicroBatcher:
 
     def missing(self) -> str | None:
         """At the end of an epoch: a sentence, once, if the loader gave fewer batches than its length."""
-        if self._told or (self.length() or 0) <= 0:
+        if self._reported or (self.length() or 0) <= 0:
             return None
-        self._told = True
+        self._reported = True
         return (
             f"The loader gave {counted(self.taken, 'batch')} in an epoch, but its len() says {len(self.batches)}. "  # type: ignore[arg-type]
             "Schedules go by that. A StopIteration that its dataset raises ends an epoch too, and leaves out the rest."

@@ -96,8 +96,8 @@ def tune_loader(
     fastest = min(interval.value for interval in times.values())
     best = min(way for way, interval in times.items() if interval.value <= fastest * CLOSE)
     loader.retune(workers=best.workers, prefetch=best.prefetch)
-    told = [_told(way, interval, best, times) for way, interval in times.items()]
-    return LoaderTuning(loader=loader, best=best, times=times, reasons=(*told, *reasons))
+    timed = [_sentence(way, interval, best, times) for way, interval in times.items()]
+    return LoaderTuning(loader=loader, best=best, times=times, reasons=(*timed, *reasons))
 
 
 class _Trial:
@@ -156,7 +156,7 @@ def _ways(most_workers: int | None) -> list[Way]:
     return [Way(0)] + [Way(count, ahead) for count in counts for ahead in (2, 4)]
 
 
-def _told(way: Way, interval: Interval, best: Way, times: dict[Way, Interval]) -> str:
+def _sentence(way: Way, interval: Interval, best: Way, times: dict[Way, Interval]) -> str:
     figures = f"{way}: {interval.value:.3g} ms per batch ({interval.low:.3g} to {interval.high:.3g})"
     if way == best:
         return f"{figures}; chosen."
