@@ -1,6 +1,6 @@
 """Compressed gradients between real processes over gloo: what crosses, what the loss becomes, and what an update takes.
 
-Every kind of ``Settings.communication`` trains the same network on the digits for the same number of updates, in turns, from
+Every kind of ``distributed.communication`` trains the same network on the digits for the same number of updates, in turns, from
 several seeds. Printed are the bytes that one process sends per update, relative to float32; the validation loss relative to
 that of float32, median over the seeds with its 95% interval; the time of an update, and the milliseconds of it in which its
 backward pass stood still to send. On one machine the network is its memory: times tell of the cost of compressing, not of what
@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from trimtab._internal.serialization import to_json
-from trimtab.core.settings import Settings
+from trimtab.core.settings import DistributedSettings, Settings
 from trimtab.hardware.environment import Environment
 from trimtab.measure.stats import median_interval
 from trimtab.train.distributed.data_parallel import DataParallelGroup
@@ -55,7 +55,7 @@ def train(kind: Any, seed: int, options: argparse.Namespace) -> dict[str, float]
         model,
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=options.rate, momentum=options.momentum),
-        settings=Settings(communication=kind, bucket_mb=0.25),
+        settings=Settings(distributed=DistributedSettings(communication=kind, bucket_mb=0.25)),
     )
     learn, held_out = digits(seed)
     summary = trainer.fit(learn, held_out, epochs=options.epochs)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import importlib
 import json
@@ -64,13 +63,12 @@ EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples" / "traini
 SEEDS, ENDLESS = (0, 1, 2), 10**9
 KEY = "TRIMTAB_BENCHMARK_KEY"
 AUTO = trimtab.Settings(
-    autocast="auto",
     memory_format="auto",
-    tf32="auto",
     cudnn_benchmark="auto",
-    optimizer="auto",
     compile="auto",
     attention="auto",
+    precision=trimtab.PrecisionSettings(autocast="auto", tf32="auto"),
+    optimizer=trimtab.OptimizerSettings(implementation="auto"),
 )
 
 
@@ -94,7 +92,7 @@ def naive(case: Case, device: str) -> Runner:
 
 def tuned(case: Case, device: str) -> Runner:
     """The Trainer, which decides everything by itself, and a loader that reads whole batches in workers."""
-    settings = dataclasses.replace(AUTO, device=device)
+    settings = AUTO.replaced({"device": device})
     training = trimtab.Training(
         data=lambda: Loader(case.data(), case.batch, workers=case.workers, drop_last=True), optimizer=optimizer, loss=case.loss
     )
@@ -205,7 +203,9 @@ def prefetch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sides = []
         for data in (batches, [tuple(tensor.to(args.device) for tensor in batch) for batch in batches]):
             torch.manual_seed(0)
-            settings = trimtab.Settings(device=args.device, autocast="bfloat16", memory_format="channels_last")
+            settings = trimtab.Settings(
+                device=args.device, memory_format="channels_last", precision=trimtab.PrecisionSettings(autocast="bfloat16")
+            )
             run = trimtab.Trainer(build(), loss=nn.CrossEntropyLoss(), optimizer=optimizer, settings=settings, progress=False)
             updates = run.updates(Ready(data), steps=ENDLESS)
             sides.append(LocalRunner(functools.partial(next, updates), synchronizer(args.device)))
@@ -268,7 +268,7 @@ def parity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def learnt(example: Any, seed: int, steps: int, device: str, precision: Any) -> list[float]:
     """The loss of each update."""
     torch.manual_seed(seed)
-    settings = dataclasses.replace(example.SETTINGS, device=device, autocast=precision)
+    settings = example.SETTINGS.replaced({"device": device, "precision.autocast": precision})
     run = trimtab.Trainer(example.build(), loss=example.loss, optimizer=example.optimizer, settings=settings, progress=False)
     made: list[Update] = list(run.updates(example.loader(), steps=steps))
     return [float(update.loss) for update in made]

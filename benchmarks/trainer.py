@@ -2,7 +2,7 @@
 
 Two sides take turns in one process, A B B A, an update at a time; a ratio above 1 means that the Trainer is faster. From one
 process to the next it moves by 2%, with where memory lies, so each comparison is made in several of them, and its interval
-holds for yet another one. Memory that is freed stays with each process, for both sides (``Settings(keep_memory=True)`` does
+holds for yet another one. Memory that is freed stays with each process, for both sides (``memory.keep_freed`` does
 that): without it the loop by hand takes 500 to 1900 page faults an update from one start to the next, and between 13.5 and 16.7
 ms for its convolutions, which says nothing about loops.
 
@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab import Environment, Settings, Trainer
+from trimtab import Environment, OptimizerSettings, Settings, Trainer
 from trimtab._internal.serialization import to_json
 from trimtab.core.measurement import Comparison
 from trimtab.hardware.system import keep_freed_memory
@@ -278,7 +278,7 @@ def once(model: str, rival: str, threads: int, seconds: float, quads: int) -> Co
         other = RIVALS[rival](MODELS[model])
     except ImportError as error:
         return f"left out: {error}. The first lines of this file say how to install it."
-    settings = Settings(nonfinite="ignore") if rival == "bare" else Settings()
+    settings = Settings(optimizer=OptimizerSettings(nonfinite="ignore")) if rival == "bare" else Settings()
     ours = trainer(MODELS[model], settings)
     return compare(ours, other, seconds=seconds, width=0.01, min_quads=quads, process_noise=0.0)
 

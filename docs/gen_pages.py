@@ -183,9 +183,13 @@ def example(cls: type[Technique]) -> str:
         return f"from trimtab import BACKENDS, Recipe\n\nrecipe = {made}"
     if "infer" not in cls.modes:
         (name,) = typing.cast(Any, cls).sets
-        value = '"auto"' if "auto" in str(typing.get_type_hints(Settings)[name]) else "True"
-        chosen = f"settings = Settings({name}={value})"
-        return f"from trimtab import Settings\n\n{chosen}"
+        group, _, field = name.rpartition(".")
+        kind = type(getattr(Settings(), group)) if group else Settings
+        value = '"auto"' if "auto" in str(typing.get_type_hints(kind)[field]) else "True"
+        if not group:
+            return f"from trimtab import Settings\n\nsettings = Settings({name}={value})"
+        made = f"settings = Settings({group}={kind.__name__}({field}={value}))"
+        return f"from trimtab import {kind.__name__}, Settings\n\n{made}"
     backend = next(name for name in ("eager", *BACKENDS) if typing.cast(Any, cls).sets <= BACKENDS[name].honours)
     made = f'Recipe(passes=(PASSES["{cls.name}"](),), backend=BACKENDS["{backend}"]())'
     return f"from trimtab import BACKENDS, PASSES, Recipe\n\nrecipe = {made}"

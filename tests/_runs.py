@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trimtab import Trainer
+from trimtab import Settings, Trainer
 from trimtab.train.data.loader import Loader
 from trimtab.train.telemetry.events import Progressed
 
@@ -24,6 +24,12 @@ COUNTED = torch.arange(32.0)[:, None]
 DATA = TensorDataset(COUNTED, COUNTED)
 STAYING: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
 """Options of a loader whose worker stays from one epoch to the next."""
+
+
+def settings_of(**fields: Any) -> Settings:
+    """Settings from the names of fields without their groups: ``settings_of(accumulate=2)`` sets ``data.accumulate``."""
+    known = {name.rpartition(".")[2]: name for name in Settings.names()}
+    return Settings().replaced({known[name]: value for name, value in fields.items()})
 
 
 class Line(nn.Module):

@@ -17,7 +17,9 @@ import trimtab
 from trimtab.train.data.loader import Loader
 
 TRAIN, BATCH, EPOCHS, TARGET = 1347, 64, 30, 0.10
-SETTINGS = trimtab.Settings(threads=1, optimizer="fused", memory_format="channels_last")
+SETTINGS = trimtab.Settings(
+    threads=1, memory_format="channels_last", optimizer=trimtab.OptimizerSettings(implementation="fused")
+)
 
 
 class Block(nn.Module):

@@ -22,7 +22,7 @@ from trimtab.train.data.loader import Loader
 from trimtab.train.loss.adapter import IGNORED
 
 HELD_OUT, BATCH, EPOCHS, TARGET = 200, 32, 12, 2.5
-SETTINGS = trimtab.Settings(optimizer="fused", clip_norm=1.0)
+SETTINGS = trimtab.Settings(optimizer=trimtab.OptimizerSettings(implementation="fused", clip_norm=1.0))
 Batch = dict[str, Any]
 
 

@@ -29,7 +29,7 @@ from trimtab.train.data.loader import Loader
 transformers.logging.set_verbosity_error()
 
 HELD_OUT, BATCH, EPOCHS, TARGET = 100, 32, 8, 0.030
-SETTINGS = trimtab.Settings(optimizer="fused")
+SETTINGS = trimtab.Settings(optimizer=trimtab.OptimizerSettings(implementation="fused"))
 JOIN = Collate(mask="attention_mask")
 Batch = dict[str, Any]
 

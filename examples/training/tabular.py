@@ -17,7 +17,7 @@ import trimtab
 from trimtab.train.data.loader import Loader
 
 TRAIN, BATCH, EPOCHS, TARGET = 400, 16, 60, 0.085
-SETTINGS = trimtab.Settings(threads=1, optimizer="fused")
+SETTINGS = trimtab.Settings(threads=1, optimizer=trimtab.OptimizerSettings(implementation="fused"))
 
 
 def build() -> nn.Module:

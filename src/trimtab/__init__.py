@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from trimtab.core.finding import Finding
     from trimtab.core.measurement import Interval, Measurement
     from trimtab.core.recipe import Recipe
-    from trimtab.core.settings import Settings
+    from trimtab.core.settings import (
+        DataSettings,
+        DistributedSettings,
+        MemorySettings,
+        OptimizerSettings,
+        PrecisionSettings,
+        Settings,
+    )
     from trimtab.core.signature import Dim
     from trimtab.core.technique import PASSES, Choice, Pass
     from trimtab.core.trial import State, Trial
@@ -37,7 +44,9 @@ _HOMES = {
     "Candidate": "core.candidate",
     "Check": "core.check",
     "Choice": "core.technique",
+    "DataSettings": "core.settings",
     "Dim": "core.signature",
+    "DistributedSettings": "core.settings",
     "Environment": "hardware.environment",
     "Evaluation": "core.workload",
     "Executable": "core.backend",
@@ -45,11 +54,14 @@ _HOMES = {
     "Interval": "core.measurement",
     "Limits": "core.workload",
     "Measurement": "core.measurement",
+    "MemorySettings": "core.settings",
+    "OptimizerSettings": "core.settings",
     "PASSES": "core.technique",
     "Pass": "core.technique",
+    "PrecisionSettings": "core.settings",
     "Progress": "study.progress",
     "Recipe": "core.recipe",
-    "Settings": "core.candidate",
+    "Settings": "core.settings",
     "State": "core.trial",
     "Study": "study.study",
     "Trainer": "train.trainer",
@@ -76,7 +88,9 @@ __all__ = [
     "Candidate",
     "Check",
     "Choice",
+    "DataSettings",
     "Dim",
+    "DistributedSettings",
     "Environment",
     "Evaluation",
     "Executable",
@@ -84,7 +98,10 @@ __all__ = [
     "Interval",
     "Limits",
     "Measurement",
+    "MemorySettings",
+    "OptimizerSettings",
     "Pass",
+    "PrecisionSettings",
     "Progress",
     "Recipe",
     "Settings",

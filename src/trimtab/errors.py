@@ -92,8 +92,8 @@ class WorkloadError(TrimtabError):
 class NonFiniteError(WorkloadError):
     """A loss or a gradient was not finite in training.
 
-    Lower the learning rate, clip the gradient with ``Settings(clip_norm=1.0)``, or leave such updates out with
-    ``Settings(nonfinite="skip")``; the last checkpoint is from before.
+    Lower the learning rate, clip the gradient with ``OptimizerSettings(clip_norm=1.0)``, or leave such updates out with
+    ``OptimizerSettings(nonfinite="skip")``; the last checkpoint is from before.
     """
 
     code = "non-finite"

@@ -20,12 +20,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trimtab
+from trimtab._internal.serialization import from_json
 from trimtab.api.tune import _spoken
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS
 from trimtab.core.measurement import Drop, Interval
 from trimtab.core.recipe import Recipe
-from trimtab.core.settings import Settings
+from trimtab.core.settings import DataSettings, OptimizerSettings, Settings
 from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Limits, Training, Workload
@@ -66,7 +67,7 @@ def workload():
             data=batches,
             loss=nn.CrossEntropyLoss(),
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-            settings=trimtab.Settings(accumulate=16, threads=1),
+            settings=trimtab.Settings(data=trimtab.DataSettings(accumulate=16), threads=1),
         ),
     )
 """
@@ -149,9 +150,13 @@ def test_a_loader_that_gives_nothing_is_named() -> None:
 
 
 def test_what_decides_itself_is_off_as_written() -> None:
-    subject = prepared(workload(settings=Settings(compile="auto", optimizer="auto", adjust=True)), 8)
+    subject = prepared(
+        workload(settings=Settings(compile="auto", adjust=True, optimizer=OptimizerSettings(implementation="auto"))), 8
+    )
     assert subject.settings == Settings()
-    assert subject.notes == ("What would decide itself is off in the settings as written: adjust, compile, optimizer.",)
+    assert subject.notes == (
+        "What would decide itself is off in the settings as written: adjust, compile, optimizer.implementation.",
+    )
 
 
 # The guard.
@@ -181,7 +186,7 @@ def test_the_tolerance_grows_with_how_much_a_training_amplifies_rounding() -> No
 
 @pytest.mark.parametrize("step", [PASSES["micro_batch"](size=4), PASSES["joined"](), PASSES["optimizer"](kernels="foreach")])
 def test_exact_settings_at_the_same_effective_batch_have_the_losses_as_written(step: Pass) -> None:
-    subject = prepared(workload(settings=Settings(accumulate=3)), 10)
+    subject = prepared(workload(settings=Settings(data=DataSettings(accumulate=3))), 10)
     settings = subject.settings_of(recipe(step))
     assert settings != subject.settings
     found = parity(subject.written(seed=0), subject.losses(settings, seed=0), exact=True)
@@ -432,7 +437,7 @@ def test_a_study_ends_with_settings_a_ladder_and_a_report_and_goes_on(tmp_path: 
     assert list(rungs) == ["as_written", "lossless", "best"]
     assert rungs["as_written"]["speedup"]["value"] == 1.0
     won = found["status"] == "improved"
-    assert found["settings"]["joined"] is won  # of those two trials, the other one ran its batches as one
+    assert found["settings"]["data"]["joined"] is won  # of those two trials, the other one ran its batches as one
     assert not won or rungs["best"]["speedup"]["low"] > 1.0
     assert {trial["state"] for trial in found["trials"]} == {"COMPLETE", "SKIPPED"}
     assert all(trial["reason"] for trial in found["trials"] if trial["state"] == "SKIPPED")
@@ -441,7 +446,7 @@ def test_a_study_ends_with_settings_a_ladder_and_a_report_and_goes_on(tmp_path: 
     assert Record.read(tmp_path / "run").mode == "train"
     assert "test data" not in page
     assert ("nothing was measured again" in page) is not won
-    settings = trimtab.Settings(**json.loads((tmp_path / "run" / "settings.json").read_text()))
+    settings = from_json(Settings, json.loads((tmp_path / "run" / "settings.json").read_text()))
     model = network()()
     summary = trimtab.Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings).fit(data(), steps=2)
     assert summary.updates == 2

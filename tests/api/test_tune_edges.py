@@ -19,7 +19,7 @@ from _ranks import free_port, variables
 from trimtab._internal.serialization import from_json, to_json
 from trimtab.core.backend import BACKENDS
 from trimtab.core.recipe import Recipe
-from trimtab.core.settings import Settings
+from trimtab.core.settings import OptimizerSettings, PrecisionSettings, Settings
 from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Training, Workload
@@ -176,7 +176,9 @@ def mark(update: int, updates: int = 12) -> float:
 
 @pytest.mark.parametrize("update", [2, 11])
 def test_an_update_that_is_left_out_as_written_is_no_mismatch(update: int) -> None:
-    subject = prepared(workload(loss=Spoilt(mark(update)), settings=Settings(nonfinite="skip")), 12)
+    subject = prepared(
+        workload(loss=Spoilt(mark(update)), settings=Settings(optimizer=OptimizerSettings(nonfinite="skip"))), 12
+    )
     written = subject.written(seed=0)
     assert math.isnan(written.losses[update])
     again = from_json(BaselineLosses, json.loads(json.dumps(to_json(written))))  # as trials get it
@@ -212,7 +214,7 @@ def test_why_the_settings_as_written_stay_is_said_in_whole_sentences() -> None:
 
 
 def test_a_training_that_ends_by_itself_is_told_in_a_sentence() -> None:
-    stopping = workload(loss=Spoilt(mark(4)), settings=Settings(nonfinite="stop"))
+    stopping = workload(loss=Spoilt(mark(4)), settings=Settings(optimizer=OptimizerSettings(nonfinite="stop")))
     subject = prepared(stopping, 12)
     with pytest.raises(NonFiniteError, match=r"ended after update 5 of the 12 that are compared\. The loss was not finite\."):
         subject.written(seed=0)
@@ -221,7 +223,11 @@ def test_a_training_that_ends_by_itself_is_told_in_a_sentence() -> None:
         with pytest.raises(WorkloadError, match=r"The training ended while its updates were timed\."):
             updates.block(100)
     broken = prepared(
-        workload(loss=lambda model, batch: model(batch[0]).sum() * torch.nan, settings=Settings(nonfinite="ignore")), 8
+        workload(
+            loss=lambda model, batch: model(batch[0]).sum() * torch.nan,
+            settings=Settings(optimizer=OptimizerSettings(nonfinite="ignore")),
+        ),
+        8,
     )
     with pytest.raises(NonFiniteError, match="Of the last 2 losses as written fewer than 2 are finite"):
         broken.written(seed=0)
@@ -239,7 +245,12 @@ def test_a_loss_that_is_made_of_gradients_is_tried_as_others_are() -> None:
     subject = prepared(workload(loss=gradients), 8)
     found = tried(subject, subject.written(seed=0), Updates(subject, subject.settings, seed=0))
     assert found.state is State.COMPLETE, found.reason
-    made = Trainer(network(), loss=gradients, optimizer=adam, settings=Settings(optimizer="auto", autocast="auto"))
+    made = Trainer(
+        network(),
+        loss=gradients,
+        optimizer=adam,
+        settings=Settings(precision=PrecisionSettings(autocast="auto"), optimizer=OptimizerSettings(implementation="auto")),
+    )
     notes = " ".join(made.fit(data(), epochs=20).notes)
     assert "cannot be measured" not in notes
     assert "autograd" not in notes
@@ -264,7 +275,7 @@ def test_whether_targets_are_too_coarse_is_asked_of_models_that_differentiate_to
         return DataLoader(TensorDataset(x, 300 + x), batch_size=16)
 
     subject = prepared(workload(Forces, data=forces, loss=nn.MSELoss()), 8)
-    assert subject.rounded(Settings(autocast="bfloat16"), 0.05) is not None
+    assert subject.rounded(Settings(precision=PrecisionSettings(autocast="bfloat16")), 0.05) is not None
 
 
 class Graph(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.metadata
 import io
@@ -37,7 +38,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.signature import Dim
 from trimtab.core.technique import missing_package, technique_from_json
 from trimtab.core.workload import Limits
-from trimtab.errors import ArtifactError, CompileError, IntegrityError, TrimtabError, UntrustedError
+from trimtab.errors import ArtifactError, CompileError, IntegrityError, TrimtabError, UntrustedError, UsageError
 from trimtab.hardware import system
 from trimtab.hardware.environment import Environment
 from trimtab.tensors.comparison import NEAR_TIES
@@ -136,7 +137,7 @@ def test_an_artifact_loads_verifies_and_runs_without_trimtab(name: str, tmp_path
     ran = run_alone(artifact, hidden)
     assert ran.returncode == 0, ran.stderr
     assert "largest error" in ran.stdout
-    assert len((artifact.path / "run.py").read_text().splitlines()) < 30
+    assert len((artifact.path / "run.py").read_text().splitlines()) < 34
 
 
 def test_run_py_fails_on_wrong_weights(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -562,7 +563,7 @@ def test_scrambled_manifests_with_right_hashes_never_crash_the_loader(folder: pa
 def test_run_py_keeps_freed_memory_where_the_recipe_does(pristine: Artifact, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(pristine.path, folder)
-    settings = dataclasses.replace(pristine.manifest.settings, keep_memory=True)
+    settings = pristine.manifest.settings.replaced({"memory.keep_freed": True})
     backend = technique_from_json(BACKENDS, pristine.manifest.recipe["backend"])
     text = run_script(dataclasses.replace(pristine.manifest, settings=settings), backend)
     assert "mallopt" in text
@@ -602,3 +603,37 @@ def test_a_vague_speed_up_is_quoted_by_its_lower_bound(pristine: Artifact) -> No
     said = "\n".join(_lines(found))
     assert "speed:       at least 2.25x the original that travels with it (2.25 to 153.18); when it was" in said
     assert "; when it was written, at least 41.31x the model as written\n" in said
+
+
+class Pipeline(nn.Module):
+    """Has an artifact where the encoder stood."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(10, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(images)["logits"])
+
+
+def test_an_artifact_is_a_module_where_the_model_stood(pristine: Artifact, tmp_path: pathlib.Path) -> None:
+    encoder = load(pristine.path, as_module=True)
+    assert isinstance(encoder, nn.Module)
+    torch.manual_seed(1)
+    pipeline, images = Pipeline(encoder), torch.randn(3, 1, 8, 8)
+    with torch.no_grad():
+        wanted = candidate().model(images)["logits"]
+    torch.testing.assert_close(encoder(images)["logits"], wanted)
+    assert [name for name, _ in pipeline.named_parameters()] == ["head.weight", "head.bias"]
+    assert not pipeline.train().encoder.training
+    pipeline(images).sum().backward()
+    assert pipeline.head.weight.grad is not None
+    assert pipeline.to("cpu").eval().encoder is encoder
+    for moved in (lambda: pipeline.to("meta"), lambda: encoder.double(), lambda: encoder.half()):
+        with pytest.raises(UsageError, match="It runs on the CPU, in the precision that it was built for"):
+            moved()
+    torch.save(pipeline, tmp_path / "pipeline.pt")
+    again = torch.load(tmp_path / "pipeline.pt", weights_only=False)
+    torch.testing.assert_close(again(images), pipeline(images))
+    torch.testing.assert_close(copy.deepcopy(encoder)(images)["logits"], wanted)
+    assert str(pristine.path) in repr(pipeline)

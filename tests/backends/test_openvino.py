@@ -141,7 +141,7 @@ def test_an_input_given_back_and_an_output_given_twice(size):
 @pytest.mark.parametrize("hint", ["latency", "throughput"])
 def test_many_requests_keep_their_order(hint):
     candidate = mixed(16)
-    executable = OpenVino(hint=hint, streams=2).compile(candidate.with_settings(threads=2))
+    executable = OpenVino(hint=hint, streams=2).compile(candidate.with_settings({"threads": 2}))
     for batches in ((1,) * 7, (1, 2, 1, 3)):
         requests = [[torch.randn(b, 3, 16, 16), torch.ones(2), torch.tensor(1.0)] for b in batches]
         for leaves, answers in zip(requests, executable.run_many(requests), strict=True):

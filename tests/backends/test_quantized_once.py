@@ -11,7 +11,6 @@ from torch import nn
 from trimtab.backends.common import onnx_int8, openvino_conversion
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
-from trimtab.core.settings import Settings
 from trimtab.hardware import environment
 
 ABOUT = {
@@ -31,7 +30,7 @@ def candidate(scratch, *, scale=1.0, threads=None):
     torch.manual_seed(1)
     rows = [((scale * torch.randn(4, 32),), {}) for _ in range(6)]
     made = Candidate.of(model(), (torch.randn(4, 32),), calibration=rows, scratch=scratch)
-    return made.with_settings(**vars(Settings(threads=threads)))
+    return made.with_settings({"threads": threads})
 
 
 def output(backend, one):

@@ -184,7 +184,7 @@ def test_inductor_has_no_limit_of_executables() -> None:
 
 @needs_compiler
 def test_mixed_precision_survives_saving(tmp_path: pathlib.Path) -> None:
-    candidate = encoder().with_settings(autocast="bfloat16")
+    candidate = encoder().with_settings({"precision.autocast": "bfloat16"})
     executable = Inductor().compile(candidate)
     executable.save(tmp_path)
     loaded = Inductor().load(tmp_path, executable.signature, executable.settings)
@@ -264,7 +264,7 @@ def test_aoti_checks_are_on_when_it_is_loaded(package: Executable, tmp_path: pat
 
 def test_settings_reach_the_backends() -> None:
     for backend in (Eager(), TorchScript(), Inductor(), Aoti()):
-        assert backend.honours == {"threads", "autocast", "memory_format", "batch", "keep_memory"}
+        assert backend.honours == {"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"}
         assert backend.exact
     assert Aoti().native_code
     assert dataclasses.replace(Inductor(), mode="default").to_json() == {"name": "inductor", "mode": "default"}

@@ -174,7 +174,7 @@ def test_batch_rebuilds_the_inputs() -> None:
     candidate = recurrent()
     sixteen = Batch(size=16).apply(candidate)
     assert [tuple(leaf.shape) for leaf in sixteen.leaves] == [(16, 5, 6), (1, 16, 12), (1, 16, 12)]
-    assert sixteen.settings.batch == 16
+    assert sixteen.settings.data.batch == 16
     assert sixteen.model(*sixteen.args)[0].shape == (16, 4)
     fixed = Candidate.of(nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
     assert "dynamic batch" in str(Batch().why_not(fixed))
@@ -247,7 +247,7 @@ def test_kept_memory_is_not_asked_for_again() -> None:
 
 
 def test_memory_of_a_gpu_is_not_the_c_librarys() -> None:
-    candidate = Candidate.of(nn.ReLU(), (torch.randn(2),)).with_settings(device="cuda")
+    candidate = Candidate.of(nn.ReLU(), (torch.randn(2),)).with_settings({"device": "cuda"})
     assert "keep_memory is about memory of the CPU" in str(PASSES["keep_memory"]().why_not(candidate))
 
 

@@ -10,7 +10,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from trimtab import Settings, Trainer
+from _runs import settings_of
+from trimtab import PrecisionSettings, Settings, Trainer
 from trimtab.train.data.loader import Loader
 from trimtab.train.engine.step import Update
 from trimtab.train.loss.loss_parity import BaselineLosses, final, increase
@@ -47,7 +48,7 @@ def learnt(settings: Settings, steps: int) -> list[float]:
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_learns_what_float32_does(device: str, precision: Any) -> None:
     exact = learnt(Settings(device=device), 80)
-    half = learnt(Settings(device=device, autocast=precision), 80)
+    half = learnt(Settings(device=device, precision=PrecisionSettings(autocast=precision)), 80)
     assert exact != half
     found = increase(BaselineLosses.of(exact, []), half, HIGHER * final(exact))
     assert found.upper <= HIGHER * exact[0], found  # of what there was to learn
@@ -57,16 +58,24 @@ def test_half_precision_learns_what_float32_does(device: str, precision: Any) ->
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize(
     "settings",
-    [{"compile": True}, {"memory_format": "channels_last"}, {"cudnn_benchmark": True}, {"optimizer": "fused"}, {"tf32": False}],
+    [
+        {"compile": True},
+        {"memory_format": "channels_last"},
+        {"cudnn_benchmark": True},
+        {"implementation": "fused"},
+        {"tf32": False},
+    ],
 )
 def test_what_is_exact_learns_the_same_on_a_gpu(device: str, settings: dict[str, Any]) -> None:
-    plain, other = learnt(Settings(device=device), 20), learnt(Settings(device=device, **settings), 20)
+    plain, other = learnt(Settings(device=device), 20), learnt(settings_of(device=device, **settings), 20)
     assert other == pytest.approx(plain, rel=2e-2)
 
 
 @pytest.mark.parametrize("device", [CUDA])
 def test_the_first_losses_on_a_gpu_are_those_of_the_cpu(device: str) -> None:
-    assert learnt(Settings(device=device, tf32=False), 3) == pytest.approx(learnt(Settings(), 3), rel=1e-3)
+    assert learnt(Settings(device=device, precision=PrecisionSettings(tf32=False)), 3) == pytest.approx(
+        learnt(Settings(), 3), rel=1e-3
+    )
 
 
 def deep() -> nn.Module:
@@ -81,7 +90,9 @@ def test_an_update_without_room_on_a_gpu_is_made_from_parts(device: str) -> None
     batches = [(rows, rows.mean(1, keepdim=True))] * 2
 
     def run() -> Trainer:
-        made = Trainer(deep(), loss=nn.MSELoss(), optimizer=SGD, settings=Settings(device=device, tf32=False))
+        made = Trainer(
+            deep(), loss=nn.MSELoss(), optimizer=SGD, settings=Settings(device=device, precision=PrecisionSettings(tf32=False))
+        )
         assert made.fit(batches, epochs=1).updates == 2
         return made
 

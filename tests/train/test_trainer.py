@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.errors import NonFiniteError, TrimtabError, UsageError, WorkloadError
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim.schedules import cosine, linear, one_cycle
@@ -80,7 +80,7 @@ def test_the_loop_does_what_a_hand_written_one_does() -> None:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-    ours = trainer(schedule=one_cycle(0.05), settings=Settings(clip_norm=0.5))
+    ours = trainer(schedule=one_cycle(0.05), settings=Settings(optimizer=OptimizerSettings(clip_norm=0.5)))
     torch.manual_seed(5)
     summary = ours.fit(loader(), epochs=2)
     assert summary.updates == 12
@@ -154,7 +154,7 @@ def test_schedules_step_once_per_update(schedule: Any, rates: list[float]) -> No
     events: list[Event] = []
     made = trainer(
         optimizer=functools.partial(torch.optim.SGD, lr=1.0), schedule=schedule, callbacks=[recorded(events)], log_every=1,
-        settings=Settings(accumulate=3),
+        settings=Settings(data=DataSettings(accumulate=3)),
     )  # fmt: skip
     seen: list[float] = []
     made.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
@@ -236,7 +236,9 @@ def test_what_is_not_finite_changes_no_parameter(policy: Any, tmp_path: pathlib.
     batches = [[inputs[i : i + 16], targets[i : i + 16]] for i in range(0, 64, 16)]
     network = nn.Sequential(nn.Linear(8, 3))
     before: list[torch.Tensor] = []
-    made = trainer(network, settings=Settings(nonfinite=policy), checkpoint=tmp_path, checkpoint_every=1)
+    made = trainer(
+        network, settings=Settings(optimizer=OptimizerSettings(nonfinite=policy)), checkpoint=tmp_path, checkpoint_every=1
+    )
     made.optimizer.register_step_post_hook(lambda *_: before.append(network[0].weight.detach().clone()))
     if policy == "raise":
         with pytest.raises(NonFiniteError, match=r'The loss was nan .* nonfinite="skip"'):
@@ -257,7 +259,7 @@ def test_what_is_not_finite_is_applied_as_a_loop_by_hand_does_where_nobody_is_to
     inputs[40] = math.nan
     batches = [[inputs[i : i + 16], targets[i : i + 16]] for i in range(0, 64, 16)]
     network = nn.Sequential(nn.Linear(8, 3))
-    summary = trainer(network, settings=Settings(nonfinite="ignore")).fit(batches, epochs=1)
+    summary = trainer(network, settings=Settings(optimizer=OptimizerSettings(nonfinite="ignore"))).fit(batches, epochs=1)
     assert (summary.updates, summary.skipped) == (4, 0)
     assert torch.isnan(network[0].weight).all()
 
@@ -268,7 +270,7 @@ def test_a_loss_that_is_no_number_is_an_error_in_float16_too() -> None:
             return super().forward(inputs) * math.nan
 
     with pytest.raises(NonFiniteError, match=r"The loss was nan"):
-        trainer(Spoiled(8, 3), settings=Settings(autocast="float16")).fit(loader(), epochs=1)
+        trainer(Spoiled(8, 3), settings=Settings(precision=PrecisionSettings(autocast="float16"))).fit(loader(), epochs=1)
 
 
 def test_what_was_computed_before_a_run_does_not_count() -> None:
@@ -280,7 +282,7 @@ def test_what_was_computed_before_a_run_does_not_count() -> None:
     assert torch.equal(clean.weight, spoiled.weight)
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(accumulate=2)])
+@pytest.mark.parametrize("settings", [Settings(), Settings(data=DataSettings(accumulate=2))])
 def test_what_a_callback_differentiates_does_not_count(settings: Settings) -> None:
     def adversary(run: Trainer, event: Event) -> None:
         run.model(torch.ones(1, 8, requires_grad=True)).sum().backward()
@@ -292,7 +294,9 @@ def test_what_a_callback_differentiates_does_not_count(settings: Settings) -> No
     assert torch.equal(clean.weight, spoiled.weight)
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(clip_norm=0.1, accumulate=2)])
+@pytest.mark.parametrize(
+    "settings", [Settings(), Settings(data=DataSettings(accumulate=2), optimizer=OptimizerSettings(clip_norm=0.1))]
+)
 def test_sparse_gradients_are_what_dense_ones_are(settings: Settings) -> None:
     ids = torch.randint(0, 9, (32, 4), generator=torch.Generator().manual_seed(1))
     batches = [[ids[i : i + 8], ids[i : i + 8, 0] % 3] for i in range(0, 32, 8)]
@@ -376,7 +380,7 @@ def test_settings_of_torch_are_put_back() -> None:
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     seen: list[tuple[int, str]] = []
     note = lambda *_: seen.append((torch.get_num_threads(), torch.get_float32_matmul_precision()))  # noqa: E731
-    trainer(settings=Settings(threads=2, tf32=True), callbacks=[note]).fit(loader(), epochs=1)
+    trainer(settings=Settings(threads=2, precision=PrecisionSettings(tf32=True)), callbacks=[note]).fit(loader(), epochs=1)
     assert seen[0] == (2, "high")
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (threads, precision)
 
@@ -479,13 +483,24 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("schedule without length", UsageError, lambda: trainer(schedule=cosine()).fit((b for b in loader()), epochs=1),
      r"The schedule needs the number of updates, and the loader has no length\. Give fit\(steps=\.\.\.\)\."),
     ("resume from nowhere", UsageError, lambda: trainer().resume(), r"resume\(\) needs to know where the checkpoints are"),
-    ("unknown precision", UsageError, lambda: Settings(autocast="bf16"),
-     r"Settings autocast is 'bf16'; it can be 'bfloat16', 'float16', 'auto' or None\."),
-    ("text for a number", UsageError, lambda: Settings(accumulate="auto"),
-     r"Settings accumulate is 'auto'; it can be a whole number\."),
-    ("text for a truth", UsageError, lambda: Settings(exact_batchnorm="auto"),
-     r"Settings exact_batchnorm is 'auto'; it can be True or False\."),
-    ("no accumulation", UsageError, lambda: Settings(accumulate=0), r"Settings accumulate is 0; it must be above zero\."),
+    ("unknown precision", UsageError, lambda: Settings(precision=PrecisionSettings(autocast="bf16")),
+     r"Settings precision\.autocast is 'bf16'; it can be 'bfloat16', 'float16', 'auto' or None\."),
+    ("text for a number", UsageError, lambda: Settings(data=DataSettings(accumulate="auto")),
+     r"Settings data\.accumulate is 'auto'; it can be a whole number\."),
+    ("text for a truth", UsageError, lambda: Settings(data=DataSettings(exact_batchnorm="auto")),
+     r"Settings data\.exact_batchnorm is 'auto'; it can be True or False\."),
+    ("no accumulation", UsageError, lambda: Settings(data=DataSettings(accumulate=0)),
+     r"Settings data\.accumulate is 0; it must be above zero\."),
+    ("fields of a group", UsageError, lambda: Settings(precision={"tf32": True}),
+     r"Settings precision is a dict; write precision=PrecisionSettings\(tf32=\.\.\.\)\."),
+    ("a value for a group", UsageError, lambda: Settings(optimizer="fused"),
+     r"Settings optimizer is a str; write optimizer=OptimizerSettings\(implementation=\.\.\.\)\."),
+    ("a field outside of its group", UsageError, lambda: Settings(accumulate=8),
+     r"accumulate is in DataSettings: Settings\(data=DataSettings\(accumulate=8\)\)\."),
+    ("a name that is none", UsageError, lambda: Settings().replaced({"data.bach": 8}),
+     r"Settings has no field 'data\.bach'\. It has: "),
+    ("a batch of inference", UsageError, lambda: trainer(settings=Settings(data=DataSettings(batch=8))),
+     r"Settings data\.batch is 8, which is for inference\. .* DataSettings\(micro_batch=8\)\."),
     ("wrong shape", WorkloadError, lambda: trainer().fit([[torch.zeros(2, 5), torch.zeros(2).long()]], epochs=1),
      r"The model or its loss raised: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
 ]  # fmt: skip

@@ -34,6 +34,11 @@ def _wrong(cls: type[Any], unnamed: int, given: dict[str, Any]) -> str | None:
     if unnamed:
         return f"{name} takes its fields by name, as in {name}({known[0]}=...); {unnamed} without one cannot be told apart."
     if unknown := [each for each in given if each not in known]:
+        for field in fields:  # of which some are groups of fields
+            group = field.default_factory
+            if isinstance(group, type) and dataclasses.is_dataclass(group) and unknown[0] in group.__dataclass_fields__:
+                call = f"{name}({field.name}={group.__name__}({unknown[0]}={given[unknown[0]]!r}))"
+                return f"{unknown[0]} is in {group.__name__}: {call}."
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return f"{name} has no field {unknown[0]!r}.{hint} It takes: {', '.join(known)}."

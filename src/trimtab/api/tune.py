@@ -73,8 +73,7 @@ class Tuned(Result):
     @property
     def spoken(self) -> str:
         """The settings as Python writes them, without what is at its default."""
-        changed = [f.name for f in dataclasses.fields(Settings) if getattr(self.settings, f.name) != f.default]
-        return f"Settings({', '.join(f'{name}={getattr(self.settings, name)!r}' for name in changed)})"
+        return _call(self.settings)
 
     def __str__(self) -> str:
         return f"{self.sentence}\n\n{self.ladder()}\n\n{self.spoken}"
@@ -199,3 +198,13 @@ def _line(rung: Mapping[str, Any], times: str) -> str:
     score = "-" if loss is None else f"{loss:.4g}"
     rise = "-" if drop["value"] is None else f"{drop['value']:+.2g} ({drop['upper']:+.2g})"
     return f"{rung['rung']:<11} {times} {ms:>10} {score:>11} {rise:>20}  {rung['recipe']}"
+
+
+def _call(settings: Any) -> str:
+    """``settings``, or a group of them, as Python writes them, without what is at its default."""
+    default, given = type(settings)(), []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value != getattr(default, field.name):
+            given.append(f"{field.name}={_call(value) if dataclasses.is_dataclass(value) else repr(value)}")
+    return f"{type(settings).__name__}({', '.join(given)})"

@@ -9,9 +9,10 @@ import pathlib
 import platform
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, Self, overload
 
 import torch
+from torch import nn
 
 from trimtab._internal.files import path_of
 from trimtab._internal.text import mended_by, with_fix
@@ -30,7 +31,18 @@ from trimtab.errors import ArtifactError, IntegrityError, TrimtabError, Untruste
 from trimtab.hardware import system
 from trimtab.hardware.environment import RUNTIMES, Environment, instruction_sets
 
-__all__ = ["Artifact", "Case", "Golden", "Parities", "Verification", "load", "open_artifact", "verify", "write_artifact"]
+__all__ = [
+    "Artifact",
+    "ArtifactModule",
+    "Case",
+    "Golden",
+    "Parities",
+    "Verification",
+    "load",
+    "open_artifact",
+    "verify",
+    "write_artifact",
+]
 
 LOAD_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -199,11 +211,65 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
     return Artifact(folder, read_manifest(folder))
 
 
-def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None) -> Executable:
+class ArtifactModule(nn.Module):
+    """An artifact as an :class:`torch.nn.Module` for inference, which can stand where the model stood: ``self.encoder = ...``.
+
+    It has no parameters, stays in evaluation mode when its parent is trained, gives outputs without gradients, and runs on the
+    CPU in its own precision. It is copied and pickled as the path of its folder, whose files are checked again where it is
+    loaded.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None) -> None:
+        super().__init__()
+        self._arguments = (os.path.abspath(path), trust, threads)
+        self.executable = load(path, trust=trust, threads=threads)
+        self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the artifact, in the structure of the model's."""
+        return self.executable(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode, whatever ``mode`` says."""
+        return self
+
+    def extra_repr(self) -> str:
+        """The folder and the signature."""
+        return f"{self._arguments[0]}, {self.executable.signature.describe()}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _module, self._arguments
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        moved = fn(torch.zeros(()))
+        if moved.device.type != "cpu" or moved.dtype != torch.float32:
+            raise UsageError(
+                f"The artifact {self._arguments[0]} was asked to move to {moved.device} as {str(moved.dtype)[6:]}. "
+                "It runs on the CPU, in the precision that it was built for: move the other parts of the model only."
+            )
+        return self
+
+
+def _module(path: str, trust: bool, threads: int | None) -> ArtifactModule:
+    return ArtifactModule(path, trust=trust, threads=threads)
+
+
+@overload
+def load(
+    path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None, as_module: Literal[False] = False
+) -> Executable: ...
+@overload
+def load(
+    path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None, as_module: Literal[True]
+) -> ArtifactModule: ...
+def load(
+    path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None, as_module: bool = False
+) -> Executable | ArtifactModule:
     """The model in the artifact ``path``, ready to be called like the original.
 
     Every file is checked first, and nothing is unpickled. An artifact that is machine code loads with ``trust=True`` only.
-    ``threads`` overrides the number that it was built for; where the runtime is torch, torch's own is set to it.
+    ``threads`` overrides the number that it was built for; where the runtime is torch, torch's own is set to it. With
+    ``as_module`` it is an :class:`ArtifactModule`, which can be a part of another model.
 
     Raises:
         UsageError: ``path`` is no path.
@@ -213,14 +279,16 @@ def load(path: str | os.PathLike[str], *, trust: bool = False, threads: int | No
             and cannot read it.
         MissingPackageError: its runtime is not installed.
     """
+    if as_module:
+        return ArtifactModule(path, trust=trust, threads=threads)
     artifact = open_artifact(path)
     artifact.check()
     manifest = artifact.manifest
-    settings = dataclasses.replace(manifest.settings, threads=threads or manifest.settings.threads)
+    settings = manifest.settings.replaced({"threads": threads or manifest.settings.threads})
     backend = _backend(manifest)
     if settings.threads is not None and "torch" in backend.packages:
         torch.set_num_threads(settings.threads)
-    if settings.keep_memory:
+    if settings.memory.keep_freed:
         system.keep_freed_memory()
     if manifest.native_code and trust:
         _refuse_other_processors(manifest.environment)

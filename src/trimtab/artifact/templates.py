@@ -60,8 +60,8 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
         script=backend.script().strip("\n") + writes,
         tensors="torch" if in_torch else "numpy",
         wide="t.cdouble().resolve_conj()" if in_torch else "t",  # numpy has no bfloat16
-        modules="ctypes, " if manifest.settings.keep_memory else "",
-        memory=_MEMORY if manifest.settings.keep_memory else "",
+        modules="ctypes, " if manifest.settings.memory.keep_freed else "",
+        memory=_MEMORY if manifest.settings.memory.keep_freed else "",
         threads=manifest.settings.threads,
         golden=GOLDEN,
         cases=manifest.golden.cases,

@@ -129,7 +129,7 @@ class Aoti(Backend):
     """
 
     name = "aoti"
-    honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
+    honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
     native_code = True
     cost = "minute"
 

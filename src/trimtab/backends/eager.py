@@ -44,7 +44,7 @@ class EagerExecutable(Executable):
         self._grad_mode = GRAD_MODES[grad_mode]
         self._inference = grad_mode == "inference"
         self._held: frozenset[int] | None = None
-        self._plain = candidate.settings.autocast is None and candidate.settings.memory_format == "contiguous"
+        self._plain = candidate.settings.precision.autocast is None and candidate.settings.memory_format == "contiguous"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module under its gradient mode, without any wrapping where no setting asks for it."""
@@ -140,7 +140,7 @@ class Eager(Backend):
     """
 
     name = "eager"
-    honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
+    honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
     tells_fallbacks = True  # there are none: the operators are PyTorch's own
 
     grad_mode: Literal["inference", "no_grad"] = "inference"

@@ -106,7 +106,7 @@ class Inductor(Backend):
     """
 
     name = "inductor"
-    honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
+    honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
     cost = "minute"
 
     mode: Mode = "freezing"

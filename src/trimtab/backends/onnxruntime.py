@@ -142,7 +142,7 @@ class OnnxRuntime(Backend):
 
     name = "onnxruntime"
     requires = ("onnx", "onnxscript", "onnxruntime")
-    honours = frozenset({"threads", "batch"})
+    honours = frozenset({"threads", "data.batch"})
     own_graph = True
     tells_fallbacks = True  # by opening no session for a graph with an operator that it has no kernel of its own for
 

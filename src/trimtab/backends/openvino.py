@@ -139,7 +139,7 @@ class OpenVino(Backend):
 
     name = "openvino"
     requires = ("openvino",)
-    honours = frozenset({"threads", "batch"})
+    honours = frozenset({"threads", "data.batch"})
     own_graph = True
     tells_fallbacks = True
     overlap = frozenset({"hint", "streams"})

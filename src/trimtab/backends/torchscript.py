@@ -64,7 +64,7 @@ class TorchScript(Backend):
     """
 
     name = "torchscript"
-    honours = frozenset({"threads", "autocast", "memory_format", "batch", "keep_memory"})
+    honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
 
     def describe(self) -> str:
         """By its name."""

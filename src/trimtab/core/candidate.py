@@ -123,13 +123,13 @@ class Candidate:
         """The copies that :meth:`own_inputs` gives, in the order of the signature."""
         return [leaf.clone() for leaf in self.leaves]
 
-    def with_model(self, model: nn.Module, **settings: Any) -> Candidate:
-        """This candidate with another model and, if given, other settings."""
-        return dataclasses.replace(self, model=model, settings=dataclasses.replace(self.settings, **settings))
+    def with_model(self, model: nn.Module, changes: Mapping[str, Any] | None = None) -> Candidate:
+        """This candidate with another model and, if given, other settings: names, such as ``"threads"``, to values."""
+        return dataclasses.replace(self, model=model, settings=self.settings.replaced(changes or {}))
 
-    def with_settings(self, **settings: Any) -> Candidate:
-        """This candidate with other settings."""
-        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **settings))
+    def with_settings(self, changes: Mapping[str, Any]) -> Candidate:
+        """This candidate with other settings: names, such as ``"precision.autocast"``, to values."""
+        return dataclasses.replace(self, settings=self.settings.replaced(changes))
 
     @functools.cached_property
     def leaves(self) -> list[torch.Tensor]:
@@ -306,14 +306,14 @@ class FlatModel(nn.Module):
         for i in self._signature.written:
             if leaves[i] is not given[i]:  # the model wrote to what was laid out anew, and the caller looks at his own
                 given[i].copy_(leaves[i])
-        if self._settings.autocast is None:
+        if self._settings.precision.autocast is None:
             return tuple(outputs)
         return tuple(t.to(dtype) for t, dtype in zip(outputs, self._dtypes, strict=True))  # callers rely on the dtypes
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
-        if self._settings.autocast is None:
+        if self._settings.precision.autocast is None:
             yield
             return
-        with torch.autocast(self._settings.device, dtype=getattr(torch, self._settings.autocast)):
+        with torch.autocast(self._settings.device, dtype=getattr(torch, self._settings.precision.autocast)):
             yield

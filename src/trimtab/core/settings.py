@@ -3,16 +3,131 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import operator
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
 from torch.nn.attention import SDPBackend
 
 from trimtab._internal.serialization import type_hints
+from trimtab._internal.text import of_type
 from trimtab._internal.validation import by_name, fits, options
 from trimtab.errors import UsageError
 
 MOST_THREADS = 1024
 """More than this is a mistake, or an artifact that wants to exhaust whoever loads it."""
+_POSITIVE = (
+    "threads",
+    "data.batch",
+    "data.micro_batch",
+    "data.accumulate",
+    "memory.activation_mb",
+    "memory.segments",
+    "optimizer.clip_norm",
+    "distributed.bucket_mb",
+)
+"""Settings that must be above zero."""
+
+
+@by_name
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionSettings:
+    """Precision of arithmetic. ``Settings(precision=PrecisionSettings(autocast="bfloat16"))``."""
+
+    autocast: Literal["bfloat16", "float16", "auto"] | None = None
+    """Mixed precision through :class:`torch.autocast`."""
+    tf32: bool | Literal["auto"] | None = None
+    """Training: whether float32 products may be rounded to TensorFloat-32 on GPUs that have it. ``None`` leaves torch's choice,
+    which rounds convolutions only."""
+
+    def __post_init__(self) -> None:
+        _check(self, "precision")
+
+
+@by_name
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """How many examples a call and an update have. ``Settings(data=DataSettings(accumulate=8))``."""
+
+    batch: int | None = None
+    """Inference: examples per call where the objective is throughput."""
+    micro_batch: int | Literal["auto"] | None = None
+    """Training: most examples per forward and backward pass; larger batches are divided, and the gradient stays that of the
+    whole batch."""
+    accumulate: int = 1
+    """Training: batches of the loader per update of the parameters."""
+    exact_batchnorm: bool = False
+    """Training: whether BatchNorm sees all of an update's batches. They then run as one, and ``memory.activation_mb`` bounds
+    the memory."""
+    joined: bool = False
+    """Training: whether an update's batches run as one wherever shapes and memory allow; BatchNorm then sees all of them."""
+
+    def __post_init__(self) -> None:
+        _check(self, "data")
+        if self.exact_batchnorm and self.micro_batch is not None:
+            raise UsageError(
+                f"data.exact_batchnorm runs the batches of an update as one, which data.micro_batch={self.micro_batch!r} would "
+                "take apart. Leave one out; memory.activation_mb bounds the memory."
+            )
+
+
+@by_name
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """Memory of the process and of the GPU. ``Settings(memory=MemorySettings(activation_mb=500))``."""
+
+    keep_freed: bool = False
+    """Whether the C library keeps freed memory for the next call, from then on and for the whole process."""
+    cuda_allocator: str | None = None
+    """Training: options of torch's allocator for GPUs, as ``PYTORCH_CUDA_ALLOC_CONF`` takes them, from then on and for the
+    whole process. ``"expandable_segments:True"`` avoids fragmentation where the lengths of batches differ."""
+    activation_mb: float | None = None
+    """Training: most memory that a micro-batch may take above parameters, gradients and the optimizer's state, in MB (10**6
+    bytes). Modules are chosen, by measurement on the first batch, whose activations are recomputed in the backward pass."""
+    segments: int | None = None
+    """Training: parts into which the model's longest ``nn.Sequential`` is divided, each of which is recomputed in the backward
+    pass: a fixed alternative to ``activation_mb``."""
+
+    def __post_init__(self) -> None:
+        _check(self, "memory")
+        if self.segments is not None and self.activation_mb is not None:
+            raise UsageError("memory.segments and memory.activation_mb both say what is computed again. Give one of them.")
+
+
+@by_name
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """The update of the parameters, in training. ``Settings(optimizer=OptimizerSettings(clip_norm=1.0))``."""
+
+    implementation: Literal["loop", "foreach", "fused", "auto"] | None = None
+    """Which of torch's implementations of the optimizer runs the update."""
+    clip_norm: float | None = None
+    """Largest norm of the gradient of all parameters, clipped once per update."""
+    scale_lr: Literal["linear", "sqrt"] | None = None
+    """How the learning rate, chosen for updates from one batch of the loader, follows the batches that an update has, over
+    ``data.accumulate`` and all processes: times their number, or times its square root."""
+    nonfinite: Literal["raise", "skip", "stop", "ignore"] = "raise"
+    """What a loss or gradient that is not finite leads to: an error, an update left out, the end of the run, or nothing.
+    ``"ignore"`` does not check, which saves reading every gradient."""
+
+    def __post_init__(self) -> None:
+        _check(self, "optimizer")
+
+
+@by_name
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedSettings:
+    """Training on several processes. ``Settings(distributed=DistributedSettings(sharding="shard"))``."""
+
+    communication: Literal["float16", "bfloat16", "powersgd"] | None = None
+    """How gradients are compressed between processes."""
+    bucket_mb: float | None = None
+    """Most gradients that cross between processes at once, in MiB; ``None`` stands for 25."""
+    sharding: Literal["replicate", "shard", "hybrid"] = "replicate"
+    """Whether every process holds the whole model, a share of it (FSDP2), or a share within its host."""
+
+    def __post_init__(self) -> None:
+        _check(self, "distributed")
 
 
 @by_name
@@ -20,80 +135,93 @@ MOST_THREADS = 1024
 class Settings:
     """How to run, apart from what the model is. ``None`` leaves the runtime's, or the user's, own choice.
 
-    The first five fields matter to inference and training alike, the others to training only. Where a field takes ``"auto"``,
-    the Trainer measures the alternatives on the first batches and keeps what pays on this machine.
+    Fields of groups are named with a dot, such as ``precision.autocast``, in :meth:`value`, :meth:`replaced`, messages and the
+    ``sets`` of passes. Where a field takes ``"auto"``, the Trainer measures the alternatives on the first batches and keeps
+    what pays on this machine.
     """
 
     threads: int | None = None
     """Intra-operator threads."""
-    autocast: Literal["bfloat16", "float16", "auto"] | None = None
-    """Mixed precision through :class:`torch.autocast`."""
+    device: str = "cpu"
+    """Where the model is trained: ``"cuda"`` for a GPU. What is on a GPU already is not moved off it."""
     memory_format: Literal["contiguous", "channels_last", "auto"] = "contiguous"
     """Layout of 4-D activations and weights."""
-    batch: int | Literal["auto"] | None = None
-    """Examples per call where the objective is throughput; in training, per micro-batch: larger batches are taken apart."""
-    keep_memory: bool = False
-    """Whether the C library keeps freed memory for the next call, from then on and for the whole process."""
-    device: str = "cpu"
-    """Where the model is trained: ``"cuda"`` for a GPU; what is on a GPU already is not taken off it."""
-    cuda_allocator: str | None = None
-    """Options of torch's allocator for GPUs, as ``PYTORCH_CUDA_ALLOC_CONF`` takes them, such as ``"expandable_segments:True"``,
-    with which memory is not left in pieces where the lengths of batches differ; from then on and for the whole process."""
-    accumulate: int = 1
-    """Batches of the loader per update of the parameters."""
-    scale_lr: Literal["linear", "sqrt"] | None = None
-    """How the learning rate, chosen for updates from one batch of the loader, follows the batches that an update has, over
-    ``accumulate`` and all processes: times their number, or times its square root."""
-    exact_batchnorm: bool = False
-    """Whether BatchNorm sees all of an update's batches: they then run as one, and ``activation_mb`` bounds the memory."""
-    joined: bool = False
-    """Whether an update's batches run as one wherever shapes and memory allow; BatchNorm then sees all of them."""
-    clip_norm: float | None = None
-    """Largest norm of the gradient of all parameters, clipped once per update."""
     compile: bool | Literal["auto"] = False
-    """Whether the model runs through :func:`torch.compile`; ``auto`` weighs what compiling costs against the steps left."""
-    optimizer: Literal["loop", "foreach", "fused", "auto"] | None = None
-    """Which of torch's implementations of the optimizer runs the update."""
+    """Training: whether the model runs through :func:`torch.compile`; ``auto`` weighs what compiling costs against the steps
+    left."""
     attention: Literal["flash", "efficient", "cudnn", "math", "auto"] | None = None
-    """Which implementation scaled dot-product attention uses, wherever that takes its inputs."""
-    tf32: bool | Literal["auto"] | None = None
-    """Whether float32 products may be rounded to TensorFloat-32 on GPUs that have it; by default torch rounds convolutions."""
+    """Training: which implementation scaled dot-product attention uses, wherever that takes its inputs."""
     cudnn_benchmark: bool | Literal["auto"] = False
-    """Whether cuDNN times its algorithms for each new shape."""
-    activation_mb: float | None = None
-    """Most memory that a micro-batch may take above parameters, gradients and the optimizer's state, in MB (10**6 bytes).
-    Modules are chosen, by measurement on the first batch, whose activations are computed again in the backward pass."""
-    segments: int | None = None
-    """Parts into which the model's longest ``nn.Sequential`` is divided, each of which is computed again in the backward pass:
-    a fixed alternative to ``activation_mb``."""
-    nonfinite: Literal["raise", "skip", "stop", "ignore"] = "raise"
-    """What a loss or gradient that is not finite leads to: an error, an update left out, the end of the run, or nothing:
-    then nobody looks, which saves reading every gradient."""
-    communication: Literal["float16", "bfloat16", "powersgd"] | None = None
-    """How gradients are compressed between processes."""
-    bucket_mb: float | None = None
-    """Most gradients that cross between processes at once, in MiB; ``None`` stands for 25."""
-    sharding: Literal["replicate", "shard", "hybrid"] = "replicate"
-    """Whether every process holds the whole model, a share of it (FSDP2), or a share within its host."""
+    """Training: whether cuDNN times its algorithms for each new shape."""
     adjust: bool = False
-    """Whether the workers of a ``Loader`` and the micro-batch are tuned while the run goes on, where its updates slow down."""
+    """Training: whether the workers of a ``Loader`` and the micro-batch are tuned while the run goes on, where its updates slow
+    down."""
+    precision: PrecisionSettings = dataclasses.field(default_factory=PrecisionSettings)
+    """Precision of arithmetic."""
+    data: DataSettings = dataclasses.field(default_factory=DataSettings)
+    """How many examples a call and an update have."""
+    memory: MemorySettings = dataclasses.field(default_factory=MemorySettings)
+    """Memory of the process and of the GPU."""
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    """The update of the parameters."""
+    distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
+    """Training on several processes."""
 
     def __post_init__(self) -> None:
-        for name, hint in type_hints(Settings).items():
-            if not fits(hint, value := getattr(self, name)):
-                raise UsageError(f"Settings {name} is {value!r}; it can be {options(hint)}.")
-        for name in ("threads", "accumulate", "batch", "clip_norm", "activation_mb", "bucket_mb", "segments"):
-            if isinstance(value := getattr(self, name), (int, float)) and not value > 0:
-                raise UsageError(f"Settings {name} is {value}; it must be above zero.")
+        _check(self)
         if self.threads is not None and self.threads > MOST_THREADS:
             raise UsageError(f"Settings threads is {self.threads}; at most {MOST_THREADS} are started.")
-        if self.segments is not None and self.activation_mb is not None:
-            raise UsageError("segments and activation_mb both say what is computed again. Give one of them.")
-        if self.exact_batchnorm and self.batch is not None:
-            raise UsageError(
-                f"exact_batchnorm runs the batches of an update as one, which batch={self.batch!r} would take apart. Leave one "
-                "out; activation_mb bounds the memory."
-            )
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Every field, those of groups as ``group.field``, such as ``precision.autocast``."""
+        found: list[str] = []
+        for name, hint in type_hints(cast(Any, cls)).items():
+            group = [f"{name}.{field.name}" for field in dataclasses.fields(hint)] if dataclasses.is_dataclass(hint) else []
+            found += group or [name]
+        return found
+
+    def value(self, name: str) -> Any:
+        """The field ``name``, such as ``"threads"`` or ``"precision.autocast"``."""
+        return operator.attrgetter(name)(self)
+
+    def replaced(self, changes: Mapping[str, Any]) -> Settings:
+        """These settings with ``changes``: names, such as ``"threads"`` or ``"precision.autocast"``, to values.
+
+        Raises:
+            UsageError: a name that is no field, or a value that its field does not take.
+        """
+        if unknown := sorted(changes.keys() - set(self.names())):
+            raise UsageError(f"Settings has no field {unknown[0]!r}. It has: {', '.join(self.names())}.")
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
+            group, _, field = name.rpartition(".")
+            groups.setdefault(group, {})[field] = value
+        top = groups.pop("", {})
+        return dataclasses.replace(
+            self, **top, **{group: dataclasses.replace(self.value(group), **more) for group, more in groups.items()}
+        )
+
+
+def _check(given: Any, group: str = "") -> None:
+    """Refuse fields of the settings ``given``, the ``group`` or all, whose values do not fit their types.
+
+    Raises:
+        UsageError: which field has which value, and what it can be.
+    """
+    for field, hint in type_hints(cast(Any, type(given))).items():
+        name, value = f"{group}.{field}" if group else field, getattr(given, field)
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, cast(type, hint)):
+                kind = cast(type, hint)
+                first = next(iter(value), None) if isinstance(value, Mapping) else None
+                known = [each.name for each in dataclasses.fields(kind)]
+                call = f"{name}={kind.__name__}({first if first in known else known[0]}=...)"
+                raise UsageError(f"Settings {name} is {of_type(value)}; write {call}.")
+        elif not fits(hint, value):
+            raise UsageError(f"Settings {name} is {value!r}; it can be {options(hint)}.")
+        elif name in _POSITIVE and isinstance(value, (int, float)) and not value > 0:
+            raise UsageError(f"Settings {name} is {value}; it must be above zero.")
 
 
 KERNELS = {

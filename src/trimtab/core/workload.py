@@ -103,7 +103,7 @@ class Training:
     def __post_init__(self) -> None:
         if not isinstance(self.settings, Settings):
             raise UsageError(
-                f"Training settings is {of_type(self.settings)}; give trimtab.Settings, such as Settings(accumulate=2)."
+                f"Training settings is {of_type(self.settings)}; give trimtab.Settings, such as Settings(threads=2)."
             )
         for name in ("optimizer", "loss", "schedule"):
             value = getattr(self, name)

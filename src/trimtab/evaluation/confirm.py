@@ -112,7 +112,7 @@ def load(recipe: Recipe, files: pathlib.Path, candidate: Candidate) -> tuple[Exe
 def _resized(recipe: Recipe, candidate: Candidate) -> Candidate:
     """The candidate with the inputs that ``recipe`` runs on; its model is not rewritten again."""
     for step in recipe.passes:
-        if "batch" in step.sets:
+        if "data.batch" in step.sets:
             candidate = step.apply(candidate)
     return candidate
 

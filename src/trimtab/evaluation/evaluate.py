@@ -234,7 +234,7 @@ def apply_passes(recipe: Recipe, candidate: Candidate) -> Candidate:
         CompileError: a pass cannot be applied to what the ones before it made.
     """
     if recipe.backend.own_graph and (threads := torch.get_num_threads()) < TORCH_THREADS:
-        candidate = candidate.with_settings(threads=threads)  # it has threads of its own, and would take every core
+        candidate = candidate.with_settings({"threads": threads})  # it has threads of its own, and would take every core
     for step in recipe.passes:
         if reason := step.blocked(candidate):
             raise CompileError(reason)
@@ -247,7 +247,7 @@ def apply_passes(recipe: Recipe, candidate: Candidate) -> Candidate:
 def _prepare_process(settings: Settings) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    if settings.keep_memory:
+    if settings.memory.keep_freed:
         system.keep_freed_memory()
 
 

@@ -55,14 +55,14 @@ class Attention(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; whoever trains it has this kernel come first, and another for inputs that it does not take."""
-        return candidate.with_settings(attention=self.kernel)
+        return candidate.with_settings({"attention": self.kernel})
 
     def _failure(self, candidate: Candidate, kernels: list[SDPBackend]) -> str | None:
         """Why a call fails that may use ``kernels`` only, with gradients, because fused layers of evaluation hide the call.
 
         It has the precision that the settings ask for: some kernels take 16 bits only.
         """
-        device, named = torch.device(candidate.settings.device), candidate.settings.autocast
+        device, named = torch.device(candidate.settings.device), candidate.settings.precision.autocast
         precision = torch.autocast(device.type, dtype=getattr(torch, named)) if named else contextlib.nullcontext()
         drawing = [] if device.type == "cpu" else [device]  # torch else wakes all GPUs that there are, with a warning
         kept = torch.random.fork_rng(drawing, device_type=device.type)

@@ -22,7 +22,7 @@ class Autocast(Pass):
 
     name = "autocast"
     modes = frozenset({"infer", "train"})
-    sets = frozenset({"autocast"})
+    sets = frozenset({"precision.autocast"})
     tries = True
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -39,8 +39,8 @@ class Autocast(Pass):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs float32 weights, and kernels for every operator of the model: some CPUs have none for a float16 LSTM."""
-        if candidate.settings.autocast is not None:
-            return f"The candidate runs under autocast to {candidate.settings.autocast} already."
+        if candidate.settings.precision.autocast is not None:
+            return f"The candidate runs under autocast to {candidate.settings.precision.autocast} already."
         if not torch.amp.is_autocast_available(candidate.settings.device):
             return f"PyTorch has no autocast for the device {candidate.settings.device!r}."
         if not any(p.dtype is torch.float32 for p in candidate.model.parameters()):
@@ -49,7 +49,7 @@ class Autocast(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; the settings tell backends to run it under autocast."""
-        return candidate.with_settings(autocast=self.dtype)
+        return candidate.with_settings({"precision.autocast": self.dtype})
 
     def _failure(self, candidate: Candidate) -> str | None:
         """Why one run on the example fails; there is no list of what a processor can do in 16 bits but trying."""

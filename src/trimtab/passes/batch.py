@@ -22,7 +22,7 @@ class Batch(Pass):
     """
 
     name = "batch"
-    sets = frozenset({"batch"})
+    sets = frozenset({"data.batch"})
 
     size: Annotated[int, Choice(1, 2, 4, 8, 16, 32, 64)] = 16
     """Examples per call."""
@@ -49,5 +49,5 @@ class Batch(Pass):
         pairs = zip(candidate.leaves, candidate.signature.inputs, strict=True)
         leaves = [resized(leaf, spec.shape, name, self.size) for leaf, spec in pairs]
         args, kwargs = unflatten(candidate.signature.input_structure, leaves)
-        settings = dataclasses.replace(candidate.settings, batch=self.size)
+        settings = candidate.settings.replaced({"data.batch": self.size})
         return dataclasses.replace(candidate, args=args, kwargs=kwargs, settings=settings)

@@ -37,4 +37,4 @@ class ChannelsLast(Pass):
         """A copy of the model with NHWC weights; the settings make backends lay out the inputs alike."""
         model = candidate.own_model()
         lay_out(model)
-        return candidate.with_model(model, memory_format="channels_last")
+        return candidate.with_model(model, {"memory_format": "channels_last"})

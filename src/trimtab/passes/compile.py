@@ -38,4 +38,4 @@ class Compile(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; the Trainer compiles it."""
-        return candidate.with_settings(compile=True)
+        return candidate.with_settings({"compile": True})

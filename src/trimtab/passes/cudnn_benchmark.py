@@ -41,4 +41,4 @@ class CudnnBenchmark(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; whoever trains it sets torch's flag."""
-        return candidate.with_settings(cudnn_benchmark=True)
+        return candidate.with_settings({"cudnn_benchmark": True})

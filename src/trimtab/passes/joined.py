@@ -13,13 +13,13 @@ class Joined(Pass):
     """Run the batches that are accumulated for an update as one, where they differ in their examples alone and fit into memory.
 
     Pays on small batches, whose matrix products do not use the whole processor. BatchNorm then sees the whole update, as in
-    training without accumulation; ``Settings.exact_batchnorm`` sees to it that it always does.
+    training without accumulation; ``data.exact_batchnorm`` sees to it that it always does.
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, on what accumulation does to BatchNorm
     """
 
     name = "joined"
     modes = frozenset({"train"})
-    sets = frozenset({"joined"})
+    sets = frozenset({"data.joined"})
 
     def describe(self) -> str:
         """What it is."""
@@ -27,10 +27,10 @@ class Joined(Pass):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs an accumulation."""
-        if candidate.settings.accumulate == 1:
+        if candidate.settings.data.accumulate == 1:
             return "joined needs batches that are accumulated, and each of these is an update of its own."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; the Trainer joins the batches."""
-        return candidate.with_settings(joined=True)
+        return candidate.with_settings({"data.joined": True})

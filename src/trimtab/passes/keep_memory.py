@@ -23,7 +23,7 @@ class KeepMemory(Pass):
 
     name = "keep_memory"
     modes = frozenset({"infer", "train"})
-    sets = frozenset({"keep_memory"})
+    sets = frozenset({"memory.keep_freed"})
 
     def describe(self) -> str:
         """What becomes of the memory."""
@@ -43,4 +43,4 @@ class KeepMemory(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; whoever runs the settings tells the allocator."""
-        return candidate.with_settings(keep_memory=True)
+        return candidate.with_settings({"memory.keep_freed": True})

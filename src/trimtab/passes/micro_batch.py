@@ -20,7 +20,7 @@ class MicroBatch(Pass):
 
     name = "micro_batch"
     modes = frozenset({"train"})
-    sets = frozenset({"batch"})
+    sets = frozenset({"data.micro_batch"})
 
     size: Annotated[int, Choice(4, 8, 16, 32, 64, 128, 256)] = 32
     """Examples per part."""
@@ -38,4 +38,4 @@ class MicroBatch(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; the Trainer takes the batches apart."""
-        return candidate.with_settings(batch=self.size)
+        return candidate.with_settings({"data.micro_batch": self.size})

@@ -20,7 +20,7 @@ class OptimizerKernels(Pass):
 
     name = "optimizer"
     modes = frozenset({"train"})
-    sets = frozenset({"optimizer"})
+    sets = frozenset({"optimizer.implementation"})
 
     kernels: Literal["fused", "foreach"] = "fused"
     """``fused`` makes the whole update one kernel; ``foreach`` makes each of its operations one kernel for all parameters."""
@@ -31,4 +31,4 @@ class OptimizerKernels(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; the Trainer tells the optimizer."""
-        return candidate.with_settings(optimizer=self.kernels)
+        return candidate.with_settings({"optimizer.implementation": self.kernels})

@@ -23,7 +23,7 @@ class Tf32(Pass):
 
     name = "tf32"
     modes = frozenset({"train"})
-    sets = frozenset({"tf32"})
+    sets = frozenset({"precision.tf32"})
 
     @property
     def exact(self) -> bool:
@@ -53,4 +53,4 @@ class Tf32(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; whoever trains it sets torch's precision of products."""
-        return candidate.with_settings(tf32=True)
+        return candidate.with_settings({"precision.tf32": True})

@@ -44,4 +44,4 @@ class Threads(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model; whoever runs the settings sets the runtime's thread count."""
-        return candidate.with_settings(threads=self.count)
+        return candidate.with_settings({"threads": self.count})

@@ -353,7 +353,7 @@ class Trainer:
                 for remark in remarks:
                     self.context.note_once(remark)
                 meter.count(update, group if self.context.world.counts else [])
-            if not (update.applied or update.overflowed) and self.context.settings.nonfinite == "stop":
+            if not (update.applied or update.overflowed) and self.context.settings.optimizer.nonfinite == "stop":
                 self.context.stop("The loss was not finite.")
             if self.context.checkpoint_every is not None and position.update % self.context.checkpoint_every == 0:
                 checkpoint_policy.save(self.context, ready)

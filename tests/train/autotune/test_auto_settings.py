@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from _peaks import write_peaks
-from trimtab import Settings, Trainer
+from trimtab import OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.core import search_space
 from trimtab.core.technique import PASSES
 from trimtab.errors import UsageError
@@ -37,15 +37,14 @@ from trimtab.train.telemetry.summary import Summary
 
 ALL = Settings(
     threads=1,
-    autocast="auto",
     memory_format="auto",
-    tf32="auto",
     cudnn_benchmark="auto",
     attention="auto",
-    optimizer="auto",
     compile="auto",
+    precision=PrecisionSettings(autocast="auto", tf32="auto"),
+    optimizer=OptimizerSettings(implementation="auto"),
 )
-STATED = {field: getattr(ALL, field) for field in OFF}
+STATED = {field: ALL.value(field) for field in OFF}
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
@@ -111,9 +110,12 @@ def test_everything_is_decided_and_said() -> None:
         assert any(text.startswith(field) for text in summary.notes), field
     assert "calls no" in " ".join(summary.notes) or "this one does not" in note(summary, "attention='flash'")
     if not torch.cuda.is_available():
-        assert note(summary, "tf32") == "tf32=True is off: tf32 needs an NVIDIA GPU, and PyTorch finds none here."
+        told = "precision.tf32=True is off: tf32 needs an NVIDIA GPU, and PyTorch finds none here."
+        assert note(summary, "precision.tf32") == told
         assert note(summary, "cudnn_benchmark").endswith("and PyTorch finds none here.")
-        assert note(summary, "autocast='float16'").startswith("autocast='float16' is off: float16 pays on GPUs only")
+        assert note(summary, "precision.autocast='float16'").startswith(
+            "precision.autocast='float16' is off: float16 pays on GPUs only"
+        )
 
 
 def test_the_run_is_the_same_as_with_the_settings_stated() -> None:
@@ -137,9 +139,9 @@ def test_the_run_is_the_same_as_with_the_settings_stated() -> None:
 
 
 def test_what_pays_is_on_with_its_figures() -> None:
-    made, summary = brief(deep(), Settings(threads=1, optimizer="auto"), batches(8))
+    made, summary = brief(deep(), Settings(threads=1, optimizer=OptimizerSettings(implementation="auto")), batches(8))
     texts = [text for text in summary.notes if text.startswith("optimizer")]
-    winner = summary.settings.optimizer
+    winner = summary.settings.optimizer.implementation
     if winner is None:  # neighbours that have the CPU leave nothing to say
         assert all(" off: " in text or " are off: " in text for text in texts)
         assert made.optimizer.param_groups[0]["fused"] is None
@@ -156,9 +158,9 @@ def test_bfloat16_is_declined_by_measurement_where_it_is_emulated() -> None:
         pytest.skip("this machine multiplies bfloat16")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
-    _, summary = brief(model, Settings(threads=1, autocast="auto"), batches(8, 64))
-    assert summary.settings.autocast is None
-    text = note(summary, "autocast='bfloat16'")
+    _, summary = brief(model, Settings(threads=1, precision=PrecisionSettings(autocast="auto")), batches(8, 64))
+    assert summary.settings.precision.autocast is None
+    text = note(summary, "precision.autocast='bfloat16'")
     assert text.endswith("this CPU has no native bfloat16.") or "not surely faster" in text or "too busy" in text
 
 
@@ -182,14 +184,17 @@ def test_precision_that_changes_the_loss_is_off() -> None:
     decisions = auto_settings._Decisions(made.context, targets, None)
     decisions.make([])
     technique = PASSES["autocast"]()
-    text = decisions._verdict(technique, "autocast", "bfloat16", 60.0).text
+    text = decisions._verdict(technique, "precision.autocast", "bfloat16", 60.0).text
     assert re.fullmatch(r"off: its loss differs by .* of what it was, and 0\.05 is allowed\.", text)
 
 
 def test_short_runs_are_not_held_up() -> None:
-    summary = trainer(deep(), Settings(threads=1, optimizer="auto", compile="auto")).fit(batches(1), epochs=1)
+    summary = trainer(deep(), Settings(threads=1, compile="auto", optimizer=OptimizerSettings(implementation="auto"))).fit(
+        batches(1), epochs=1
+    )
     assert re.search(
-        r"optimizer is off: measuring it would take .* s, which is too much for a run of", note(summary, "optimizer")
+        r"optimizer\.implementation is off: measuring it would take .* s, which is too much for a run of",
+        note(summary, "optimizer.implementation"),
     )
     assert "too little to pay back what compiling costs" in note(summary, "compile=True")
 
@@ -209,13 +214,23 @@ class Locked(nn.Linear):
 
 
 def test_what_cannot_be_copied_is_trained_as_it_is() -> None:
-    summary = trainer(Locked(), Settings(threads=1, optimizer="auto", autocast="auto")).fit(batches(4), epochs=2)
+    summary = trainer(
+        Locked(),
+        Settings(threads=1, precision=PrecisionSettings(autocast="auto"), optimizer=OptimizerSettings(implementation="auto")),
+    ).fit(batches(4), epochs=2)
     assert summary.updates == 8
-    assert note(summary, "autocast, optimizer").startswith("autocast, optimizer cannot be measured and stay off. One of Locked")
+    assert note(summary, "precision.autocast, optimizer.implementation").startswith(
+        "precision.autocast, optimizer.implementation cannot be measured and stay off. One of Locked"
+    )
 
 
 def test_an_optimizer_without_kernels_says_so() -> None:
-    _, summary = brief(deep(4), Settings(threads=1, optimizer="auto"), batches(4), optimizer=torch.optim.Rprop)
+    _, summary = brief(
+        deep(4),
+        Settings(threads=1, optimizer=OptimizerSettings(implementation="auto")),
+        batches(4),
+        optimizer=torch.optim.Rprop,
+    )
     assert note(summary, "optimizer='fused'") == "optimizer='fused' is off: Rprop has no fused implementation."
 
 
@@ -224,17 +239,25 @@ def test_interrupted_while_it_decides() -> None:
         if isinstance(event, Remarked):
             trainer.stop("Ctrl-C.")
 
-    made = trainer(deep(), Settings(threads=1, autocast="auto", optimizer="auto"), callbacks=[stop])
+    made = trainer(
+        deep(),
+        Settings(threads=1, precision=PrecisionSettings(autocast="auto"), optimizer=OptimizerSettings(implementation="auto")),
+        callbacks=[stop],
+    )
     summary = made.fit(batches(4), steps=1000)
     assert (summary.updates, summary.ended) == (0, "Ctrl-C.")
-    assert "interrupted before it was measured" in note(summary, "optimizer")
+    assert "interrupted before it was measured" in note(summary, "optimizer.implementation")
 
 
 def test_a_run_that_goes_on_keeps_what_was_decided(tmp_path: pathlib.Path) -> None:
-    first, summary = brief(deep(), Settings(threads=1, optimizer="auto"), batches(4), checkpoint=tmp_path)
-    second = trainer(deep(), Settings(threads=1, optimizer="auto"), checkpoint=tmp_path).resume()
-    assert second.settings.optimizer == summary.settings.optimizer
-    assert second.notes == [f"optimizer={summary.settings.optimizer!r}: as decided when the run began."]
+    first, summary = brief(
+        deep(), Settings(threads=1, optimizer=OptimizerSettings(implementation="auto")), batches(4), checkpoint=tmp_path
+    )
+    second = trainer(
+        deep(), Settings(threads=1, optimizer=OptimizerSettings(implementation="auto")), checkpoint=tmp_path
+    ).resume()
+    assert second.settings.optimizer.implementation == summary.settings.optimizer.implementation
+    assert second.notes == [f"optimizer={summary.settings.optimizer.implementation!r}: as decided when the run began."]
     assert second.decided == first.decided
 
 
@@ -272,7 +295,9 @@ def test_kernels_of_an_optimizer_can_change_between_updates() -> None:
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     torch.testing.assert_close(run(["loop", "foreach", "fused", "loop"]), run(["loop"] * 4), rtol=1e-5, atol=1e-6)
-    with pytest.raises(UsageError, match=r"Rprop has no fused implementation\. Leave Settings\(optimizer=\.\.\.\) out\."):
+    with pytest.raises(
+        UsageError, match=r"Rprop has no fused implementation\. Leave OptimizerSettings\(implementation=\.\.\.\) out\."
+    ):
         use_kernels(torch.optim.Rprop(deep(1).parameters()), "fused")
 
 
@@ -294,7 +319,7 @@ def broken(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def test_torch_is_as_it_was_after_a_run() -> None:
     before = flags()
-    settings = Settings(threads=1, tf32=True, cudnn_benchmark=True, attention="math")
+    settings = Settings(threads=1, cudnn_benchmark=True, attention="math", precision=PrecisionSettings(tf32=True))
     with running(settings):
         assert flags() != before
     trainer(deep(2), settings).fit(batches(2), epochs=1)
@@ -309,7 +334,12 @@ def test_torch_is_as_it_was_after_a_run() -> None:
 
 def test_the_peak_of_a_gpu_without_a_number_is_that_of_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    made = Trainer(nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(autocast="bfloat16"))
+    made = Trainer(
+        nn.Linear(4, 1),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        settings=Settings(precision=PrecisionSettings(autocast="bfloat16")),
+    )
     rates = tuple(
         Rate(kind="bfloat16", device=f"cuda:{index}", threads=None, unit="GFLOP/s", value=100.0 + index) for index in (0, 1)
     )
@@ -454,7 +484,7 @@ def test_a_compiled_model_learns_the_same_and_tells_what_was_compiled_again() ->
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_everything_is_decided_on_a_gpu() -> None:
-    settings = Settings(**{**STATED, "device": "cuda"})
+    settings = Settings().replaced(STATED | {"device": "cuda"})
     made = trainer(convnet(), settings, log_every=1, callbacks=[stop_after(3)])
     summary = made.fit(DataLoader(Images(), 16), steps=20_000)
     assert undecided(summary.settings) == []

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, DistributedSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.errors import UsageError
 from trimtab.train.autotune import auto_settings, shadow_run
 from trimtab.train.autotune.online_tuning import _window
@@ -84,7 +84,7 @@ def test_models_that_keep_activations_are_measured(hooked: bool) -> None:
     images = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(images, (images.sum((1, 2, 3)) > 0).long()), 8)
     ended = []
-    for settings in (Settings(), Settings(memory_format="auto", optimizer="auto")):
+    for settings in (Settings(), Settings(memory_format="auto", optimizer=OptimizerSettings(implementation="auto"))):
         torch.manual_seed(0)
         made = Trainer(Keeping(hooked=hooked), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW, settings=settings)
         made.fit(data, epochs=2)
@@ -116,48 +116,59 @@ def test_the_examples_of_a_window_are_those_of_one_process_and_agreed() -> None:
 
 
 def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
-    made = trainer(Settings(threads=1, autocast="auto", optimizer="auto"), nn.SyncBatchNorm(4), world=Two())
+    made = trainer(
+        Settings(threads=1, precision=PrecisionSettings(autocast="auto"), optimizer=OptimizerSettings(implementation="auto")),
+        nn.SyncBatchNorm(4),
+        world=Two(),
+    )
     batches = [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))] * 2
     assert auto_settings.decide(made.context, batches, 1000) is batches
     assert made.notes == [
         "autocast, optimizer stay off: a copy of a model with SyncBatchNorm would wait for the other processes."
     ]
-    assert (made.settings.autocast, made.settings.optimizer) == (None, None)
+    assert (made.settings.precision.autocast, made.settings.optimizer.implementation) == (None, None)
     assert flops_share(made.context, batches, 10.0) is None
     assert shadow_run.why_not_alone(trainer(Settings(threads=1), nn.SyncBatchNorm(4)).context) is None
     assert shadow_run.why_not_alone(trainer(Settings(threads=1), world=Two()).context) is None
 
 
 def test_float16_is_not_tried_where_communication_keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = trainer(Settings(threads=1, autocast="auto", communication="powersgd"), world=Two())
+    made = trainer(
+        Settings(
+            threads=1, precision=PrecisionSettings(autocast="auto"), distributed=DistributedSettings(communication="powersgd")
+        ),
+        world=Two(),
+    )
     made.context.device = torch.device("cuda")  # where float16 would be tried
     decisions = auto_settings._Decisions(made.context, [], 1000)
     decisions.candidate = shadow_run.candidate(
         trainer(Settings(threads=1)).context, Settings(threads=1), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
     )
-    reasons = [decisions._against_trying(technique) for technique in auto_settings._techniques("autocast")]
+    reasons = [decisions._against_trying(technique) for technique in auto_settings._techniques("precision.autocast")]
     assert "what communication leaves out for later updates would be in units of a scale that changes." in reasons
 
 
 def test_what_an_interruption_left_open_is_decided_by_the_run_that_goes_on(tmp_path: pathlib.Path) -> None:
     def stop(trainer: Trainer, event: Event) -> None:
-        if isinstance(event, Remarked) and event.text.startswith("autocast"):
+        if isinstance(event, Remarked) and event.text.startswith("precision.autocast"):
             trainer.stop("Ctrl-C.")
 
     def enough(trainer: Trainer, event: Event) -> None:
         trainer.stop("Enough.")
 
-    settings = Settings(threads=1, autocast="auto", optimizer="auto")
+    settings = Settings(
+        threads=1, precision=PrecisionSettings(autocast="auto"), optimizer=OptimizerSettings(implementation="auto")
+    )
     batches = [(torch.randn(8, 4), torch.randint(4, (8,))) for _ in range(4)]
     first = trainer(settings, checkpoint=tmp_path, callbacks=[stop])
     first.fit(batches, steps=200)
     assert any("optimizer" in note and "interrupted before it was measured" in note for note in first.notes)
-    assert first.decided.keys() == {"autocast"}
+    assert first.decided.keys() == {"precision.autocast"}
     again = trainer(settings, checkpoint=tmp_path, callbacks=[enough]).resume()
-    assert again.settings.optimizer == "auto"
+    assert again.settings.optimizer.implementation == "auto"
     again.fit(batches, steps=200)
-    assert again.decided.keys() == {"autocast", "optimizer"}
-    assert again.settings.optimizer != "auto"
+    assert again.decided.keys() == {"precision.autocast", "optimizer.implementation"}
+    assert again.settings.optimizer.implementation != "auto"
 
 
 class Picky(nn.Module):
@@ -182,9 +193,9 @@ def test_kernels_of_attention_are_tried_in_the_precision_that_will_run() -> None
     decisions.candidate.model.get_submodule("model").picky = True
     assert decisions._options_anew(["attention"]) == {}
     assert all(reason is not None for _, reason in decisions._options(["attention"])["attention"])
-    made.context.settings = Settings(autocast="bfloat16")
+    made.context.settings = Settings(precision=PrecisionSettings(autocast="bfloat16"))
     assert any(reason is None for _, reason in decisions._options_anew(["attention"])["attention"])
-    assert shadow_run.candidate(made.context, made.settings, batches[0]).settings.autocast == "bfloat16"
+    assert shadow_run.candidate(made.context, made.settings, batches[0]).settings.precision.autocast == "bfloat16"
 
 
 class Masked(nn.Module):
@@ -308,7 +319,9 @@ def test_float16_is_timed_once_its_scale_has_come_down() -> None:
         optimizer=functools.partial(torch.optim.SGD, lr=1e-9),
     )
     rows = torch.randn(8, 4)
-    tried = shadow_run.ShadowRun(made.context, Settings(autocast="float16"), [(rows, rows.sum(1, keepdim=True))])
+    tried = shadow_run.ShadowRun(
+        made.context, Settings(precision=PrecisionSettings(autocast="float16")), [(rows, rows.sum(1, keepdim=True))]
+    )
     (first,) = copy.deepcopy(tried).round()
     assert first.overflowed
     shadow_run.seconds_of(tried)
@@ -333,7 +346,9 @@ def test_copies_that_lose_are_given_back_and_the_last_when_all_is_decided(monkey
     def look(run: Trainer, event: Event) -> None:
         left.append(sum(each() is not None for each in made))
 
-    settings = Settings(threads=1, autocast="auto", optimizer="auto")
+    settings = Settings(
+        threads=1, precision=PrecisionSettings(autocast="auto"), optimizer=OptimizerSettings(implementation="auto")
+    )
     gc.disable()  # nobody may have to look for them
     try:
         trainer(settings, callbacks=[look], log_every=1).fit([(torch.randn(8, 4), torch.randint(4, (8,)))] * 4, steps=4000)
@@ -345,11 +360,13 @@ def test_copies_that_lose_are_given_back_and_the_last_when_all_is_decided(monkey
 
 
 def test_an_optimizer_that_finds_its_own_rate_leaves_everything_off() -> None:
-    made = trainer(Settings(threads=1, autocast="auto"))
+    made = trainer(Settings(threads=1, precision=PrecisionSettings(autocast="auto")))
     made.optimizer.param_groups[0]["lr"] = None
     batches = [(torch.randn(8, 4), torch.randint(4, (8,)))]
     assert auto_settings.decide(made.context, batches, 100) is batches
-    assert made.notes[-1].startswith("autocast cannot be measured and stay off. The optimizer finds its own learning rate")
+    assert made.notes[-1].startswith(
+        "precision.autocast cannot be measured and stay off. The optimizer finds its own learning rate"
+    )
 
 
 def test_what_a_short_run_cannot_pay_back_is_hardly_looked_at() -> None:
@@ -362,13 +379,23 @@ def test_what_a_short_run_cannot_pay_back_is_hardly_looked_at() -> None:
 
     torch.manual_seed(0)
     batches = [(torch.randn(n, 4), torch.randint(4, (n,))) for n in (8, 6, 4, 2)]
-    made = Trainer(nn.Linear(4, 4), loss=loss, optimizer=torch.optim.SGD, settings=Settings(threads=1, optimizer="auto"))
+    made = Trainer(
+        nn.Linear(4, 4),
+        loss=loss,
+        optimizer=torch.optim.SGD,
+        settings=Settings(threads=1, optimizer=OptimizerSettings(implementation="auto")),
+    )
     auto_settings.decide(made.context, batches, 4)
     assert calls <= 4  # three updates, and the look that techniques take
     assert "too much for a run of" in made.notes[-1]
-    whole = Trainer(nn.Linear(4, 4), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1, batch="auto"))
+    whole = Trainer(
+        nn.Linear(4, 4),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        settings=Settings(threads=1, data=DataSettings(micro_batch="auto")),
+    )
     summary = whole.fit([(torch.randn(64, 4), torch.randn(64, 4))], steps=4)
-    assert summary.settings.batch == 64
+    assert summary.settings.data.micro_batch == 64
     assert summary.notes[-1].endswith("Smaller ones are not tried, because the run is short.")
 
 
@@ -379,7 +406,9 @@ def test_a_precision_that_cannot_tell_the_targets_apart_is_off() -> None:
         made = Trainer(nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
         decisions = auto_settings._Decisions(made.context, [(x, mean + x[:, :1])], None)
         decisions.make([])
-        other = shadow_run.ShadowRun(made.context, Settings(threads=1, autocast="bfloat16"), decisions.batches)
+        other = shadow_run.ShadowRun(
+            made.context, Settings(threads=1, precision=PrecisionSettings(autocast="bfloat16")), decisions.batches
+        )
         found = decisions._difference(other, exact=False)
         assert (found is not None and found.startswith("its outputs are in steps of bfloat16")) is off
 
@@ -483,8 +512,12 @@ def test_gradients_of_a_model_that_amplifies_rounding_are_not_held_to_what_other
 def test_what_rounds_coarsest_says_how_far_gradients_may_be_apart() -> None:
     model, plain = nn.Linear(4, 4), Settings(threads=1)
     assert rounding(model, plain) == 2.0**-23
-    assert rounding(model, Settings(autocast="bfloat16")) == 2.0**-7
-    assert rounding(model, Settings(tf32=True)) == rounding(model, Settings(device="cuda")) == 2.0**-10
+    assert rounding(model, Settings(precision=PrecisionSettings(autocast="bfloat16"))) == 2.0**-7
+    assert (
+        rounding(model, Settings(precision=PrecisionSettings(tf32=True)))
+        == rounding(model, Settings(device="cuda"))
+        == 2.0**-10
+    )
     assert rounding(nn.Sequential(model, nn.Linear(4, 4).bfloat16()), plain) == 2.0**-7
     assert rounding(nn.Linear(4, 4).double(), plain) == 2.0**-23  # what does not matter to what is shaken by more
 

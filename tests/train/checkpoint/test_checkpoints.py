@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.testing._internal.two_tensor import TwoTensor
 
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, Settings, Trainer
 from trimtab._internal.user_code import IN_WORKER
 from trimtab.errors import StorageError, UsageError
 from trimtab.train.checkpoint import folder_lock
@@ -165,7 +165,7 @@ def trainer(folder: pathlib.Path, **options: Any) -> Trainer:
     defaults: dict[str, Any] = {
         "loss": nn.CrossEntropyLoss(), "optimizer": functools.partial(torch.optim.AdamW, lr=0.01), "ema": 0.9,
         "schedule": one_cycle(0.02), "checkpoint": folder, "checkpoint_every": 7, "log_every": 1,
-        "settings": Settings(memory_format="channels_last", accumulate=2),
+        "settings": Settings(memory_format="channels_last", data=DataSettings(accumulate=2)),
     }  # fmt: skip
     return Trainer(model, **{**defaults, **options})
 

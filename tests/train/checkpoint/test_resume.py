@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from _runs import COUNTED, DATA, EPOCH, LOADERS_THAT_END, Drawing, Line, Stream, loader, told, trainer
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.errors import StorageError, UsageError
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.early_stopping import EarlyStopping
@@ -150,7 +150,7 @@ def test_a_run_that_ended_before_its_first_update_can_be_started_again(tmp_path:
         if isinstance(event, Remarked):
             made.stop("SIGTERM")
 
-    options: dict[str, Any] = {"settings": Settings(optimizer="auto"), "checkpoint": tmp_path}
+    options: dict[str, Any] = {"settings": Settings(optimizer=OptimizerSettings(implementation="auto")), "checkpoint": tmp_path}
     first = trainer(callbacks=[stop], **options)
     assert first.fit(loader(), epochs=1).updates == 0
     assert Checkpoints(tmp_path).update() == (0 if first.decided else None)
@@ -231,7 +231,11 @@ def test_a_second_run_does_not_look_for_the_scale_of_float16_again() -> None:
     def made() -> Trainer:
         loss = lambda outputs, targets: ((outputs - targets) ** 2).mean() * 300  # noqa: E731
         optimizer = functools.partial(torch.optim.SGD, lr=1e-6)
-        return trainer(loss=loss, optimizer=optimizer, settings=Settings(autocast="float16", accumulate=2))
+        return trainer(
+            loss=loss,
+            optimizer=optimizer,
+            settings=Settings(precision=PrecisionSettings(autocast="float16"), data=DataSettings(accumulate=2)),
+        )
 
     data = [*DataLoader(DATA, batch_size=4)]
     whole, parts = made(), made()

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, StackDataset, Subset
 
 from _runs import COUNTED, DATA, EPOCH, STAYING, Drawing, Stream, loader, told, trainer
-from trimtab import Settings
+from trimtab import DataSettings, MemorySettings, Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.checkpoint.checkpoints import Checkpoints
@@ -87,7 +87,15 @@ def test_workers_of_the_validation_that_stay_leave_the_training_as_it_was(tmp_pa
     assert cut.model.seen + resumed.model.seen == whole.model.seen
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(batch="auto", adjust=True, activation_mb=1.0, memory_format="auto")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(),
+        Settings(
+            adjust=True, memory_format="auto", data=DataSettings(micro_batch="auto"), memory=MemorySettings(activation_mb=1.0)
+        ),
+    ],
+)
 def test_a_trainer_goes_with_whoever_had_it_and_workers_that_stay_go_with_it(settings: Settings) -> None:
     trainer().fit(loader(), epochs=1)  # torch keeps what ran while it imported parts of itself
     gc.collect()
@@ -227,7 +235,7 @@ def test_a_loader_that_keeps_its_position_goes_on_from_it(
 
 
 def test_a_position_within_an_update_is_not_saved(tmp_path: pathlib.Path) -> None:
-    made = functools.partial(trainer, settings=Settings(accumulate=2), checkpoint=tmp_path)
+    made = functools.partial(trainer, settings=Settings(data=DataSettings(accumulate=2)), checkpoint=tmp_path)
     for fails_at, place in ((5, None), (4, {"batch": 4, "state": {"number": 4, "left": 4}})):
         first = made(checkpoint=tmp_path / str(fails_at))
         with pytest.raises(WorkloadError, match=r"The network is down\."):

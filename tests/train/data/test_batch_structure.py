@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trimtab import Settings, Trainer
+from _runs import settings_of
+from trimtab import DataSettings, Settings, Trainer
 from trimtab.errors import WorkloadError
 from trimtab.tensors.batch_axis import length, uneven
 from trimtab.tensors.structure import tensors_of
@@ -88,7 +89,7 @@ def test_unequal_batches_of_lists_count_by_their_examples() -> None:
     few = detection(2)
     many = (detection(10)[0], tuple({"v": torch.tensor(0.0), "boxes": torch.rand(1, 4)} for _ in range(10)))
     optimizer = functools.partial(torch.optim.SGD, lr=0.5)
-    made = Trainer(Mean(), loss=loss, optimizer=optimizer, settings=Settings(accumulate=2))
+    made = Trainer(Mean(), loss=loss, optimizer=optimizer, settings=Settings(data=DataSettings(accumulate=2)))
     assert made.fit([many, few], epochs=1).notes == ()
     assert made.model.level.item() == pytest.approx(2 / 12)
 
@@ -186,12 +187,12 @@ def test_batches_that_are_dataclasses_are_trained_on_in_parts_as_whole() -> None
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
         optimizer = functools.partial(torch.optim.SGD, lr=0.5)
-        made = Trainer(model, loss=loss, optimizer=optimizer, settings=Settings(**settings), progress=False)
+        made = Trainer(model, loss=loss, optimizer=optimizer, settings=settings_of(**settings), progress=False)
         assert made.fit([labelled(8), labelled(3), labelled(6)], epochs=1).notes == ()
         return model.weight.detach()
 
-    torch.testing.assert_close(weight(batch=2), weight())
-    torch.testing.assert_close(weight(accumulate=3, batch=2), weight(accumulate=3, joined=True))
+    torch.testing.assert_close(weight(micro_batch=2), weight())
+    torch.testing.assert_close(weight(accumulate=3, micro_batch=2), weight(accumulate=3, joined=True))
 
 
 class Graph:
@@ -275,7 +276,7 @@ def test_batches_that_cannot_be_joined_make_the_same_update_apart() -> None:
     def learnt(**settings: Any) -> list[float]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 3))
-        made = Settings(threads=1, accumulate=2, **settings)
+        made = settings_of(threads=1, accumulate=2, **settings)
         trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.5), settings=made)
         assert trainer.fit(batches, epochs=1).updates == 2
         return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
@@ -308,11 +309,15 @@ def test_batches_that_torch_takes_no_rows_of_stay_whole(layout: torch.layout) ->
         means = torch.stack([model(row).mean(0) for row in batch[0].unbind()])
         return nn.functional.mse_loss(means, batch[1])
 
-    made = Trainer(nn.Linear(4, 3), loss=loss, optimizer=torch.optim.SGD, settings=Settings(batch="auto"))
+    made = Trainer(
+        nn.Linear(4, 3), loss=loss, optimizer=torch.optim.SGD, settings=Settings(data=DataSettings(micro_batch="auto"))
+    )
     summary = made.fit([batch] * 3, epochs=1)
-    assert summary.settings.batch is None
+    assert summary.settings.data.micro_batch is None
     (note,) = summary.notes
-    assert note.startswith("batch=None: batches stay whole. A batch cannot be taken apart into micro-batches of 2: it holds a ")
+    assert note.startswith(
+        "data.micro_batch=None: batches stay whole. A batch cannot be taken apart into micro-batches of 2: it holds a "
+    )
     assert "of which torch takes no rows. Make the loader's batches smaller" in note
 
 
@@ -339,11 +344,11 @@ def test_auto_leaves_batches_whole_whose_tensors_differ_in_their_first_axis() ->
     batches, models = [batch(7), batch(9)], [nn.Linear(4, 2), nn.Linear(4, 2)]
     models[1].load_state_dict(models[0].state_dict())
     for model, size in zip(models, (None, "auto"), strict=True):
-        made = Trainer(model, loss=loss, optimizer=torch.optim.SGD, settings=Settings(batch=size))  # type: ignore[arg-type]
+        made = Trainer(model, loss=loss, optimizer=torch.optim.SGD, settings=Settings(data=DataSettings(micro_batch=size)))  # type: ignore[arg-type]
         summary = made.fit(batches, epochs=2)
     assert summary.updates == 4
-    assert made.settings.batch is None
+    assert made.settings.data.micro_batch is None
     assert made.notes[0].startswith(
-        "batch=None: batches stay whole. A batch cannot be taken apart into micro-batches of 4: its "
+        "data.micro_batch=None: batches stay whole. A batch cannot be taken apart into micro-batches of 4: its "
     )
     assert torch.equal(models[0].weight, models[1].weight)

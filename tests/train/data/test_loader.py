@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, Settings, Trainer
 from trimtab.train import Collate, Loader, MappedTensors
 from trimtab.train.data.loader_position import Seekable
 from trimtab.train.data.readers import Chosen, Columns, source_of
@@ -300,7 +300,7 @@ def test_what_is_padded_in_targets_counts_for_nothing(accumulate: int) -> None:
         model,
         loss=nn.CrossEntropyLoss(),
         optimizer=functools.partial(torch.optim.SGD, lr=1.0),
-        settings=Settings(accumulate=accumulate),
+        settings=Settings(data=DataSettings(accumulate=accumulate)),
         progress=False,
     )
     made.fit(Loader(rows, batch=8 // accumulate, shuffle=False), steps=1)

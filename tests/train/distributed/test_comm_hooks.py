@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from _ranks import on_ranks
-from trimtab.core.settings import Settings
+from trimtab.core.settings import DistributedSettings, Settings
 from trimtab.train.distributed.comm_hooks import Bucket, Exchange, in_a_row, shaped
 from trimtab.train.distributed.launch import start
 from trimtab.train.distributed.process_group import Group
@@ -39,7 +39,9 @@ def train(kind: Any, epochs: int) -> dict[str, Any]:
         model,
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        settings=Settings(communication=kind, bucket_mb=0.06),  # several, over which torch's PowerSGD hangs by itself
+        settings=Settings(
+            distributed=DistributedSettings(communication=kind, bucket_mb=0.06)
+        ),  # several, over which torch's PowerSGD hangs by itself
     )
     learn, held_out = digits()
     summary = made.fit(learn, held_out, epochs=epochs)
@@ -62,7 +64,10 @@ def noted(kind: Any, make: Any) -> list[str]:
     """What is said of two updates."""
     model = nn.Linear(64, 10)
     made = Trainer(
-        model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: make(p, lr=1e-3), settings=Settings(communication=kind)
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda p: make(p, lr=1e-3),
+        settings=Settings(distributed=DistributedSettings(communication=kind)),
     )
     return list(made.fit(digits()[0][:4], epochs=1).notes)
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from _ranks import on_ranks
-from trimtab.core.settings import Settings
+from _runs import settings_of
+from trimtab.core.settings import DistributedSettings, Settings
 from trimtab.errors import UsageError
 from trimtab.train.distributed.launch import join
 from trimtab.train.distributed.tensor_parallel import mesh, split_layers
@@ -108,7 +109,7 @@ def trainer(
         model or Transformer(),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4),
-        settings=Settings(clip_norm=1.0, **settings),
+        settings=settings_of(clip_norm=1.0, **settings),
         checkpoint=checkpoint,
         world=world,
     )
@@ -227,7 +228,11 @@ def refused() -> list[str]:
             sentences.append(str(error))
     model = Transformer()
     try:
-        Trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), settings=Settings(sharding="shard"))
+        Trainer(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            settings=Settings(distributed=DistributedSettings(sharding="shard")),
+        )
     except UsageError as error:
         sentences.append(str(error))
     try:
@@ -322,7 +327,9 @@ def test_what_does_not_go_together_is_refused(found: list[dict[str, Any]]) -> No
         "Settings device is 'cuda', but the mesh is of processes on 'cpu'. Make it with the settings of the run: mesh(model=2, "
         "settings=settings)."
     )
-    assert powersgd.startswith("Settings communication='powersgd' needs sharding='replicate', because FSDP2 scatters gradients")
+    assert powersgd.startswith(
+        "Settings distributed.communication='powersgd' needs sharding='replicate', because FSDP2 scatters gradients"
+    )
     assert batchnorm.startswith("exact_batchnorm over several processes is torch's SyncBatchNorm, which runs on GPUs only.")
     assert optimizer.endswith("or give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters).")
     assert name.startswith("No module of Transformer is called '*.nothing'; there are")
@@ -343,7 +350,7 @@ SCRIPT = """
 import json, os, pathlib, signal, sys
 import torch
 from torch import nn
-from trimtab.core.settings import Settings
+from trimtab.core.settings import DataSettings, Settings
 from trimtab.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -367,7 +374,7 @@ trainer = Trainer(
     checkpoint=out / "checkpoints",
     checkpoint_every=5,
     log_every=1,
-    settings=Settings(accumulate=2 // world),
+    settings=Settings(data=DataSettings(accumulate=2 // world)),
 )
 if os.environ.get("RANK") == "1":
     trainer.context.watchers.append(kill)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from _ranks import failure, on_ranks
-from trimtab.core.settings import Settings
+from _runs import settings_of
 from trimtab.errors import PeerError, TrimtabError, UsageError
 from trimtab.train.distributed.data_parallel import DataParallelGroup
 from trimtab.train.distributed.data_sharding import Share, share
@@ -145,7 +145,7 @@ def trainer(model: nn.Module, *, rate: float = 0.3, **settings: Any) -> Trainer:
         model,
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.5),
-        settings=Settings(**settings),
+        settings=settings_of(**settings),
     )
 
 

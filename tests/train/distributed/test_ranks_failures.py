@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from _ranks import failure, variables
-from _runs import full_at
-from trimtab.core.settings import Settings
+from _runs import full_at, settings_of
+from trimtab.core.settings import DistributedSettings, PrecisionSettings, Settings
 from trimtab.errors import PeerError, UsageError
 from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.distributed import fsdp
@@ -55,7 +55,7 @@ def trainer(model: nn.Module | None = None, checkpoint: pathlib.Path | None = No
         model or nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        settings=Settings(**settings),
+        settings=settings_of(**settings),
         checkpoint=checkpoint,
     )
 
@@ -118,7 +118,7 @@ def tried_again() -> dict[str, Any]:
     found = {}
     for name in ("went well", "failed"):
         world, given = (
-            DataParallelGroup(Settings(communication="powersgd")),
+            DataParallelGroup(Settings(distributed=DistributedSettings(communication="powersgd"))),
             torch.randn(32, 32, generator=torch.manual_seed(1)),
         )
         for _ in range(3):
@@ -132,7 +132,7 @@ def tried_again() -> dict[str, Any]:
 def narrow() -> dict[str, Any]:
     """A bfloat16 gradient, which torch's power iteration takes no good care of."""
     world, given = (
-        DataParallelGroup(Settings(communication="powersgd")),
+        DataParallelGroup(Settings(distributed=DistributedSettings(communication="powersgd"))),
         torch.randn(32, 32, generator=torch.manual_seed(1)).bfloat16(),
     )
     return {"whole": all(torch.equal(crossed(world, given), given) for _ in range(4))}
@@ -143,7 +143,9 @@ def refused() -> dict[str, Any]:
     data: Batches = [(torch.randint(0, 8, (4, 2)), torch.zeros(4, dtype=torch.int64))] * 2
     found: dict[str, Any] = {"sparse": epoch(trainer(embedding), data)}
     try:
-        join(Settings(communication="powersgd", autocast="float16"))
+        join(
+            Settings(precision=PrecisionSettings(autocast="float16"), distributed=DistributedSettings(communication="powersgd"))
+        )
     except UsageError as error:
         found["float16"] = str(error)
     return found
@@ -289,7 +291,9 @@ def test_what_several_processes_cannot_exchange_is_refused(ranks: list[dict[str,
             "The gradient of 0.weight is sparse, and several processes exchange dense ones only. Make the embedding with "
             "sparse=False, or train in one process.",
         ]
-        assert each["refused"]["float16"].startswith("Settings communication='powersgd' keeps what it leaves out for later")
+        assert each["refused"]["float16"].startswith(
+            "Settings distributed.communication='powersgd' keeps what it leaves out for later"
+        )
 
 
 def test_a_search_for_a_batch_size_leaves_nothing_to_be_sent(ranks: list[dict[str, Any]]) -> None:
@@ -324,7 +328,7 @@ def test_a_callback_that_fails_is_heard_by_all_and_costs_no_epoch(ranks: list[di
 def test_processes_with_different_arguments_do_not_wait_for_each_other(
     ranks: list[dict[str, Any]], name: str, first: str, second: str
 ) -> None:
-    named = f"{'Settings ' if name == 'accumulate' else ''}{name}"
+    named = f"{'Settings data.' if name == 'accumulate' else ''}{name}"
     for each in (rank["different"] for rank in ranks):
         assert each[name][0] == "UsageError"
         assert f"{named} is {first} for that of rank 0, and {second} for that of rank 1." in each[name][1]

@@ -16,7 +16,7 @@ from torch import nn
 from _nets import Nested
 from _ranks import failure, on_ranks
 from _runs import full_at
-from trimtab.core.settings import Settings
+from trimtab.core.settings import DataSettings, DistributedSettings, MemorySettings, OptimizerSettings, Settings
 from trimtab.errors import PeerError
 from trimtab.measure.timer import uncollected
 from trimtab.train.autotune import batch_size
@@ -51,9 +51,9 @@ def trainer(model: nn.Module | None = None, settings: Settings = Settings()) -> 
 
 def searches() -> dict[str, Any]:
     """Sizes that do not fit in rank 1 alone: by a look at one update, by what is expected, by a limit; and no room to look."""
-    made = trainer(Nested(on_second(5)), settings=Settings(batch="auto"))
+    made = trainer(Nested(on_second(5)), settings=Settings(data=DataSettings(micro_batch="auto")))
     made.fit(batches(), epochs=1)
-    found: dict[str, Any] = {"auto": made.decided["batch"]}
+    found: dict[str, Any] = {"auto": made.decided["data.micro_batch"]}
     found["find"] = find_batch(trainer(Nested(on_second(5))), batches(2 + dist.get_rank()), seconds=0.5).size
     limit = on_second(1, 1000) / 1000  # in rank 1 less than some examples take
     found["limit"] = [bool(t.reason) for t in find_batch(trainer(), batches(1), seconds=0.5, limit_mb=limit).tried]
@@ -62,7 +62,9 @@ def searches() -> dict[str, Any]:
         found["beyond"] = [one.reason[:24] for one in find_batch(trainer(), batches(1), seconds=0.5).tried]
         if dist.get_rank() == 1:
             patch.setattr(activation_budget, "trace", full_at(1, activation_budget.trace))
-        found["trace"] = failure(lambda: trainer(settings=Settings(activation_mb=100.0)).fit(batches(), epochs=1))
+        found["trace"] = failure(
+            lambda: trainer(settings=Settings(memory=MemorySettings(activation_mb=100.0))).fit(batches(), epochs=1)
+        )
     return found
 
 
@@ -107,7 +109,9 @@ def updates() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(step, "Snapshot", full_at(3, step.Snapshot))
-        found["kept"] = trainer(settings=Settings(nonfinite="skip")).fit(Sized(5), epochs=1).updates
+        found["kept"] = (
+            trainer(settings=Settings(optimizer=OptimizerSettings(nonfinite="skip"))).fit(Sized(5), epochs=1).updates
+        )
     found["short"] = failure(lambda: trainer().fit(Sized(on_second(2, 5)), epochs=1))
     return found
 
@@ -144,7 +148,10 @@ def full(name: str, folder: pathlib.Path) -> list[str]:
     launch.TIMEOUT = dt.timedelta(seconds=60)
     join(Settings())
     second, call = dist.get_rank() == 1, {"shares": 2, "zeros": 3}.get(name, 100)
-    made = trainer(Nested(on_second(5), call), settings=Settings(sharding="shard" if name == "shares" else "replicate"))
+    made = trainer(
+        Nested(on_second(5), call),
+        settings=Settings(distributed=DistributedSettings(sharding="shard" if name == "shares" else "replicate")),
+    )
     if name == "optimizer" and second:
         made.optimizer.step = full_at(3, made.optimizer.step)
     if name == "zeros" and second:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from _ranks import on_ranks
-from trimtab.core.settings import Settings
+from _runs import settings_of
 from trimtab.errors import TrimtabError
 from trimtab.train.data.loader import Loader
 from trimtab.train.engine import epoch
@@ -57,7 +57,7 @@ def trainer(
         model or Line(),
         loss=loss or nn.MSELoss(),
         optimizer=functools.partial(torch.optim.SGD, lr=0.01),
-        settings=Settings(**settings),
+        settings=settings_of(**settings),
         checkpoint=checkpoint,
         metrics={"low": lambda outputs, targets: outputs < targets} if model is None else None,
     )

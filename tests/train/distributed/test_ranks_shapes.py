@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from _ranks import failure
-from trimtab.core.settings import Settings
+from _runs import settings_of
 from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.distributed.tensor_parallel import mesh, split_layers
 from trimtab.train.telemetry.events import Progressed
@@ -33,7 +33,7 @@ def trainer(model: nn.Module, *, lr: float = 0.1, **settings: Any) -> Trainer:
         model,
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD([p for p in parameters if p.requires_grad], lr=lr, momentum=0.5),
-        settings=Settings(**settings),
+        settings=settings_of(**settings),
     )
 
 
@@ -178,7 +178,7 @@ def unlabelled(name: str, **settings: Any) -> list[Any]:
     model, data = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, CLASSES)), batches()
     for _, labels in data[3:6]:
         labels.fill_(-100)
-    made = Trainer(model, loss=loss, optimizer=functools.partial(torch.optim.SGD, lr=0.1), settings=Settings(**settings))
+    made = Trainer(model, loss=loss, optimizer=functools.partial(torch.optim.SGD, lr=0.1), settings=settings_of(**settings))
     losses: list[float] = []
     made.context.callbacks.append(lambda _, event: losses.append(event.loss) if isinstance(event, Progressed) else None)
     made.context.log_every = 1

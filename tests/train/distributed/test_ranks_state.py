@@ -17,7 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from _nets import Nested
 from _ranks import failure
-from trimtab.core.settings import Settings
+from _runs import settings_of
+from trimtab.core.settings import DataSettings, OptimizerSettings, Settings
 from trimtab.train.data.loader import Loader
 from trimtab.train.distributed.launch import join
 from trimtab.train.distributed.tensor_parallel import mesh, split_layers
@@ -82,7 +83,7 @@ def flat(model: nn.Module) -> list[float]:
 
 
 def trainer(model: nn.Module, loss: Any = None, *, optimizer: Any = SGD, checkpoint: Any = None, **options: Any) -> Trainer:
-    settings = Settings(**{name: options.pop(name) for name in ("sharding", "accumulate") if name in options})
+    settings = settings_of(**{name: options.pop(name) for name in ("sharding", "accumulate") if name in options})
     return Trainer(
         model,
         loss=loss or nn.CrossEntropyLoss(),
@@ -268,7 +269,10 @@ def keeping_step(folder: pathlib.Path) -> dict[str, Any]:
         trainer(model, sharding=sharding).fit(Own([0.0] * 20 if leads else [10.0]), epochs=1)
         found[sharding] = float(model[0].running_mean.mean())
     made = Trainer(
-        nn.Linear(8, CLASSES), loss=nn.CrossEntropyLoss(), optimizer=SGD, settings=Settings(nonfinite="skip", accumulate=2)
+        nn.Linear(8, CLASSES),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=SGD,
+        settings=Settings(data=DataSettings(accumulate=2), optimizer=OptimizerSettings(nonfinite="skip")),
     )
     summary = made.fit(Own([0.0] * 12 if leads else [float("nan")]), epochs=1)
     return found | {"updates": summary.updates, "skipped": summary.skipped}

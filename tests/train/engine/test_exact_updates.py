@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab.core.settings import Settings
+from trimtab.core.settings import DataSettings, MemorySettings, OptimizerSettings, Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.data.batch_structure import join
 from trimtab.train.trainer import Trainer
@@ -127,7 +127,7 @@ def test_unequal_batches_add_up_to_the_full_batch(name: str, ignored: tuple[int,
         model,
         loss=loss,
         optimizer=lambda p: torch.optim.SGD(p, lr=rate, momentum=0.9),
-        settings=Settings(accumulate=4, clip_norm=0.3),
+        settings=Settings(data=DataSettings(accumulate=4), optimizer=OptimizerSettings(clip_norm=0.3)),
         log_every=1,
     )
     summary = trainer.fit(batches, epochs=3)
@@ -141,7 +141,7 @@ def test_a_large_batch_taken_apart_is_the_same_update() -> None:
     model = Tagger()
     plain, batch = copy.deepcopy(model), padded(tagged([5, 2, 9, 4]))
     by_hand(plain, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), [batch] * 2, clip=None)
-    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=sgd, settings=Settings(batch=4))
+    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=sgd, settings=Settings(data=DataSettings(micro_batch=4)))
     assert trainer.fit([batch], epochs=2).updates == 2
     close(model, plain)
 
@@ -159,7 +159,7 @@ def test_scheduler_and_optimizer_step_once_per_update() -> None:
         loss=nn.MSELoss(),
         optimizer=optimizer,
         schedule=schedule,
-        settings=Settings(accumulate=3, batch=2, clip_norm=1.0),
+        settings=Settings(data=DataSettings(accumulate=3, micro_batch=2), optimizer=OptimizerSettings(clip_norm=1.0)),
     )
     trainer.fit(batches, epochs=1)
     assert counted == [1.0, 0.5, 0.25]  # 3 + 3 + 1 batches
@@ -191,7 +191,9 @@ def images(sizes: Sequence[int]) -> list[Batch]:
 
 def least_activations(batches: Sequence[Batch]) -> float:
     """The smallest budget that can be kept, as the refusal of a smaller one names it: what convolutions need differs by CPU."""
-    settings = Settings(accumulate=len(batches), exact_batchnorm=True, activation_mb=0.01)
+    settings = Settings(
+        data=DataSettings(accumulate=len(batches), exact_batchnorm=True), memory=MemorySettings(activation_mb=0.01)
+    )
     trainer = Trainer(normalised(), loss=nn.CrossEntropyLoss(), optimizer=sgd, settings=settings)
     with pytest.raises(UsageError, match=r"still takes \d+\.\d+ MB\. Give at least that") as refused:
         trainer.fit(batches, epochs=1)
@@ -204,7 +206,9 @@ def test_exact_batchnorm_is_that_of_the_full_batch(recomputed: bool) -> None:
     activation_mb = least_activations(batches) if recomputed else None
     plain = copy.deepcopy(model)
     by_hand(plain, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), [join(batches)] * 3, clip=None, rate=0.1)
-    settings = Settings(accumulate=4, exact_batchnorm=True, activation_mb=activation_mb)
+    settings = Settings(
+        data=DataSettings(accumulate=4, exact_batchnorm=True), memory=MemorySettings(activation_mb=activation_mb)
+    )
     trainer = Trainer(
         model,
         loss=nn.CrossEntropyLoss(),
@@ -222,7 +226,7 @@ def test_without_exact_batchnorm_the_statistics_are_those_of_each_batch() -> Non
     model, batches = normalised(), images([8, 3, 5, 2])
     plain = copy.deepcopy(model)
     by_hand(plain, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), [join(batches)], clip=None, rate=0.1)
-    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=sgd, settings=Settings(accumulate=4))
+    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=sgd, settings=Settings(data=DataSettings(accumulate=4)))
     trainer.fit(batches, epochs=1)
     assert int(model.get_buffer("0.1.num_batches_tracked")) == 4
     with pytest.raises(AssertionError):
@@ -231,12 +235,15 @@ def test_without_exact_batchnorm_the_statistics_are_those_of_each_batch() -> Non
 
 def test_exact_batchnorm_refuses_what_would_break_it() -> None:
     with pytest.raises(
-        UsageError, match=r"exact_batchnorm runs the batches of an update as one, which batch=2 would take apart"
+        UsageError, match=r"exact_batchnorm runs the batches of an update as one, which data.micro_batch=2 would take apart"
     ):
-        Settings(exact_batchnorm=True, batch=2)
+        Settings(data=DataSettings(exact_batchnorm=True, micro_batch=2))
     ragged = [(torch.randn(2, 1, 8, 8), torch.zeros(2).long()), (torch.randn(2, 1, 9, 8), torch.zeros(2).long())]
     trainer = Trainer(
-        normalised(), loss=nn.CrossEntropyLoss(), optimizer=sgd, settings=Settings(accumulate=2, exact_batchnorm=True)
+        normalised(),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        settings=Settings(data=DataSettings(accumulate=2, exact_batchnorm=True)),
     )
     with pytest.raises(WorkloadError, match=r"exact_batchnorm runs .* as one\. .*one type and differ in .* Pad them"):
         trainer.fit(ragged, epochs=1)
@@ -273,9 +280,13 @@ def test_batches_run_as_one_only_where_they_differ_in_their_examples_alone(diffe
     apart = nn.Linear(WIDTH, CLASSES)
     together = copy.deepcopy(apart)
     for model, joined in ((apart, False), (together, True)):
-        Trainer(model, loss=labelled, optimizer=sgd, settings=Settings(accumulate=2, joined=joined)).fit(batches, epochs=2)
+        Trainer(model, loss=labelled, optimizer=sgd, settings=Settings(data=DataSettings(accumulate=2, joined=joined))).fit(
+            batches, epochs=2
+        )
     close(together, apart)
-    exact = Trainer(apart, loss=labelled, optimizer=sgd, settings=Settings(accumulate=2, exact_batchnorm=True))
+    exact = Trainer(
+        apart, loss=labelled, optimizer=sgd, settings=Settings(data=DataSettings(accumulate=2, exact_batchnorm=True))
+    )
     with pytest.raises(WorkloadError, match=r"exact_batchnorm runs the batches of an update as one, but"):
         exact.fit(batches, epochs=1)
 
@@ -293,7 +304,9 @@ def test_batches_that_are_objects_are_not_taken_for_the_first() -> None:
     graphs, apart = [Graph(torch.randn(3, WIDTH)) for _ in range(2)], nn.Linear(WIDTH, 1)
     together = copy.deepcopy(apart)
     for model, joined in ((apart, False), (together, True)):
-        Trainer(model, loss=loss, optimizer=sgd, settings=Settings(accumulate=2, joined=joined)).fit(graphs, epochs=2)
+        Trainer(model, loss=loss, optimizer=sgd, settings=Settings(data=DataSettings(accumulate=2, joined=joined))).fit(
+            graphs, epochs=2
+        )
     close(together, apart)
 
 
@@ -319,7 +332,9 @@ def test_batches_that_are_joined_stay_of_their_kind() -> None:
     apart = nn.Linear(WIDTH, CLASSES)
     together = copy.deepcopy(apart)
     for model, joined in ((apart, False), (together, True)):
-        Trainer(model, loss=loss, optimizer=sgd, settings=Settings(accumulate=2, joined=joined)).fit(batches, epochs=2)
+        Trainer(model, loss=loss, optimizer=sgd, settings=Settings(data=DataSettings(accumulate=2, joined=joined))).fit(
+            batches, epochs=2
+        )
     close(together, apart)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from _ranks import on_ranks
 from _runs import COUNTED, EPOCH, Line, loader, told, trainer
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.errors import WorkloadError
 from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.checkpoint.checkpoints import Checkpoints
@@ -69,7 +69,13 @@ def test_an_epoch_that_ends_before_its_data_is_told_of(workers: int) -> None:
     assert not any("len()" in note for note in trainer().fit(DataLoader(Faulty(None), 4), epochs=2).notes)
 
 
-@pytest.mark.parametrize("settings", [Settings(autocast="auto"), Settings(optimizer="auto", batch="auto")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(precision=PrecisionSettings(autocast="auto")),
+        Settings(data=DataSettings(micro_batch="auto"), optimizer=OptimizerSettings(implementation="auto")),
+    ],
+)
 def test_what_a_loader_raises_where_it_is_looked_at_is_said(settings: Settings) -> None:
     with pytest.raises(WorkloadError, match="The loader raised: KeyError: 'corrupt'"):
         trainer(settings=settings).fit(DataLoader(Faulty(0), 4), epochs=1)
@@ -119,7 +125,7 @@ def test_a_corrupt_example_costs_no_update_before_it(
     workers: int, accumulate: int, updates: int, tmp_path: pathlib.Path
 ) -> None:
     def made(**options: Any) -> Trainer:
-        return trainer(Line, settings=Settings(accumulate=accumulate), **options)
+        return trainer(Line, settings=Settings(data=DataSettings(accumulate=accumulate)), **options)
 
     def data(fault: int | None) -> Any:
         return DataLoader(Faulty(fault, 100), 4, num_workers=workers)

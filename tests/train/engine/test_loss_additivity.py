@@ -13,14 +13,15 @@ from torch import nn
 from torch.nn import functional
 
 from _ranks import on_ranks
-from trimtab.core.settings import Settings
+from _runs import settings_of
+from trimtab.core.settings import DataSettings, MemorySettings, OptimizerSettings, Settings
 from trimtab.train.engine.loss_additivity import Additive
 from trimtab.train.engine.step import Step
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.trainer import Trainer
 
 PAD = 0
-CHANGES = "batch=None: batches are not taken apart, because that would change what is learnt."
+CHANGES = "data.micro_batch=None: batches are not taken apart, because that would change what is learnt."
 PARTS = "An update from parts is not that of the whole."
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,7 +104,7 @@ def elsewhere(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def trainer(model: Callable[[], nn.Module], loss: Any, **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    made = Settings(**{"threads": 1, **settings})
+    made = settings_of(**{"threads": 1, **settings})
     return Trainer(model(), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), settings=made, progress=False)
 
 
@@ -182,12 +183,12 @@ def test_nothing_is_left_of_the_look() -> None:
 
 def test_auto_leaves_batches_whole_whose_loss_compares_their_examples() -> None:
     def run(batch: Any) -> Trainer:
-        made = trainer(Head, contrast, batch=batch)
+        made = trainer(Head, contrast, micro_batch=batch)
         made.fit([vectors(64)] * 3, epochs=1)
         return made
 
     auto, plain = run("auto"), run(None)
-    assert (auto.settings.batch, auto.decided) == (None, {"batch": None})
+    assert (auto.settings.data.micro_batch, auto.decided) == (None, {"data.micro_batch": None})
     assert [note[: len(CHANGES)] for note in auto.notes] == [CHANGES]
     assert "The loss of 64 examples is " in auto.notes[0]
     for a, b in zip(auto.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
@@ -202,15 +203,15 @@ def test_auto_keeps_its_decision_after_an_interruption(tmp_path: pathlib.Path) -
                 Head(),
                 loss=contrast,
                 optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
-                settings=Settings(batch="auto", accumulate=2, threads=1),
+                settings=Settings(threads=1, data=DataSettings(micro_batch="auto", accumulate=2)),
                 checkpoint=folder,
             )
             made.resume(missing_ok=True).fit([vectors(8)] * 8, steps=count)
         return made
 
     whole, parts = run(tmp_path / "whole", [4]), run(tmp_path / "parts", [2, 4])
-    assert parts.settings.batch is None
-    assert parts.notes[0] == "batch=None: as decided when the run began."
+    assert parts.settings.data.micro_batch is None
+    assert parts.notes[0] == "data.micro_batch=None: as decided when the run began."
     for a, b in zip(whole.model.state_dict().values(), parts.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
@@ -218,11 +219,11 @@ def test_auto_keeps_its_decision_after_an_interruption(tmp_path: pathlib.Path) -
 @pytest.mark.parametrize(
     ("loss", "settings", "told"),
     [
-        (contrast, {"batch": 4}, True),
+        (contrast, {"micro_batch": 4}, True),
         (contrast, {"accumulate": 2}, True),
-        (contrast, {"batch": 64}, False),  # nothing is taken apart
+        (contrast, {"micro_batch": 64}, False),  # nothing is taken apart
         (contrast, {}, False),
-        (noisy, {"accumulate": 2, "batch": 4}, False),
+        (noisy, {"accumulate": 2, "micro_batch": 4}, False),
     ],
 )
 def test_an_update_from_parts_that_is_not_that_of_the_whole_is_told_once(
@@ -269,11 +270,15 @@ def test_a_run_that_is_adjusted_knows_what_speaks_against_parts() -> None:
 def decisions(folder: pathlib.Path) -> Mapping[str, Any]:
     found = {}
     for sharding in ("replicate", "shard"):
-        for name, settings in (("auto", {"batch": "auto"}), ("parts", {"accumulate": 2}), ("adjust", {"adjust": True})):
+        for name, settings in (("auto", {"micro_batch": "auto"}), ("parts", {"accumulate": 2}), ("adjust", {"adjust": True})):
             made = trainer(Words, per_token, sharding=sharding, **settings)
             data = [texts(8, uneven=dist.get_rank() == 1)] * 4
             made.fit(Own(data), epochs=1)
-            found[f"{sharding} {name}"] = [made.settings.batch, made.notes, made.context.fit.memory_plan.additive.fails]
+            found[f"{sharding} {name}"] = [
+                made.settings.data.micro_batch,
+                made.notes,
+                made.context.fit.memory_plan.additive.fails,
+            ]
     return found
 
 
@@ -323,10 +328,10 @@ class Follow(nn.Module):
 @pytest.mark.parametrize(
     "settings",
     [
-        Settings(batch="auto"),
-        Settings(activation_mb=100),
-        Settings(accumulate=2),
-        Settings(optimizer="auto", memory_format="auto", compile="auto"),
+        Settings(data=DataSettings(micro_batch="auto")),
+        Settings(memory=MemorySettings(activation_mb=100)),
+        Settings(data=DataSettings(accumulate=2)),
+        Settings(memory_format="auto", compile="auto", optimizer=OptimizerSettings(implementation="auto")),
     ],
     ids=["batch", "activation_mb", "accumulate", "auto"],
 )
@@ -346,9 +351,9 @@ def test_a_teacher_that_follows_in_the_forward_pass_is_where_a_loop_by_hand_has_
     trainer = Trainer(model, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), settings=settings)
     trainer.fit(batches, epochs=1)
     optimizer = torch.optim.SGD(plain.student.parameters(), lr=0.1)
-    for first in range(0, 4, settings.accumulate):
-        for batch in batches[first : first + settings.accumulate]:
-            (plain_loss(plain, batch) / settings.accumulate).backward()
+    for first in range(0, 4, settings.data.accumulate):
+        for batch in batches[first : first + settings.data.accumulate]:
+            (plain_loss(plain, batch) / settings.data.accumulate).backward()
         optimizer.step()
         optimizer.zero_grad()
     for one, other in zip(model.student.parameters(), plain.student.parameters(), strict=True):

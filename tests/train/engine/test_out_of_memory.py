@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from _nets import CPU, Nested, adam, convolutional, made, transformer
-from _runs import full_at
-from trimtab.core.settings import Settings
+from _runs import full_at, settings_of
+from trimtab.core.settings import DataSettings, MemorySettings, PrecisionSettings, Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.engine import out_of_memory
@@ -67,10 +67,10 @@ def trained(model: nn.Module, events: list[Event] | None = None, **settings: Any
         model,
         loss=nn.CrossEntropyLoss(),
         optimizer=adam,
-        settings=Settings(**{"clip_norm": 0.5, "accumulate": 2, **settings}),
+        settings=settings_of(**{"clip_norm": 0.5, "accumulate": 2, **settings}),
         callbacks=callbacks,
     )
-    assert trainer.fit(unequal(), epochs=1).updates == len(unequal()) // trainer.settings.accumulate
+    assert trainer.fit(unequal(), epochs=1).updates == len(unequal()) // trainer.settings.data.accumulate
     return trainer
 
 
@@ -115,7 +115,7 @@ def test_a_failed_try_leaves_no_trace_in_buffers_and_random_numbers() -> None:
     for kind, batch in ((Once, None), (Never, 8)):
         torch.manual_seed(0)
         models.append(kind(100, norm=True))
-        trained(models[-1], accumulate=2, batch=batch)
+        trained(models[-1], accumulate=2, micro_batch=batch)
     counts = [int(model.get_buffer("norm.num_batches_tracked")) for model in models]
     assert counts == [4 + 3 + 4] * 2  # of 16 and 13, 16 and 3, 16 and 16 in parts of 8, the failed try not counted
     for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
@@ -152,13 +152,15 @@ def test_a_single_example_that_does_not_fit_is_said() -> None:
 
 
 def test_a_forward_pass_that_does_not_fit_keeps_no_budget() -> None:
-    trainer = Trainer(Greedy(4), loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(activation_mb=5.0))
+    trainer = Trainer(
+        Greedy(4), loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(memory=MemorySettings(activation_mb=5.0))
+    )
     with pytest.raises(UsageError, match=r"activation_mb=5 cannot be kept: even with all .* does not fit into memory. Make it"):
         trainer.fit(unequal(), epochs=1)
     # One thread: where other processes have the cores, threads that wait for each other make larger batches truly slower.
-    settings = Settings(activation_mb=5.0, batch="auto", threads=1)
+    settings = Settings(threads=1, data=DataSettings(micro_batch="auto"), memory=MemorySettings(activation_mb=5.0))
     trainer = Trainer(Greedy(4), loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
-    assert trainer.fit(unequal(), epochs=1).settings.batch == 4
+    assert trainer.fit(unequal(), epochs=1).settings.data.micro_batch == 4
 
 
 LIMITED = """
@@ -291,26 +293,28 @@ def test_auto_finds_a_micro_batch_and_the_run_is_that_of_the_size_stated() -> No
     torch.manual_seed(0)
     first = Costly(8)
     models = [first, copy.deepcopy(first)]
-    settings = Settings(batch="auto", threads=1)
+    settings = Settings(threads=1, data=DataSettings(micro_batch="auto"))
     for model in models:
         torch.manual_seed(7)
         end = [lambda trainer, event: trainer.stop("Enough.") if isinstance(event, Progressed) else None]  # of what seems long
         trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings, callbacks=end, log_every=3)
         trainer.fit(data, steps=100_000)
         settings = trainer.settings
-    assert isinstance(settings.batch, int)
-    assert settings.batch < 64
+    assert isinstance(settings.data.micro_batch, int)
+    assert settings.data.micro_batch < 64
     for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_auto_leaves_batchnorm_its_batches() -> None:
     model, inputs, labels = made(convolutional)
-    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(batch="auto"))
+    trainer = Trainer(
+        model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(data=DataSettings(micro_batch="auto"))
+    )
     trainer.fit([(inputs, labels)], epochs=1)
-    assert trainer.settings.batch == len(inputs)
+    assert trainer.settings.data.micro_batch == len(inputs)
     assert "because of BatchNorm" in trainer.notes[0]
-    assert trainer.decided["batch"] == len(inputs)
+    assert trainer.decided["data.micro_batch"] == len(inputs)
 
 
 class Banked(Costly):
@@ -349,16 +353,16 @@ BANK = "because of what the forward pass changes, such as buffers."
 def test_auto_leaves_batches_whole_whose_parts_would_move_a_state(kind: type[nn.Module], batch: int | None, told: str) -> None:
     torch.manual_seed(0)
     end = [lambda trainer, event: trainer.stop("Enough.") if isinstance(event, Progressed) else None]  # of what seems long
-    settings = Settings(batch="auto", threads=1)
+    settings = Settings(threads=1, data=DataSettings(micro_batch="auto"))
     trainer = Trainer(kind(8), loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings, callbacks=end, log_every=3)
     trainer.fit([(torch.randn(64, 8), torch.randint(0, 4, (64,))) for _ in range(3)], steps=100_000)
-    assert trainer.settings.batch == batch
+    assert trainer.settings.data.micro_batch == batch
     assert any(told in note for note in trainer.notes)
 
 
 def test_auto_keeps_a_budget_of_activations_at_each_size() -> None:
     model, inputs, labels = made(transformer)
-    settings = Settings(batch="auto", activation_mb=1.0)
+    settings = Settings(data=DataSettings(micro_batch="auto"), memory=MemorySettings(activation_mb=1.0))
     trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
     trainer.fit([(inputs, labels)], epochs=2)
     assert any("Activations take" in note and "of 1 MB allowed" in note for note in trainer.notes), trainer.notes
@@ -374,7 +378,12 @@ def test_an_update_in_which_the_optimizer_ran_out_of_memory_is_not_made_again(
 ) -> None:
     data = [(torch.randn(8, 8), torch.randint(0, 4, (8,))) for _ in range(8)]
     optimizer = functools.partial(torch.optim.Adam, foreach=kernels)
-    trainer = Trainer(Nested(), loss=nn.CrossEntropyLoss(), optimizer=optimizer, settings=Settings(autocast=autocast))
+    trainer = Trainer(
+        Nested(),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        settings=Settings(precision=PrecisionSettings(autocast=autocast)),
+    )
     monkeypatch.setattr(owner, name, full_at(3, getattr(owner, name)))
     with pytest.raises(
         WorkloadError, match=r"The gradients fit into memory, but what the optimizer needs .* \(injected\)\. Sh"
@@ -403,7 +412,13 @@ def test_micro_batches_are_found_for_an_optimizer_without_a_learning_rate() -> N
     for batch in ("auto", None):
         torch.manual_seed(0)
         model = nn.Linear(8, 1)
-        made = Trainer(model, loss=nn.MSELoss(), optimizer=Relative, settings=Settings(batch=batch), progress=False)  # type: ignore[arg-type]
+        made = Trainer(
+            model,
+            loss=nn.MSELoss(),
+            optimizer=Relative,
+            settings=Settings(data=DataSettings(micro_batch=batch)),
+            progress=False,
+        )  # type: ignore[arg-type]
         assert made.fit(data, epochs=1).updates == 3
         assert made.optimizer.param_groups[0]["lr"] is None
         found.append(model.weight.detach().clone())

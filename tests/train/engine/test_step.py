@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from _runs import loader, told
-from trimtab import Settings, Trainer
+from _runs import loader, settings_of, told
+from trimtab import DataSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.tensors.precision import rounded_to_tf32
 from trimtab.train.checkpoint.checkpoints import Checkpoints
@@ -47,7 +47,7 @@ def trainer(model: nn.Module, **options: Any) -> Trainer:
 
 def step_of(model: nn.Module, **settings: Any) -> Step:
     """An update of ``model`` alone, as the loop makes it."""
-    options = Settings(**settings)
+    options = settings_of(**settings)
     return Step(model, LossAdapter(nn.CrossEntropyLoss()), descent(model.parameters()), options, World(), HostClock())
 
 
@@ -83,7 +83,7 @@ def test_an_update_that_is_left_out_leaves_no_trace(nonfinite: str) -> None:
     def run(batches: list[Pair]) -> Trainer:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-        made = trainer(model, settings=Settings(nonfinite=nonfinite), ema=0.5)  # type: ignore[arg-type]
+        made = trainer(model, settings=Settings(optimizer=OptimizerSettings(nonfinite=nonfinite)), ema=0.5)  # type: ignore[arg-type]
         made.fit(batches, epochs=1)
         return made
 
@@ -97,7 +97,7 @@ def test_an_update_that_is_left_out_leaves_no_trace(nonfinite: str) -> None:
 
 def test_an_update_that_stands_for_nothing_changes_nothing() -> None:
     ignored = (torch.rand(4, 1), torch.full((4,), -100))
-    made = trainer(nn.Linear(1, 1), loss=nn.CrossEntropyLoss(), settings=Settings(accumulate=2))
+    made = trainer(nn.Linear(1, 1), loss=nn.CrossEntropyLoss(), settings=Settings(data=DataSettings(accumulate=2)))
     before = made.model.weight.detach().clone()
     assert made.fit([ignored] * 2, epochs=1).loss == 0
     assert torch.equal(made.model.weight, before)
@@ -166,7 +166,9 @@ def test_a_batch_of_which_all_labels_are_left_out_is_no_error_alone(own: bool) -
 )
 def test_what_losses_may_count_for_wrongly_is_said(loss: Any, batch: Any, said: str | None) -> None:
     assert trainer(nn.Linear(1, 1), loss=loss).fit([batch] * 2, epochs=1).notes == ()
-    notes = trainer(nn.Linear(1, 1), loss=loss, settings=Settings(accumulate=2)).fit([batch] * 4, epochs=2).notes
+    notes = (
+        trainer(nn.Linear(1, 1), loss=loss, settings=Settings(data=DataSettings(accumulate=2))).fit([batch] * 4, epochs=2).notes
+    )
     assert [note[: len(said or "")] for note in notes] == ([] if said is None else [said])
 
 
@@ -174,16 +176,16 @@ def test_parts_are_even_and_a_batch_of_one_is_explained() -> None:
     def normalised(**settings: Any) -> Trainer:
         model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         slow = functools.partial(torch.optim.SGD, lr=1e-6)
-        return trainer(model, loss=nn.MSELoss(), settings=Settings(**settings), optimizer=slow)
+        return trainer(model, loss=nn.MSELoss(), settings=settings_of(**settings), optimizer=slow)
 
-    assert normalised(batch=10).fit(loader(batch_size=21), epochs=1).updates == 2
+    assert normalised(micro_batch=10).fit(loader(batch_size=21), epochs=1).updates == 2
     with pytest.raises(WorkloadError, match=r"Expected more than 1 value .*One example has no statistics .* drop_last=True"):
         normalised().fit(loader(batch_size=31), epochs=1)
 
 
 def test_an_overflow_of_float16_does_not_stop_a_healthy_run() -> None:
     data = [(torch.randn(8, 4), torch.full((8, 1), 1000.0))] * 5
-    settings = Settings(autocast="float16", nonfinite="stop")
+    settings = Settings(precision=PrecisionSettings(autocast="float16"), optimizer=OptimizerSettings(nonfinite="stop"))
     slow = functools.partial(torch.optim.SGD, lr=1e-4)
     found = trainer(nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=slow, settings=settings).fit(data, steps=5)
     assert found.updates == 5, found.ended
@@ -207,7 +209,7 @@ def test_a_gradient_that_is_finite_at_no_scale_is_no_overflow_of_float16() -> No
     slow = functools.partial(torch.optim.SGD, lr=1e-4)
 
     def made(nonfinite: Any) -> Trainer:
-        settings = Settings(autocast="float16", nonfinite=nonfinite)
+        settings = Settings(precision=PrecisionSettings(autocast="float16"), optimizer=OptimizerSettings(nonfinite=nonfinite))
         return trainer(Rooted(), loss=nn.MSELoss(), optimizer=slow, settings=settings, ema=0.5)
 
     with pytest.raises(NonFiniteError, match=r"The loss was \d\S+ and the (sum|norm) of its gradient (nan|inf), which is not"):
@@ -267,7 +269,7 @@ def test_the_norm_that_is_told_is_that_of_an_update(every: int, clip: float | No
         model,
         loss=nn.MSELoss(),
         optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        settings=Settings(clip_norm=clip),
+        settings=Settings(optimizer=OptimizerSettings(clip_norm=clip)),
         log_every=every,
         callbacks=[hear],
     )
@@ -285,7 +287,10 @@ def test_the_norm_that_is_told_is_that_of_an_update(every: int, clip: float | No
 
 @pytest.mark.parametrize("kernels", ["loop", "foreach", "fused"])
 def test_an_optimizer_made_for_fused_kernels_takes_float16_with_others(kernels: Any) -> None:
-    model, settings = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), Settings(autocast="float16", optimizer=kernels)
+    model, settings = (
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)),
+        Settings(precision=PrecisionSettings(autocast="float16"), optimizer=OptimizerSettings(implementation=kernels)),
+    )
     made = trainer(model, optimizer=lambda parameters: torch.optim.Adam(parameters, fused=True), settings=settings)
     assert made.fit(pairs(8), epochs=1).updates == 8
 
@@ -294,7 +299,14 @@ def test_an_optimizer_made_for_fused_kernels_takes_float16_with_others(kernels: 
 def test_an_update_that_overflows_leaves_no_momentum(kernels: Any) -> None:
     model, (x, y) = nn.Linear(64, 64), (torch.randn(8, 64), 3000 * torch.randn(8, 64))
     optimizer = torch.optim.SGD(model.parameters(), 1e-9, momentum=0.9, **kernels)
-    step = Step(model, LossAdapter(nn.MSELoss()), optimizer, Settings(autocast="float16"), World(), HostClock())
+    step = Step(
+        model,
+        LossAdapter(nn.MSELoss()),
+        optimizer,
+        Settings(precision=PrecisionSettings(autocast="float16")),
+        World(),
+        HostClock(),
+    )
     updates = [step([(x, y)])]
     assert updates[0].overflowed
     assert not optimizer.state
@@ -395,12 +407,12 @@ def test_a_buffer_that_a_forward_pass_replaces_is_as_before_after_a_rehearsal() 
     assert (model.passes.item(), loss.passes.item(), model.last, loss.last) == (0.0, 0.0, None, None)
 
 
-@pytest.mark.parametrize("settings", [{"batch": "auto"}, {"activation_mb": 0.24}], ids=str)
+@pytest.mark.parametrize("settings", [{"micro_batch": "auto"}, {"activation_mb": 0.24}], ids=str)
 def test_what_is_tried_before_a_run_leaves_such_buffers_alone(settings: dict[str, Any]) -> None:
     def state(**settings: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 64), *(Counting(64) for _ in range(3)), nn.Linear(64, 3))
-        summary = trainer(model, settings=Settings(**settings)).fit(pairs(3, 128), epochs=1)
+        summary = trainer(model, settings=settings_of(**settings)).fit(pairs(3, 128), epochs=1)
         recomputed.append(any("recomputed" in note and "nothing is" not in note for note in summary.notes))
         return model.state_dict()
 
@@ -444,9 +456,9 @@ def test_either_interface_for_precision_may_be_in_use(place: str, name: str) -> 
         before = precisions()
         with running(Settings()):
             assert precisions() == before
-        with running(Settings(tf32=True)):
+        with running(Settings(precision=PrecisionSettings(tf32=True))):
             assert precisions()[:2] == ("tf32", "tf32")
-        with running(Settings(tf32=False)):  # whatever torch, or the script, would have
+        with running(Settings(precision=PrecisionSettings(tf32=False))):  # whatever torch, or the script, would have
             assert "tf32" not in precisions()[:2]
             assert not rounded_to_tf32()
         assert precisions() == before
@@ -559,7 +571,7 @@ def test_a_run_within_autocast_is_refused_where_no_update_would_be_seen() -> Non
         made = Trainer(nn.Linear(4, 1), loss=nn.MSELoss(), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
         return [float(update.loss) for update in made.updates([(rows, rows.sum(1, keepdim=True))], epochs=3)]
 
-    refused = pytest.raises(UsageError, match=r"Call it outside, with Settings\(autocast='bfloat16'\)")
+    refused = pytest.raises(UsageError, match=r"Call it outside, with PrecisionSettings\(autocast='bfloat16'\)")
     with torch.autocast("cpu", dtype=torch.bfloat16), refused:
         losses()
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from _peaks import write_peaks
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, MemorySettings, OptimizerSettings, Settings, Trainer
 from trimtab.core.workload import Training, Workload
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.evaluation.training.workload import prepared
@@ -96,7 +96,9 @@ def test_a_batch_is_handed_out_in_containers_of_its_own() -> None:
 
 
 def test_a_loss_may_take_its_batch_apart_wherever_batches_are_used_again() -> None:
-    summary = trainer(settings=Settings(optimizer="auto", threads=1)).fit(batches(), batches(2), epochs=2)
+    summary = trainer(settings=Settings(threads=1, optimizer=OptimizerSettings(implementation="auto"))).fit(
+        batches(), batches(2), epochs=2
+    )
     assert summary.updates == 8
     assert summary.flops_share is not None
     assert not any("cannot be measured" in note or "it fails" in note for note in summary.notes)
@@ -124,7 +126,7 @@ def test_a_loss_that_misses_a_key_is_named_though_settings_decide_themselves() -
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return functional.cross_entropy(model(batch["x"]), batch["label"])
 
-    made = trainer(loss, settings=Settings(optimizer="auto"))
+    made = trainer(loss, settings=Settings(optimizer=OptimizerSettings(implementation="auto")))
     with pytest.raises(WorkloadError, match="The model or its loss raised: KeyError: 'label'"):
         made.fit(batches(), epochs=1)
     assert flops_share(made.context, batches(1), 1.0) is None
@@ -362,7 +364,13 @@ def test_the_parameters_of_a_loss_are_trained_as_by_hand_and_go_on(tmp_path: pat
         by_hand.step()
 
     def made(**options: Any) -> Trainer:
-        return trainer(Centres(), optimizer=momentum, settings=Settings(clip_norm=0.1), checkpoint=tmp_path, **options)
+        return trainer(
+            Centres(),
+            optimizer=momentum,
+            settings=Settings(optimizer=OptimizerSettings(clip_norm=0.1)),
+            checkpoint=tmp_path,
+            **options,
+        )
 
     first = made()
     said = "The optimizer trains 1 parameter of the loss too. loss.requires_grad_(False) before Trainer(...) leaves it alone."
@@ -435,9 +443,11 @@ class Narrow(nn.Linear):
 @pytest.mark.parametrize(
     ("settings", "model"),
     [
-        (Settings(), network), (Settings(batch="auto"), network), (Settings(activation_mb=1.0), network),
-        (Settings(accumulate=4), lambda: Narrow(99)),  # the second batch but one
-        (Settings(accumulate=4), Narrow),
+        (Settings(), network),
+        (Settings(data=DataSettings(micro_batch="auto")), network),
+        (Settings(memory=MemorySettings(activation_mb=1.0)), network),
+        (Settings(data=DataSettings(accumulate=4)), lambda: Narrow(99)),  # the second batch but one
+        (Settings(data=DataSettings(accumulate=4)), Narrow),
     ],
     ids=["plain", "auto", "budget", "third of four", "narrow"],
 )  # fmt: skip
@@ -487,7 +497,7 @@ def test_the_tensors_of_a_loss_come_to_the_device(loss: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", WEIGHTED)
 def test_a_loss_with_weights_of_classes_runs_on_a_gpu(loss: Any) -> None:
-    made = trainer(loss=copy.deepcopy(loss), settings=Settings(device="cuda", accumulate=2))
+    made = trainer(loss=copy.deepcopy(loss), settings=Settings(device="cuda", data=DataSettings(accumulate=2)))
     data = [(batch["x"], batch["labels"]) for batch in batches(8)]
     assert made.fit(data, epochs=1).updates == 4
 
@@ -512,10 +522,18 @@ class Carrying(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("settings", [Settings(accumulate=2), Settings(activation_mb=1.0), Settings(batch="auto")], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(data=DataSettings(accumulate=2)),
+        Settings(memory=MemorySettings(activation_mb=1.0)),
+        Settings(data=DataSettings(micro_batch="auto")),
+    ],
+    ids=str,
+)
 def test_a_state_that_a_model_carries_is_that_of_its_batches_alone(settings: Settings) -> None:
     batches, ended = pairs(), []
-    for given in (Settings(accumulate=settings.accumulate), settings):
+    for given in (Settings(data=DataSettings(accumulate=settings.data.accumulate)), settings):
         torch.manual_seed(0)
         model = Carrying()
         trainer(lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), model, settings=given).fit(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, Settings, Trainer
 from trimtab.errors import WorkloadError
 
 CLASSES = 5
@@ -64,7 +64,7 @@ def test_batches_of_other_lengths_count_for_what_torch_divides_by(
     mean = sum(loss(plain(x), y) * count for (x, y), count in zip(batches, counts, strict=True)) / sum(counts)
     mean.backward()
     optimizer.step()
-    trainer = Trainer(model, loss=loss, optimizer=SGD, settings=Settings(accumulate=len(batches)))
+    trainer = Trainer(model, loss=loss, optimizer=SGD, settings=Settings(data=DataSettings(accumulate=len(batches))))
     update = next(trainer.updates(batches, epochs=1))
     assert float(update.loss) == pytest.approx(float(mean.detach()))
     torch.testing.assert_close(dict(model.named_parameters()), dict(plain.named_parameters()))

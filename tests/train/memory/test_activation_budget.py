@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from _nets import CPU, MODELS, Residual, adam, convolutional, made, perceptron, transformer
 from _peaks import write_peaks
 from _ranks import on_ranks
-from trimtab.core.settings import Settings
+from _runs import settings_of
+from trimtab.core.settings import DataSettings, DistributedSettings, MemorySettings, Settings
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.autotune.batch_size import backward
 from trimtab.train.autotune.shadow_run import ShadowRun
@@ -168,15 +169,19 @@ def test_fixed_segments_of_a_chain() -> None:
     model.zero_grad()
     for each, segments in ((model, 3), (plain, None)):
         torch.manual_seed(1)
-        trainer = Trainer(each, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(segments=segments))
+        trainer = Trainer(
+            each, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(memory=MemorySettings(segments=segments))
+        )
         trainer.fit(data, epochs=2)
         assert not any("forward" in vars(module) for module in each.modules())
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
-    trainer = Trainer(nn.Linear(16, 10), loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(segments=2))
+    trainer = Trainer(
+        nn.Linear(16, 10), loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(memory=MemorySettings(segments=2))
+    )
     with pytest.raises(UsageError, match=r"segments needs an nn.Sequential of at least two modules, and Linear has none"):
         trainer.fit(data, epochs=1)
-    with pytest.raises(UsageError, match="segments and activation_mb both say"):
-        Settings(segments=2, activation_mb=1.0)
+    with pytest.raises(UsageError, match="memory.segments and memory.activation_mb both say"):
+        Settings(memory=MemorySettings(segments=2, activation_mb=1.0))
 
 
 class Spectral(nn.Module):
@@ -232,7 +237,9 @@ def test_a_teacher_moves_once_per_batch() -> None:
     model = nn.Sequential(*(Following() for _ in range(4)), nn.Linear(32, 10))
     plain, data = copy.deepcopy(model), [(torch.randn(256, 32), torch.randint(0, 10, (256,))) for _ in range(3)]
     for each, budget in ((model, 2.5), (plain, None)):
-        trainer = Trainer(each, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(activation_mb=budget))
+        trainer = Trainer(
+            each, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(memory=MemorySettings(activation_mb=budget))
+        )
         trainer.fit(data, epochs=1)
         assert budget is None or re.search(r"allowed: \d.* recomputed", trainer.notes[0])
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
@@ -428,7 +435,7 @@ def test_a_state_that_would_be_moved_twice_is_refused_where_nothing_exchanges_it
         Trainer(model, loss=nn.MSELoss(), optimizer=adam, settings=settings).fit(batches, epochs=1)
         return list(model.parameters())
 
-    budget = Settings(threads=1, activation_mb=0.5)
+    budget = Settings(threads=1, memory=MemorySettings(activation_mb=0.5))
     expected = trained(True, Settings(threads=1))
     assert all(torch.equal(a, b) for a, b in zip(trained(True, budget), expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(trained(False, Settings(threads=1)), expected, strict=True))
@@ -444,8 +451,14 @@ def test_what_torch_func_cannot_differentiate_is_no_fault_of_the_model() -> None
         return found
 
     for settings, fix in (
-        (Settings(activation_mb=1e-3), "differentiates within the forward pass, as a gradient penalty does. Leave it out"),
-        (Settings(segments=2), r"torch.func differentiates here.* Leave Settings\(segments=...\) out"),
+        (
+            Settings(memory=MemorySettings(activation_mb=1e-3)),
+            "differentiates within the forward pass, as a gradient penalty does. Leave it out",
+        ),
+        (
+            Settings(memory=MemorySettings(segments=2)),
+            r"torch.func differentiates here.* Leave MemorySettings\(segments=...\) out",
+        ),
     ):
         trainer = Trainer(
             nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), loss=loss, optimizer=adam, settings=settings
@@ -469,7 +482,7 @@ def test_a_budget_changes_nothing_in_a_run(make: Callable[[], tuple[nn.Module, t
     for budget in (None, 0.6 * PEAKS[make.__name__]):
         model, *_ = made(make)
         torch.manual_seed(5)
-        settings = Settings(accumulate=accumulate, activation_mb=budget)
+        settings = Settings(data=DataSettings(accumulate=accumulate), memory=MemorySettings(activation_mb=budget))
         trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
         summary = trainer.fit(batches_of(make), epochs=2)
         ended.append([value.clone() for value in model.state_dict().values()])
@@ -488,20 +501,22 @@ PEAKS = {"convolutional": 3.5, "transformer": 3.0, "recurrent": 4.0}
 def test_a_budget_that_cannot_be_kept_is_said_before_anything_is_learnt() -> None:
     model, inputs, labels = made(transformer)
     before = [p.detach().clone() for p in model.parameters()]
-    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(activation_mb=0.01))
+    trainer = Trainer(
+        model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(memory=MemorySettings(activation_mb=0.01))
+    )
     with pytest.raises(
         UsageError, match=r"activation_mb=0.01 cannot be kept: with all that recomputing saves, .* smaller micro"
     ):
         trainer.fit([(inputs, labels)], epochs=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert not any("forward" in vars(module) for module in model.modules())
-    with pytest.raises(UsageError, match="Settings activation_mb is 0; it must be above zero"):
-        Settings(activation_mb=0)
+    with pytest.raises(UsageError, match="Settings memory.activation_mb is 0; it must be above zero"):
+        Settings(memory=MemorySettings(activation_mb=0))
 
 
 def test_larger_batches_get_a_plan_of_their_own() -> None:
     model, inputs, labels = made(transformer)
-    settings = Settings(activation_mb=1.2)
+    settings = Settings(memory=MemorySettings(activation_mb=1.2))
     trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
     trainer.fit([(inputs[:2], labels[:2]), (inputs, labels), (inputs[:4], labels[:4])], epochs=1)
     assert sum(note.startswith("Activations take") for note in trainer.notes) == 2
@@ -525,16 +540,16 @@ def test_batches_whose_tensors_nobody_sees_are_planned_for_once_and_told_of() ->
     data = [Hidden(inputs, labels)] * 3
 
     def fitted(**settings: Any) -> Trainer:
-        trainer = Trainer(model, loss=hidden_loss, optimizer=adam, settings=Settings(**settings), progress=False)
+        trainer = Trainer(model, loss=hidden_loss, optimizer=adam, settings=settings_of(**settings), progress=False)
         trainer.fit(data, epochs=1)
         return trainer
 
     assert sum(note.startswith("Activations take") for note in fitted(activation_mb=5.0).notes) == 1
     told = "batches are not taken apart of which nothing tells how many examples they have. Make the loader's smaller."
-    assert fitted(batch=2).notes == [f"batch=2: {told}"]
-    auto = fitted(batch="auto")
-    assert auto.notes == [f"batch=None: {told}"]
-    assert (auto.settings.batch, auto.decided) == (None, {"batch": None})
+    assert fitted(micro_batch=2).notes == [f"data.micro_batch=2: {told}"]
+    auto = fitted(micro_batch="auto")
+    assert auto.notes == [f"data.micro_batch=None: {told}"]
+    assert (auto.settings.data.micro_batch, auto.decided) == (None, {"data.micro_batch": None})
 
 
 def test_a_batch_whose_examples_nobody_can_count_and_that_does_not_fit_is_no_single_example() -> None:
@@ -556,10 +571,14 @@ def sums(folder: pathlib.Path) -> dict[str, Any]:
     found = {}
     for name, settings in {
         "plain": Settings(),
-        "budget": Settings(activation_mb=1.7),
-        "budget, sharded": Settings(activation_mb=1.7, sharding="shard"),
+        "budget": Settings(memory=MemorySettings(activation_mb=1.7)),
+        "budget, sharded": Settings(
+            memory=MemorySettings(activation_mb=1.7), distributed=DistributedSettings(sharding="shard")
+        ),
         "still": Settings(),
-        "still, auto, sharded": Settings(batch="auto", sharding="shard"),
+        "still, auto, sharded": Settings(
+            data=DataSettings(micro_batch="auto"), distributed=DistributedSettings(sharding="shard")
+        ),
     }.items():
         model, *_ = made(transformer)
         if name.startswith("still"):  # smaller parts of a batch draw other dropout
@@ -569,7 +588,9 @@ def sums(folder: pathlib.Path) -> dict[str, Any]:
         found[name] = {"loss": trainer.fit(loader, epochs=2).loss, "notes": trainer.notes}
     model, inputs, labels = made(transformer)
     growing = [(inputs[:count], labels[:count]) for count in (2, 2, 8, 8)]
-    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(activation_mb=1.7))
+    trainer = Trainer(
+        model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=Settings(memory=MemorySettings(activation_mb=1.7))
+    )
     trainer.fit(growing, epochs=1)
     return found | {"growing": {"loss": None, "notes": trainer.notes}}
 
@@ -652,13 +673,13 @@ def test_what_libraries_keep_for_all_calls_counts_for_none() -> None:
 
 
 def test_options_of_the_allocator_for_gpus_join_those_that_it_has(allocator: Callable[[], str]) -> None:
-    allocate(Settings(cuda_allocator="expandable_segments:True"))  # on a CPU there is no such allocator
+    allocate(Settings(memory=MemorySettings(cuda_allocator="expandable_segments:True")))  # on a CPU there is no such allocator
     assert allocator() == "max_split_size_mb:64"
     for _ in range(2):
-        allocate(Settings(device="cuda", cuda_allocator="expandable_segments:True"))
+        allocate(Settings(device="cuda", memory=MemorySettings(cuda_allocator="expandable_segments:True")))
     assert allocator() == "max_split_size_mb:64,expandable_segments:True"
     with pytest.raises(UsageError, match=r"cuda_allocator is 'expandable_segments:maybe', which torch does not take: .*maybe"):
-        allocate(Settings(device="cuda:0", cuda_allocator="expandable_segments:maybe"))
+        allocate(Settings(device="cuda:0", memory=MemorySettings(cuda_allocator="expandable_segments:maybe")))
     assert allocator() == "max_split_size_mb:64,expandable_segments:True"
 
 
@@ -667,7 +688,7 @@ def test_options_of_the_allocator_for_gpus_join_those_that_it_has(allocator: Cal
 def test_segments_of_a_gpu_expand_where_that_is_asked_for(allocator: Callable[[], str]) -> None:
     Trainer(
         perceptron(16), loss=nn.CrossEntropyLoss(), optimizer=adam,
-        settings=Settings(device="cuda", cuda_allocator="expandable_segments:True"),
+        settings=Settings(device="cuda", memory=MemorySettings(cuda_allocator="expandable_segments:True")),
     )  # fmt: skip
     kept = torch.empty(64 * 2**20, device="cuda")
     assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
@@ -733,9 +754,9 @@ def test_a_double_of_a_run_keeps_its_budget() -> None:
         return peak_activations(lambda: backward(step, (x, x)), double.model.parameters(), torch.device("cpu")) / 1e6
 
     whole = peak(Settings(threads=1))
-    assert peak(Settings(threads=1, activation_mb=0.7 * whole)) <= 0.7 * whole
+    assert peak(Settings(threads=1, memory=MemorySettings(activation_mb=0.7 * whole))) <= 0.7 * whole
     chain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    trainer = Trainer(chain, loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(segments=2))
+    trainer = Trainer(chain, loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=Settings(memory=MemorySettings(segments=2)))
     assert "forward" in vars(ShadowRun(trainer.context, trainer.settings, [(torch.zeros(2, 4), torch.zeros(2, 4))]).model)
 
 
@@ -761,7 +782,7 @@ def test_operations_are_counted_by_a_few_examples_and_cost_no_run(
     batch = (torch.randn(64, 4), torch.randn(64, 4))
 
     def share(group: list[Any], **settings: Any) -> tuple[float | None, list[str]]:
-        made = Settings(threads=1, **settings)
+        made = settings_of(threads=1, **settings)
         trainer = Trainer(Counting(4, 4), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=made)
         return flops_share(trainer.context, group, 1e6), trainer.notes
 

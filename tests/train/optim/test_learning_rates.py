@@ -24,15 +24,15 @@ from torch.optim.swa_utils import SWALR
 
 from _ranks import on_ranks
 from _runs import Line, loader, told, trainer
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, OptimizerSettings, Settings, Trainer
 from trimtab.errors import UsageError
 from trimtab.train.optim.schedules import cosine, linear, one_cycle
 from trimtab.train.telemetry.events import Event
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 2**-6
-PLAIN = Settings(accumulate=2)
-TWICE = Settings(accumulate=2, scale_lr="linear")
+PLAIN = Settings(data=DataSettings(accumulate=2))
+TWICE = Settings(data=DataSettings(accumulate=2), optimizer=OptimizerSettings(scale_lr="linear"))
 """Of the rate that is given: there are two batches per update."""
 
 
@@ -87,7 +87,10 @@ def test_the_rate_of_any_schedule_follows_and_goes_on_after_an_interruption(name
 
 def test_a_run_that_goes_on_with_other_batches_per_update_gets_their_rate(tmp_path: pathlib.Path) -> None:
     made(TWICE, checkpoint=tmp_path, callbacks=[stop_at(2)], schedule=cosine()).fit(loader(), steps=8)
-    for settings, factor in ((Settings(accumulate=4, scale_lr="linear"), 4.0), (Settings(accumulate=4, scale_lr="sqrt"), 2.0)):
+    for settings, factor in (
+        (Settings(data=DataSettings(accumulate=4), optimizer=OptimizerSettings(scale_lr="linear")), 4.0),
+        (Settings(data=DataSettings(accumulate=4), optimizer=OptimizerSettings(scale_lr="sqrt")), 2.0),
+    ):
         rates = told(resumed := made(settings, checkpoint=tmp_path, schedule=cosine()).resume(), "rate")
         resumed.context.callbacks.append(stop_at(3))
         resumed.fit(loader(), steps=8)
@@ -107,7 +110,7 @@ def test_an_optimizer_or_a_scheduler_that_is_used_again_is_not_scaled_twice() ->
     rates = told(cycle := trainer(model, optimizer=optimizer, settings=TWICE, schedule=one_cycle(0.5)), "rate")
     cycle.fit(loader(), steps=4)
     assert max(rates) > 0.5  # of 1.0, because it states its rates itself
-    trainer(model, optimizer=optimizer, settings=Settings(accumulate=2)).fit(loader(), steps=1)
+    trainer(model, optimizer=optimizer, settings=Settings(data=DataSettings(accumulate=2))).fit(loader(), steps=1)
     assert optimizer.param_groups[0]["max_lr"] == 0.5
 
 
@@ -115,18 +118,18 @@ def test_a_rate_in_a_tensor_stays_in_it_and_groups_keep_their_proportion() -> No
     model, rate = Line(), torch.tensor(RATE)
     groups = [{"params": [model.layer.weight], "lr": rate}, {"params": [model.layer.bias], "lr": 4 * RATE}]
     optimizer = torch.optim.AdamW(groups, foreach=False)
-    settings = Settings(accumulate=4, scale_lr="sqrt")
+    settings = Settings(data=DataSettings(accumulate=4), optimizer=OptimizerSettings(scale_lr="sqrt"))
     trainer(model, optimizer=optimizer, settings=settings, schedule=lambda o, n: StepLR(o, 100)).fit(loader(), steps=2)
     assert optimizer.param_groups[0]["lr"] is rate
     assert [float(group["lr"]) for group in optimizer.param_groups] == [2 * RATE, 8 * RATE]
 
 
 def test_the_rule_needs_a_rate_and_one_batch_changes_none() -> None:
-    run = made(Settings(scale_lr="linear"), schedule=lambda o, n: ReduceLROnPlateau(o))
+    run = made(Settings(optimizer=OptimizerSettings(scale_lr="linear")), schedule=lambda o, n: ReduceLROnPlateau(o))
     assert run.fit(loader(), loader(), epochs=1).notes == ()
     assert run.optimizer.param_groups[0]["lr"] == RATE
-    with pytest.raises(UsageError, match="Settings scale_lr is 'lin'; it can be 'linear', 'sqrt' or None"):
-        Settings(scale_lr="lin")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Settings optimizer.scale_lr is 'lin'; it can be 'linear', 'sqrt' or None"):
+        Settings(optimizer=OptimizerSettings(scale_lr="lin"))  # type: ignore[arg-type]
 
     def own(parameters: Any) -> Optimizer:
         found = SGD(parameters, lr=RATE)

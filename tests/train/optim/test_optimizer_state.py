@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import ASGD, SGD, AdamW, Muon, NAdam, Optimizer
 
 from _runs import EPOCH, loader, told, trainer
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, Settings, Trainer
 from trimtab.errors import UsageError
 from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.early_stopping import EarlyStopping
@@ -182,7 +182,7 @@ def test_a_rehearsal_puts_back_what_the_parts_of_an_optimizer_keep() -> None:
     for was, found in zip(kept, now, strict=True):
         assert was.keys() == found.keys()
         assert all(torch.equal(was[place][n], found[place][n]) for place in was for n in was[place])
-    run = trainer(deep, optimizer=Listing.of, settings=Settings(batch="auto"))
+    run = trainer(deep, optimizer=Listing.of, settings=Settings(data=DataSettings(micro_batch="auto")))
     run.fit(loader(), steps=1)
     assert {float(state["step"]) for state in run.optimizer.parts[1].state.values()} == {1.0}  # type: ignore[attr-defined]
 

@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader
 
 from _runs import EPOCH, Line, Stream, loader, told, trainer
-from trimtab import Settings, Trainer
+from trimtab import DataSettings, Settings, Trainer
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim.schedules import ENDLESS, cosine, linear, one_cycle, remark
@@ -286,7 +286,9 @@ def test_a_schedule_lasts_for_what_is_left_with_other_data_or_other_batches(tmp_
             made.stop("enough")
 
     trainer(schedule=linear(warmup=0.0), checkpoint=tmp_path, callbacks=[stop], log_every=1).fit(loader(), epochs=2)
-    resumed = trainer(schedule=linear(warmup=0.0), checkpoint=tmp_path, settings=Settings(accumulate=4)).resume()
+    resumed = trainer(
+        schedule=linear(warmup=0.0), checkpoint=tmp_path, settings=Settings(data=DataSettings(accumulate=4))
+    ).resume()
     found = rates(resumed)
     assert resumed.fit(loader(), epochs=2).updates == 3  # of the four batches left, and of two times four
     assert found == falling(7, 4)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from _runs import EPOCH, loader, trainer
-from trimtab import Settings, Trainer
+from trimtab import MemorySettings, OptimizerSettings, Settings, Trainer
 from trimtab.errors import UsageError
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.distributed.process_group import Group
@@ -149,7 +149,11 @@ def random_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(4, 2, generator=made), torch.randn(4, 1, generator=made)) for _ in range(5)]
 
 
-@pytest.mark.parametrize("settings", [Settings(nonfinite="skip"), Settings(segments=2)], ids=["skip", "segments"])
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(optimizer=OptimizerSettings(nonfinite="skip")), Settings(memory=MemorySettings(segments=2))],
+    ids=["skip", "segments"],
+)
 def test_lazy_modules_are_made_by_the_first_update(settings: Settings) -> None:
     found = []
     for options in ({}, {"settings": settings}):

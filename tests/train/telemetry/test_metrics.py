@@ -12,7 +12,7 @@ from torch import nn
 
 from _ranks import failure, on_ranks
 from _runs import trainer
-from trimtab import Settings, Trainer
+from trimtab import PrecisionSettings, Settings, Trainer
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.telemetry.events import Callback, Event, Progressed, Validated
@@ -107,7 +107,9 @@ def test_a_metric_that_gives_one_number_per_batch_is_told_of() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"ema": 0.5}, {"early_stopping": EarlyStopping(patience=9)}], ids=str)
 def test_a_test_set_is_judged_as_the_validation_is(options: dict[str, Any]) -> None:
-    made = trainer(metrics={"f1": F1(), "right": right}, settings=Settings(autocast="auto"), **options)
+    made = trainer(
+        metrics={"f1": F1(), "right": right}, settings=Settings(precision=PrecisionSettings(autocast="auto")), **options
+    )
     before = made.validate(signs())
     assert made.model.training
     summary = made.fit(signs(), signs(), epochs=2)
@@ -116,7 +118,9 @@ def test_a_test_set_is_judged_as_the_validation_is(options: dict[str, Any]) -> N
     assert summary.metrics.keys() == after.keys()
     if "early_stopping" not in options:  # which puts the parameters of another validation back
         assert after == pytest.approx(summary.metrics)
-    other = trainer(metrics={"f1": F1(), "right": right}, settings=Settings(autocast="auto"), **options)
+    other = trainer(
+        metrics={"f1": F1(), "right": right}, settings=Settings(precision=PrecisionSettings(autocast="auto")), **options
+    )
     other.fit(signs(), signs(), epochs=2)
     made.fit(data := signs(), data, epochs=3)
     other.fit(data, data, epochs=3)

@@ -228,7 +228,7 @@ def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tenso
         return f"{RAISES} {first_line(error)}"
     if len(outputs) != len(reference):
         return f"it gives {counted(len(outputs), 'tensor')} instead of {len(reference)}"
-    reduced = candidate.settings.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
+    reduced = candidate.settings.precision.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
     signature = candidate.signature
     rows = [(spec.name, a, b) for spec, a, b in zip(signature.outputs, reference, outputs, strict=True)]
     rows += [(f"what it writes to {signature.inputs[i].name}", own[i], given[i]) for i in signature.written]
@@ -362,6 +362,6 @@ def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, p
     try:
         with torch.no_grad(), quiet():
             program = torch.export.export(exportable(candidate), tuple(laid), dynamic_shapes=shapes)
-            return program.run_decompositions({}) if plain and candidate.settings.autocast else program
+            return program.run_decompositions({}) if plain and candidate.settings.precision.autocast else program
     except EXPORT_ERRORS as error:
         raise CompileError(f"torch.export cannot take this model: {first_line(error)}.") from error

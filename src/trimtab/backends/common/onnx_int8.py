@@ -137,10 +137,13 @@ def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Op
 def quantize_static(prepared: pathlib.Path, target: pathlib.Path, operators: Operators, calibration: Calibration) -> None:
     """Weights and activations to int8, ranges taken from calibration data, one scale per channel of a weight.
 
+    Weights of :func:`per_tensor_weights` have one scale.
+
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
     """
     quantization = require("onnxruntime.quantization")
     nodes = linear_nodes(prepared) if operators == "linear" or (operators == "auto" and is_transformer(prepared)) else None
+    scales = {name: [{"quant_type": quantization.QuantType.QInt8}] for name in per_tensor_weights(prepared)}
     with quiet():
         quantization.quantize_static(
             str(prepared),
@@ -154,7 +157,24 @@ def quantize_static(prepared: pathlib.Path, target: pathlib.Path, operators: Ope
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             use_external_data_format=prepared.with_name(prepared.name + ".data").is_file(),
+            extra_options={"TensorQuantOverrides": scales} if scales else {},
         )
+
+
+def per_tensor_weights(path: pathlib.Path) -> list[str]:
+    """Names of the weights that get one scale for the whole tensor: those of grouped transposed convolutions.
+
+    The channels of their outputs lie in two axes of the weight, which ONNX Runtime's quantizer takes for one
+    (microsoft/onnxruntime#19694).
+    """
+    graph = require("onnx").load(path, load_external_data=False).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    grouped = [
+        node
+        for node in graph.node
+        if node.op_type == "ConvTranspose" and any(a.name == "group" and a.i > 1 for a in node.attribute)
+    ]
+    return [node.input[1] for node in grouped if node.input[1] in constants]
 
 
 def is_transformer(path: pathlib.Path) -> bool:

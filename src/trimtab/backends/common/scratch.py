@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import inspect
 import os
@@ -32,7 +31,7 @@ def fingerprint(candidate: Candidate, *more: object) -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     leaf_sizes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in candidate.leaves]
-    settings = dataclasses.replace(candidate.settings, threads=None, batch=None)
+    settings = candidate.settings.replaced({"threads": None, "data.batch": None})
     for value in (candidate.signature, leaf_sizes, settings, torch.__version__, builders(), *more):
         digest.update(repr(value).encode())
     for name, module in candidate.model.named_modules(remove_duplicate=False):

@@ -75,7 +75,7 @@ def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
         CompileError: the source is not TorchScript, the structure of inputs or outputs has no word in it, or the settings ask
             for mixed precision, which only the flat module carries out.
     """
-    if candidate.settings.autocast is not None:
+    if candidate.settings.precision.autocast is not None:
         raise CompileError("The model's source cannot be compiled under autocast.")
     holder = type("Flat", (nn.Module,), {})()  # a class of its own: scripts of one class share their methods
     holder.model = candidate.own_model()

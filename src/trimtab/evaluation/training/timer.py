@@ -58,7 +58,7 @@ class Updates:
         seeded(seed)
         begun = time.perf_counter()
         batches = loader(subject.training)
-        self._workers = -(-(workers_of(batches) or 0) // settings.accumulate)
+        self._workers = -(-(workers_of(batches) or 0) // settings.data.accumulate)
         """Updates that a burst of batches is enough for: one batch from each worker."""
         self._ahead = self._workers * _prefetched(batches)
         """Updates for which batches may be ready when a block begins; 0 where that is nothing unusual."""
@@ -101,7 +101,7 @@ class Updates:
             why = f" {ended.value.ended}" if ended.value else ""  # nothing where it had ended before
             raise WorkloadError(
                 f"The training ended while its updates were timed.{why} Let it go on, for example with "
-                "Settings(nonfinite='skip')."
+                "OptimizerSettings(nonfinite='skip')."
             ) from None
 
     def _drain(self) -> None:

@@ -90,7 +90,7 @@ class TrainingSubject:
         trainer = self.trainer(self.settings, self.workload.seed)
         before = floats(trainer.model)
         with user_code("The training failed"):
-            trainer.fit(self.batches[: self.settings.accumulate], steps=1)
+            trainer.fit(self.batches[: self.settings.data.accumulate], steps=1)
         return frozenset(gathered(trainer.model, before))
 
     def losses(self, settings: Settings, *, seed: int, shake: int | None = None, still: bool = False) -> list[float]:
@@ -127,7 +127,7 @@ class TrainingSubject:
         drew = any(not torch.equal(one, other) for one, other in zip(before, _generators(), strict=False))
         refuse_parts(trainer)
         if len(found) < self.updates:
-            kind = NonFiniteError if settings.nonfinite == "stop" and trainer.position.skipped else WorkloadError
+            kind = NonFiniteError if settings.optimizer.nonfinite == "stop" and trainer.position.skipped else WorkloadError
             raise kind(
                 f"The training ended after update {len(found)} of the {self.updates} that are compared. {summary.ended} Mend "
                 "that, or compare fewer, with updates=..."
@@ -152,7 +152,7 @@ class TrainingSubject:
         if sum(map(math.isfinite, last)) < (least := min(2, len(last))):
             raise NonFiniteError(
                 f"Of the last {len(last)} losses as written fewer than {least} are finite, so that others cannot be "
-                "compared with them. Lower the learning rate, or clip with Settings(clip_norm=1.0)."
+                "compared with them. Lower the learning rate, or clip with OptimizerSettings(clip_norm=1.0)."
             )
         others = [self.losses(self.settings, seed=seed, shake=s) for s in SHAKEN]
         for other in others:
@@ -191,7 +191,7 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
     seeded(workload.seed if seed is None else seed)
     with user_code("The workload's data could not be loaded", "Go through the loader yourself once."):
         apart = 0 if seed is None else EPOCHS_APART * abs(seed - workload.seed)
-        batches = first(loader(training), updates * settings.accumulate, epoch=apart)
+        batches = first(loader(training), updates * settings.data.accumulate, epoch=apart)
     with user_code("The workload's model, loss or optimizer failed", "Make an update with them yourself."):
         trainer = _trainer(workload, training, settings, workload.seed)
         if lazy := [name for name, value in trainer.model.state_dict().items() if is_lazy(value)]:
@@ -213,14 +213,14 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
 
 def decided(settings: Settings) -> tuple[Settings, list[str]]:
     """``settings`` with everything off that would decide itself, and a sentence if there was any."""
-    off = {**OFF, "batch": None}
-    auto = {name: value for name, value in off.items() if getattr(settings, name) == "auto"}
+    off = {**OFF, "data.micro_batch": None}
+    auto = {name: value for name, value in off.items() if settings.value(name) == "auto"}
     if settings.adjust:
         auto["adjust"] = False
     if not auto:
         return settings, []
     names = ", ".join(sorted(auto))
-    return dataclasses.replace(settings, **auto), [f"What would decide itself is off in the settings as written: {names}."]
+    return settings.replaced(auto), [f"What would decide itself is off in the settings as written: {names}."]
 
 
 class _Anew:

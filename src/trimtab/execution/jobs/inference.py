@@ -169,7 +169,7 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
 
 def _at_its_batch(leaves: Sequence[torch.Tensor], executable: Executable) -> list[torch.Tensor]:
     """``leaves`` repeated, or cut, to the batch size that the executable was made for, if that is not the example's."""
-    size, name = executable.settings.batch, executable.signature.batch
+    size, name = executable.settings.data.batch, executable.signature.batch
     if not isinstance(size, int) or name is None:
         return list(leaves)
     return [resized(leaf, spec.shape, name, size) for leaf, spec in zip(leaves, executable.signature.inputs, strict=True)]
@@ -327,7 +327,7 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
     figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
     figures["inputs"] = subject.candidate.describe()
-    if not executable.settings.keep_memory:  # which this process cannot take back, and which the original does not do
+    if not executable.settings.memory.keep_freed:  # which this process cannot take back, and which the original does not do
         torch.set_num_threads(job["threads"])
         travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
         figures["baseline_speedup"] = to_json(travels)

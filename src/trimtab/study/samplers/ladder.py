@@ -116,7 +116,7 @@ def _tuned(eager: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
     if len(working) > 1:
         yield Ask("tuned", dataclasses.replace(eager, passes=working))
     best = _best_eager(done)
-    for knob in (knob for knob in search_space.knobs() if "batch" not in knob.sets):
+    for knob in (knob for knob in search_space.knobs() if "data.batch" not in knob.sets):
         yield Ask("tuned", dataclasses.replace(best, passes=(*best.passes, knob)))
 
 
@@ -154,7 +154,9 @@ def _knobs(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
     for exact_only in (False, True):
         yield from _fields(_best(done, facts, exact_only=exact_only), facts)
         best = _best(done, facts, exact_only=exact_only)
-        yield from _with_each(best, [knob for knob in search_space.knobs() if facts.throughput or "batch" not in knob.sets])
+        yield from _with_each(
+            best, [knob for knob in search_space.knobs() if facts.throughput or "data.batch" not in knob.sets]
+        )
 
 
 def _is_quick(best: Trial | None) -> bool:

@@ -37,12 +37,12 @@ from trimtab.train.runtime.cudnn_thread import thread_for
 from trimtab.train.runtime.memory_errors import out_of_memory
 
 OFF: Mapping[str, Any] = {
-    "autocast": None,
+    "precision.autocast": None,
     "memory_format": "contiguous",
-    "tf32": None,
+    "precision.tf32": None,
     "cudnn_benchmark": False,
     "attention": None,
-    "optimizer": None,
+    "optimizer.implementation": None,
     "compile": False,
 }
 """What each field is where nothing pays, in the order in which they are decided: what others build on comes first."""
@@ -79,7 +79,7 @@ class _Verdict:
 
 def undecided(settings: Settings) -> list[str]:
     """The fields that are ``"auto"`` and decided here, in order."""
-    return [name for name in OFF if getattr(settings, name) == "auto"]
+    return [name for name in OFF if settings.value(name) == "auto"]
 
 
 def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> Iterable[Batch]:
@@ -92,11 +92,11 @@ def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> 
     if not fields:
         return train
     before = context.settings
-    context.settings = dataclasses.replace(before, **{name: OFF[name] for name in fields})
+    context.settings = before.replaced({name: OFF[name] for name in fields})
     if reason := why_not_alone(context):
         context.note(f"{', '.join(fields)} stay off: {reason}.")
         return train
-    batches, train = first_batches(train, GROUPS * before.accumulate)
+    batches, train = first_batches(train, GROUPS * before.data.accumulate)
     left: set[str] = set()
     if not context.world.any(not batches):
         with kept_random():
@@ -107,7 +107,7 @@ def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> 
             del decisions, where  # and with it the last copies of the model and the optimizer, whose memory the run may need
             gc.collect()  # what was compiled refers to itself
             torch.cuda.empty_cache()  # does nothing where there is no GPU
-    values = {name: getattr(context.settings, name) for name in fields}
+    values = {name: context.settings.value(name) for name in fields}
     context.decided |= {name: value for name, value in values.items() if name not in left or value != OFF[name]}
     return train
 
@@ -162,10 +162,10 @@ class _Decisions:
     def _options_anew(self, fields: Sequence[str]) -> dict[str, list[tuple[Pass, str | None]]]:
         """Those of ``fields`` where the precision is another one by now: some kernels take 16 bits only."""
         assert self.candidate is not None
-        precision = self.context.settings.autocast
-        if precision == self.candidate.settings.autocast:
+        precision = self.context.settings.precision.autocast
+        if precision == self.candidate.settings.precision.autocast:
             return {}
-        self.candidate = self.candidate.with_settings(autocast=precision)
+        self.candidate = self.candidate.with_settings({"precision.autocast": precision})
         return self._options(fields)
 
     def _against_trying(self, technique: Pass) -> str | None:
@@ -174,9 +174,9 @@ class _Decisions:
         field, value = self._set_by(technique)
         if value == "float16" and self.context.device.type == "cpu":
             return "float16 pays on GPUs only; bfloat16 is the one that some CPUs multiply."
-        if value == "float16" and self.context.world.size > 1 and self.context.settings.communication == "powersgd":
+        if value == "float16" and self.context.world.size > 1 and self.context.settings.distributed.communication == "powersgd":
             return "what communication leaves out for later updates would be in units of a scale that changes."
-        if field == "optimizer" and (reason := why_not(self.context.optimizer, value)):
+        if field == "optimizer.implementation" and (reason := why_not(self.context.optimizer, value)):
             return reason
         if field == "compile" and self.updates is None:
             return "how many updates there will be is not known, so nothing says whether compiling would be paid back."
@@ -188,7 +188,7 @@ class _Decisions:
         """The field that ``technique`` sets, and its value."""
         assert self.candidate is not None
         (field,) = technique.sets
-        return field, getattr(technique.apply(self.candidate).settings, field)
+        return field, technique.apply(self.candidate).settings.value(field)
 
     def _decided(self, technique: Pass, reason: str | None, seconds: float) -> tuple[str, str]:
         """Have ``technique`` from now on if it pays in every process; what it is called, and what came of it."""
@@ -208,13 +208,13 @@ class _Decisions:
             self.best, self.context.settings = verdict.better, verdict.better.settings
         elif verdict.better is not None:
             verdict = _Verdict("off: it does not pay in every process.")
-        if self.context.settings.activation_mb is not None or self.context.settings.segments is not None:
+        if self.context.settings.memory.activation_mb is not None or self.context.settings.memory.segments is not None:
             gc.collect()  # what is recomputed refers to itself
         return f"{field}={value!r}", verdict.text
 
     def _settle(self, double: ShadowRun) -> None:
         """Find out how long an update of ``double`` takes; where that is long, the batches of a single one must do."""
-        accumulate, batches, move = self.context.settings.accumulate, self.batches, mover(self.context.device)
+        accumulate, batches, move = self.context.settings.data.accumulate, self.batches, mover(self.context.device)
         # On a GPU they lie there beforehand: a run has them copied while it computes.
         self.batches = double.feed.batches = [move(batch) for batch in batches[:accumulate]]
         _, self.step_s = seconds_of(double)
@@ -240,7 +240,7 @@ class _Decisions:
         if field != "compile" and (needed := FEWEST_ROUNDS * self.round_s) > seconds:
             run = "this run" if self.updates is None else f"a run of about {self.updates * self.step_s:.0f} s"
             return _Verdict(f"off: measuring it would take {needed:.1f} s, which is too much for {run}.")
-        other = ShadowRun(self.context, dataclasses.replace(self.context.settings, **{field: value}), self.batches)
+        other = ShadowRun(self.context, self.context.settings.replaced({field: value}), self.batches)
         first_s, later_s = seconds_of(other)
         if isinstance(other.step, CompiledStep) and other.step.failure is not None:
             return _Verdict(f"off: the model cannot be compiled. {other.step.failure}")
@@ -290,7 +290,7 @@ class _Decisions:
         if ratio.doubtful:
             return "the machine was too busy to tell."
         if ratio.high < 1:
-            native = field != "autocast" or self.context.device.type != "cpu" or _native_bfloat16()
+            native = field != "precision.autocast" or self.context.device.type != "cpu" or _native_bfloat16()
             return f"it ran at {_times(ratio)} here" + ("." if native else "; this CPU has no native bfloat16.")
         if ratio.low <= 1:
             return f"it ran at {_times(ratio)}, which is not surely faster."

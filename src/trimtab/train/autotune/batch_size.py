@@ -160,13 +160,11 @@ def micro_batch(context: RunContext, step: Step, group: Sequence[Batch], *, upda
     candidates = ((size, parts(group, size)) for size in sizes)
     tried = tuple(entry.tried(0.0) for entry in search.run(candidates, same=True))
     size = _fastest(tried, smallest=False)
-    context.settings = dataclasses.replace(context.settings, batch=size)
-    context.decided["batch"] = size
+    context.settings = context.settings.replaced({"data.micro_batch": size})
+    context.decided["data.micro_batch"] = size
     kept = " Smaller ones are not tried, because the run is short." if search.short else ""
     kept = f" They are not made smaller for speed, because of {search.moved}." if search.moved else kept
-    context.note(
-        f"batch={size}: examples per micro-batch, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept
-    )
+    context.note(f"data.micro_batch={size}: examples, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept)
     return size
 
 
@@ -214,8 +212,9 @@ class _Search:
         self.updates, self.short, self.moved = updates, False, ""
         self.context, self.world = context, step.world
         model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size would take longer than it tells
-        waits = context.device.type == "cpu" or context.settings.nonfinite in ("skip", "stop")  # for what is not finite
-        settings = dataclasses.replace(context.settings, nonfinite="skip" if waits else "ignore")  # nothing ends the search
+        nonfinite = context.settings.optimizer.nonfinite
+        waits = context.device.type == "cpu" or nonfinite in ("skip", "stop")  # for what is not finite
+        settings = context.settings.replaced({"optimizer.nonfinite": "skip" if waits else "ignore"})  # nothing ends the search
         self.step = Step(model, context.objective, context.optimizer, settings, step.world, HostClock())
         self._wait = synchronizer(context.device)
         self.limit = None if limit_mb is None else limit_mb * 1e6
@@ -315,7 +314,7 @@ class _Search:
     def _fit(self, entry: _Entry) -> str:
         """Measure the activations of ``entry``, and see to their budget; returns why that cannot be kept, or nothing."""
         batch, context = max(entry.group, key=examples), self.context
-        budget = context.settings.activation_mb
+        budget = context.settings.memory.activation_mb
         if budget is not None:
             try:
                 entry.plan = plan_for(self.step, context.model, batch, budget, context.device)
@@ -373,7 +372,7 @@ def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
 
     Those of shards do, because FSDP keeps what has not crossed where nobody else can throw it away, for the next update.
     """
-    return step.world.exchanging(now=step.settings.sharding != "replicate")
+    return step.world.exchanging(now=step.settings.distributed.sharding != "replicate")
 
 
 def backward(step: Step, batch: Batch) -> None:

@@ -250,7 +250,7 @@ def adjuster(context: RunContext, ready: Ready) -> Adjuster:
     def compute(now: Window) -> Iterator[Remedy]:
         feed = ready.feed
         against = functools.partial(context.fit.memory_plan.against_parts, ready.step)
-        whole = round(now.examples / context.settings.accumulate)
+        whole = round(now.examples / context.settings.data.accumulate)
         micro = min(feed.micro or whole, whole)
         if micro > 1:
             yield Micro(feed, context.model, -(-micro // 2), against)

@@ -73,16 +73,16 @@ class ShadowRun:
         with running(settings):
             move = setup.laid_out(self.model, settings, context.device)
             self.step = setup.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())
-            if settings.optimizer is not None and settings.optimizer != "auto":
-                use_kernels(optimizer, settings.optimizer)
+            if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
+                use_kernels(optimizer, settings.optimizer.implementation)
         self.feed = setup.feed_for(batches, settings, HostClock(), move)
         self._where(lambda: self._keep_budget(context.device))
 
     def _keep_budget(self, device: torch.device) -> None:
         """Recompute what the run will, as far as the batches here tell."""
-        settings, budget = self.settings, self.settings.activation_mb
-        if settings.segments is not None:
-            Recomputed([longest_chain(self.model)], self.model.buffers(), segments=settings.segments)
+        settings, budget = self.settings, self.settings.memory.activation_mb
+        if settings.memory.segments is not None:
+            Recomputed([longest_chain(self.model)], self.model.buffers(), segments=settings.memory.segments)
         if budget is None:
             return
         with running(settings), kept_random():
@@ -178,7 +178,7 @@ def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidat
     context.modes.train(model)
     seen = tuple(tensor for tensor in tensors_of(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
     made = thread_for(context.device)(lambda: Candidate.of(_Loss(model, objective, moved), seen))
-    return made.with_settings(**{name: getattr(settings, name) for name in ("device", "threads", "autocast")})
+    return made.with_settings({name: settings.value(name) for name in ("device", "threads", "precision.autocast")})
 
 
 def rounded(model: nn.Module, objective: LossAdapter, settings: Settings, batch: Batch, limit: float) -> str | None:
@@ -186,9 +186,9 @@ def rounded(model: nn.Module, objective: LossAdapter, settings: Settings, batch:
 
     It is asked on a copy of the model, whose buffers may change.
     """
-    if settings.autocast in (None, "auto") or objective.calls_model:  # then nobody but the loss sees the outputs
+    if settings.precision.autocast in (None, "auto") or objective.calls_model:  # then nobody but the loss sees the outputs
         return None
-    device, dtype = torch.device(settings.device), getattr(torch, str(settings.autocast))
+    device, dtype = torch.device(settings.device), getattr(torch, str(settings.precision.autocast))
     moved = mover(device)(batch)
     with torch.enable_grad(), kept_random(), running(settings), torch.autocast(device.type, dtype=dtype):
         outputs = objective.answered(model, moved)[2]

@@ -34,13 +34,13 @@ _OWN = frozenset({*learning_rates.RATES, "base_momentum", "max_momentum"} - {"lr
 
 
 def check_kinds(settings: object, early_stopping: object, metrics: object, ema: object, world: object) -> None:
-    """Refuse what is of another kind than its argument takes.
+    """Refuse what is of another kind than its argument takes, and settings of inference.
 
     Raises:
         UsageError: one is.
     """
     for name, value, kinds, fix in (
-        ("settings", settings, Settings, "trimtab.Settings, such as Settings(accumulate=2)"),
+        ("settings", settings, Settings, "trimtab.Settings, such as Settings(threads=2)"),
         ("early_stopping", early_stopping, EarlyStopping | None, "trimtab.train.EarlyStopping, or leave it out"),
         ("metrics", metrics, Mapping | None, "functions by name, such as {'accuracy': accuracy}"),
         ("ema", ema, int | float | None, "a number, such as 0.999"),
@@ -48,6 +48,11 @@ def check_kinds(settings: object, early_stopping: object, metrics: object, ema: 
     ):
         if not isinstance(value, kinds):
             raise UsageError(f"{name} is {of_type(value)}; give {fix}.")
+    if isinstance(settings, Settings) and settings.data.batch is not None:
+        raise UsageError(
+            f"Settings data.batch is {settings.data.batch}, which is for inference. Training takes examples per micro-batch: "
+            f"DataSettings(micro_batch={settings.data.batch})."
+        )
 
 
 def state_of(context: RunContext) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from trimtab.train.runtime.step_clock import Clock
 _READING, _END = user_code("The loader raised"), object()
 _MOVING = final(
     "A batch has no room on its device ({words}). Make the loader's batches smaller; "
-    "Settings(accumulate=...) keeps the update as it is."
+    "DataSettings(accumulate=...) keeps the update as it is."
 )
 
 

@@ -19,7 +19,7 @@ _HOOKS: dict[str | None, Callable[[Any, Any], Future[torch.Tensor]]] = {
     "float16": fp16_compress_hook,
     "bfloat16": bf16_compress_hook,
 }
-"""torch's communication hooks for what ``Settings.communication`` asks for."""
+"""torch's communication hooks for what ``distributed.communication`` asks for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Exchange:
     """The mean of one bucket after the other, in the same order in all processes, through a hook of torch's.
 
     Args:
-        kind: ``Settings.communication``. Complex gradients cross whole, because compressed ones would lose a part.
+        kind: ``distributed.communication``. Complex gradients cross whole, because compressed ones would lose a part.
     """
 
     def __init__(self, kind: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from trimtab.errors import UsageError
 from trimtab.train.run_context import RunContext
 from trimtab.train.telemetry.events import Event
 
-_OWN = ("device", "threads", "cuda_allocator", "keep_memory")
+_OWN = ("device", "threads", "memory.cuda_allocator", "memory.keep_freed")
 """Settings that each host may have its own way: nobody waits for another by them."""
 _PLAIN = (bool, int, float, complex, str, tuple, list, torch.Tensor, type(None))
 """What options of an optimizer are compared: of others, such as functions, the words differ between processes."""
@@ -40,7 +39,7 @@ def refuse_differences(context: RunContext, *, validated: bool, epochs: int | No
         "steps": steps,
     }
     given |= _changeable(context)
-    settings = {field.name: getattr(context.settings, field.name) for field in dataclasses.fields(context.settings)}
+    settings = {name: context.settings.value(name) for name in context.settings.names()}
     given |= {f"Settings {name}": value for name, value in settings.items() if name not in (*_OWN, *context.decided)}
     found = context.world.gathered({name: str(value) for name, value in given.items()})
     for name, value in found[0].items():

@@ -45,7 +45,7 @@ class DataParallelGroup(Group):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.exchange = Exchange(settings.communication)
+        self.exchange = Exchange(settings.distributed.communication)
         self._clock: Clock | None = None
         self._model: nn.Module = nn.Identity()
         self._parameters: list[nn.Parameter] = []
@@ -181,7 +181,7 @@ class DataParallelGroup(Group):
 
     def _arrange(self) -> None:
         """Put the parameters into buckets of one type, the last first, as their gradients come; the first bucket is small."""
-        self._buckets, most = [], (self.settings.bucket_mb or 25) * _MIB
+        self._buckets, most = [], (self.settings.distributed.bucket_mb or 25) * _MIB
         for late in (False, True):
             filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
             for index in reversed(range(len(self._parameters))):

@@ -64,7 +64,7 @@ class FsdpGroup(Group):
 
         Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277
         """
-        kept = (settings.sharding, settings.communication, self.mesh)
+        kept = (settings.distributed.sharding, settings.distributed.communication, self.mesh)
         if isinstance(within := vars(model).get("forward"), _Within):
             self._model = within.root
             if self._model.kept != kept:
@@ -75,10 +75,11 @@ class FsdpGroup(Group):
             return
         self.compare(model)
         self._refuse_odd(model)
-        if settings.exact_batchnorm:
+        if settings.data.exact_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         fsdp = require("torch.distributed.fsdp")
-        narrow = {} if settings.communication is None else {"reduce_dtype": getattr(torch, settings.communication)}
+        kind = settings.distributed.communication
+        narrow = {} if kind is None else {"reduce_dtype": getattr(torch, kind)}
         options = {"mesh": self.mesh, "mp_policy": fsdp.MixedPrecisionPolicy(**narrow)}
         done: set[int] = set()
         calls = _Calls()
@@ -111,7 +112,7 @@ class FsdpGroup(Group):
                 raise UsageError(
                     f"{names[own[0]]} is of {own[0].dtype} and {names[other[0]]} of {other[0].dtype}, but parameters that are "
                     "gathered together must be of one type. Train the model in one, such as model.float() with "
-                    "Settings(autocast='bfloat16'), or take sharding='replicate'."
+                    "PrecisionSettings(autocast='bfloat16'), or take sharding='replicate'."
                 )
             for parameter in unit.parameters():
                 names.pop(parameter, None)
@@ -239,7 +240,7 @@ class FsdpGroup(Group):
     def _mesh(self) -> DeviceMesh:
         mesh = require("torch.distributed.device_mesh").init_device_mesh
         kind = torch.device(self.settings.device).type
-        if self.settings.sharding != "hybrid":
+        if self.settings.distributed.sharding != "hybrid":
             found: DeviceMesh = mesh(kind, (self.size,), mesh_dim_names=("data",))
             return found
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))

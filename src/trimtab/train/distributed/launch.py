@@ -57,7 +57,8 @@ def join(settings: Settings, mesh: DeviceMesh | None = None) -> World:
     if dist.get_world_size() == 1:
         return World()
     _check(settings, mesh)
-    return FsdpGroup(settings, mesh) if settings.sharding != "replicate" or mesh is not None else DataParallelGroup(settings)
+    sharded = settings.distributed.sharding != "replicate" or mesh is not None
+    return FsdpGroup(settings, mesh) if sharded else DataParallelGroup(settings)
 
 
 def start(device: str = "cpu") -> None:
@@ -149,16 +150,16 @@ def _leave() -> None:
 
 
 def _check(settings: Settings, mesh: DeviceMesh | None) -> None:
-    sharded = settings.sharding != "replicate"
-    if sharded and settings.communication == "powersgd":
+    sharded = settings.distributed.sharding != "replicate"
+    if sharded and settings.distributed.communication == "powersgd":
         raise UsageError(
-            "Settings communication='powersgd' needs sharding='replicate', because FSDP2 scatters gradients as it adds them "
-            "up. Take 'bfloat16' or 'float16', or replicate the model."
+            "Settings distributed.communication='powersgd' needs sharding='replicate', because FSDP2 scatters gradients as it "
+            "adds them up. Take 'bfloat16' or 'float16', or replicate the model."
         )
-    if settings.autocast == "float16" and settings.communication == "powersgd":
+    if settings.precision.autocast == "float16" and settings.distributed.communication == "powersgd":
         raise UsageError(
-            "Settings communication='powersgd' keeps what it leaves out for later updates, which with autocast='float16' scale "
-            "their gradients otherwise. Take autocast='bfloat16', or communication='float16'."
+            "Settings distributed.communication='powersgd' keeps what it leaves out for later updates, which with "
+            "autocast='float16' scale their gradients otherwise. Take autocast='bfloat16', or communication='float16'."
         )
     if (sharded or (mesh is not None and mesh["data"].size() > 1)) and settings.memory_format == "channels_last":
         raise UsageError(
@@ -171,9 +172,9 @@ def _check(settings: Settings, mesh: DeviceMesh | None) -> None:
             f"Settings device is {settings.device!r}, but the mesh is of processes on {mesh.device_type!r}. Make it with the "
             "settings of the run: mesh(model=2, settings=settings)."
         )
-    if mesh is not None and settings.communication is not None:
-        raise UsageError("Settings communication cannot be combined with split layers; leave it at None.")
-    if settings.exact_batchnorm and there != "cuda":
+    if mesh is not None and settings.distributed.communication is not None:
+        raise UsageError("Settings distributed.communication cannot be combined with split layers; leave it at None.")
+    if settings.data.exact_batchnorm and there != "cuda":
         raise UsageError(
             "exact_batchnorm over several processes is torch's SyncBatchNorm, which runs on GPUs only. Leave it off, or train "
             "on one process."

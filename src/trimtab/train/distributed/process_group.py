@@ -50,7 +50,7 @@ class Group(World):
         self.settings, self.data = settings, data
         self.rank, self.size = dist.get_rank(data), dist.get_world_size(data)
         self.index, self.processes = dist.get_rank(), dist.get_world_size()
-        self.repeats = not (self.shared or settings.exact_batchnorm)  # there they wait for each other within layers
+        self.repeats = not (self.shared or settings.data.exact_batchnorm)  # there they wait for each other within layers
         self.everyone = dist.new_group(backend="gloo", timeout=_patience())
         self.counts = True
         self.lacking = False
@@ -74,7 +74,7 @@ class Group(World):
         """See that all processes have the same model, and give BatchNorm the statistics of all where they must be exact."""
         self.compare(model)
         super().place(model, settings)
-        if settings.exact_batchnorm:
+        if settings.data.exact_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
 
     def compare(self, model: nn.Module) -> None:

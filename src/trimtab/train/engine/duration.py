@@ -92,7 +92,7 @@ def updates_in_all(context: RunContext, train: Iterable[Any], epochs: int | None
     """
     if epochs is None:
         return steps
-    position, each = context.position, context.settings.accumulate
+    position, each = context.position, context.settings.data.accumulate
     counts = context.world.gathered(_batches_of(train))
     if None in counts:
         return None

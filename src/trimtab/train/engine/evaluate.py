@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable
 
 from trimtab.errors import UsageError
@@ -34,7 +33,7 @@ def figures(context: RunContext, batches: Iterable[Batch]) -> dict[str, float]:
             "others without end. Call it in every process, between the updates of trainer.updates(...)."
         )
     settings, world = context.settings, context.world
-    settings = dataclasses.replace(settings, **{name: auto_settings.OFF[name] for name in auto_settings.undecided(settings)})
+    settings = settings.replaced({name: auto_settings.OFF[name] for name in auto_settings.undecided(settings)})
     shared = validation.checked(context, world.share(batches, "validate"))
     assert shared is not None
     step = Step(context.model, context.objective, context.optimizer, settings, world, HostClock())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -37,8 +36,11 @@ _LARGER = (
     "A later batch is larger than those of the first update, which several processes plan activation_mb by, once: it may take "
     "more. Begin with the largest, or have batches of one size."
 )
-_UNTOLD = "batch={}: batches are not taken apart of which nothing tells how many examples they have. Make the loader's smaller."
-_INSEPARABLE = "batch=None: batches stay whole. {}"
+_UNTOLD = (
+    "data.micro_batch={}: batches are not taken apart of which nothing tells how many examples they have. Make the "
+    "loader's smaller."
+)
+_INSEPARABLE = "data.micro_batch=None: batches stay whole. {}"
 _APART = "An update from parts is not that of the whole."
 
 
@@ -97,18 +99,18 @@ class MemoryPlan:
         if not self._looked and self._in_parts(group):
             self._look(ready.step, group)
         self._begun, self._group = True, group
-        if self.context.settings.activation_mb is not None:
+        if self.context.settings.memory.activation_mb is not None:
             self._plan(ready.step, group)
         return self.fitting(ready.step, group)
 
     def _begin(self, ready: Ready, group: Sequence[Batch]) -> Sequence[Batch]:
         """Recompute fixed segments; find the micro-batch where it is open, which a run that goes on has kept."""
         settings, model = self.context.settings, self.context.model
-        if settings.segments is not None:
-            self._recomputed = Recomputed([longest_chain(model)], model.buffers(), segments=settings.segments)
-        untold = settings.batch is not None and any(length(batch) is None for batch in group)
-        if settings.batch != "auto":
-            self.context.note_once(_UNTOLD.format(settings.batch) if untold else None)
+        if settings.memory.segments is not None:
+            self._recomputed = Recomputed([longest_chain(model)], model.buffers(), segments=settings.memory.segments)
+        untold = settings.data.micro_batch is not None and any(length(batch) is None for batch in group)
+        if settings.data.micro_batch != "auto":
+            self.context.note_once(_UNTOLD.format(settings.data.micro_batch) if untold else None)
             return group
         whole = None if untold else next(filter(None, map(_inseparable, group)), None)
         if self.context.world.any(untold or whole is not None):
@@ -118,14 +120,17 @@ class MemoryPlan:
         if self.additive.ask(ready.step, group):
             self._looked = self.context.objective.doubted = True
             self._leave_whole()
-            self.context.note(f"batch=None: batches are not taken apart, because that would change what is learnt. {self._why}")
+            self.context.note(
+                f"data.micro_batch=None: batches are not taken apart, because that would change what is learnt. {self._why}"
+            )
             return group
         ready.feed.micro = micro_batch(self.context, ready.step, group, updates=ready.updates)
         return parts(group, ready.feed.micro)
 
     def _leave_whole(self) -> None:
         """Decide that batches are not taken apart."""
-        self.context.settings, self.context.decided["batch"] = dataclasses.replace(self.context.settings, batch=None), None
+        self.context.settings = self.context.settings.replaced({"data.micro_batch": None})
+        self.context.decided["data.micro_batch"] = None
 
     def _in_parts(self, group: Sequence[Batch]) -> bool:
         """Whether this update is made from parts whose losses might not add up; the same in all processes.
@@ -134,14 +139,15 @@ class MemoryPlan:
         """
         settings, objective = self.context.settings, self.context.objective
         if self.context.world.processes == 1:
-            return len(group) > 1 and (settings.batch is not None or not objective.known)
-        apart = settings.batch is not None or (settings.accumulate > 1 and not objective.known)
+            return len(group) > 1 and (settings.data.micro_batch is not None or not objective.known)
+        apart = settings.data.micro_batch is not None or (settings.data.accumulate > 1 and not objective.known)
         return not self._begun and (apart or settings.adjust)
 
     def _look(self, step: Step, group: Sequence[Batch]) -> None:
         """Tell where an update from parts is another than that from the whole."""
         self._looked, context = True, self.context
-        if not self.additive.ask(step, group) or (context.settings.batch is None and context.settings.accumulate == 1):
+        data = context.settings.data
+        if not self.additive.ask(step, group) or (data.micro_batch is None and data.accumulate == 1):
             return
         context.objective.doubted = True
         if not any(note.startswith(_APART) for note in context.notes):  # by a run before
@@ -172,7 +178,7 @@ class MemoryPlan:
             self._recomputed.undo()
         context, self._planned = self.context, _elements(largest)
         step.clock.enter("other")
-        budget = context.settings.activation_mb or 0.0
+        budget = context.settings.memory.activation_mb or 0.0
         found = plan_for(step, context.model, largest, budget, context.device)
         self._recomputed = found.apply()
         named = ", ".join(found.names[:3]) + (f" and {len(found.names) - 3} more" if len(found.names) > 3 else "")
@@ -241,16 +247,17 @@ class OomRetry:
             if any(length(batch) is None for batch in group):
                 raise WorkloadError(
                     f"A batch does not fit into memory ({words}), and nothing tells how many examples it has, so it cannot be "
-                    "taken apart. Make the loader's batches smaller, or recompute activations with Settings(activation_mb=...)."
+                    "taken apart. Make the loader's batches smaller, or recompute activations with "
+                    "MemorySettings(activation_mb=...)."
                 ) from error
             raise WorkloadError(
-                f"A single example does not fit into memory ({words}). Recompute activations with Settings(activation_mb=...), "
-                "use a smaller model or shorter inputs."
+                f"A single example does not fit into memory ({words}). Recompute activations with "
+                "MemorySettings(activation_mb=...), use a smaller model or shorter inputs."
             ) from error
-        if self.context.settings.exact_batchnorm:
+        if self.context.settings.data.exact_batchnorm:
             raise WorkloadError(
                 f"An update of {size} examples does not fit into memory ({words}), and with exact_batchnorm it cannot be taken "
-                "apart. Recompute activations with Settings(activation_mb=...), or accumulate less."
+                "apart. Recompute activations with MemorySettings(activation_mb=...), or accumulate less."
             ) from error
 
     def _remember(self, size: int, largest: int, step: Step, group: Sequence[Batch]) -> None:

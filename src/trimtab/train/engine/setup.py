@@ -73,8 +73,8 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     learning_rates.fit_batches(context, scheduler)
     refuse_unkept(context)
     context.note_once(trainable_loss.told(context))
-    if settings.optimizer is not None and settings.optimizer != "auto":
-        use_kernels(context.optimizer, settings.optimizer)
+    if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
+        use_kernels(context.optimizer, settings.optimizer.implementation)
     made = Ready(feed, step, scheduler, clock, move, context.fit.planned)
     if isinstance(made.step, CompiledStep):
         context.watchers.append(CompileWatch(made.step))
@@ -100,9 +100,10 @@ def feed_for(
     batches: Iterable[Any], settings: Settings, clock: Clock, move: Move, transfer: Transfer | None = None
 ) -> MicroBatcher:
     """The ``batches`` in the groups and parts that ``settings`` ask for."""
-    micro = settings.batch if isinstance(settings.batch, int) else None
-    exact, joined = settings.exact_batchnorm, settings.exact_batchnorm or settings.joined
-    return MicroBatcher(batches, settings.accumulate, clock, move, micro=micro, joined=joined, exact=exact, transfer=transfer)
+    data, exact = settings.data, settings.data.exact_batchnorm
+    micro = data.micro_batch if isinstance(data.micro_batch, int) else None
+    joined = exact or data.joined
+    return MicroBatcher(batches, data.accumulate, clock, move, micro=micro, joined=joined, exact=exact, transfer=transfer)
 
 
 def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move:
@@ -337,8 +338,8 @@ def _listed(counts: list[int]) -> str:
 
 def _redecide(context: RunContext, decided: Mapping[str, Any]) -> None:
     """Settings that were ``"auto"`` are what they were before the interruption, because others would give other losses."""
-    again = {name: value for name, value in decided.items() if getattr(context.settings, name) == "auto"}
-    context.settings = dataclasses.replace(context.settings, **again)
+    again = {name: value for name, value in decided.items() if context.settings.value(name) == "auto"}
+    context.settings = context.settings.replaced(again)
     context.decided = dict(decided)
     if again:
         shown = ", ".join(f"{name}={value!r}" for name, value in again.items())

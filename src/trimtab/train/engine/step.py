@@ -26,8 +26,8 @@ from trimtab.train.runtime.world import NOTHING, World
 
 _NO_ROOM = (
     "The gradients fit into memory, but what the optimizer needs beside them does not ({words}). Share them out with "
-    "Settings(sharding='shard'), take an optimizer with less state, or one without temporary copies of it, with "
-    "Settings(optimizer='loop') or 'fused'."
+    "DistributedSettings(sharding='shard'), take an optimizer with less state, or one without temporary copies of it, with "
+    "OptimizerSettings(implementation='loop') or 'fused'."
 )
 
 
@@ -127,11 +127,11 @@ class Step:
     ) -> None:
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.settings, self.world, self.clock = settings, world, clock
-        self.scaler = _Scaler(settings.device, enabled=settings.autocast == "float16")
+        self.scaler = _Scaler(settings.device, enabled=settings.precision.autocast == "float16")
         self.scaler.world = world
         self._known = len(self._parameters)
         world.meet(optimizer)
-        self._statistics = buffers_of(model, set()) if settings.nonfinite in ("skip", "stop") else []
+        self._statistics = buffers_of(model, set()) if settings.optimizer.nonfinite in ("skip", "stop") else []
         self._typical: float | None = None
         self._unread: Update | None = None
         self._verdict = AsyncScalar()
@@ -197,11 +197,11 @@ class Step:
         self.scaler.unscale_(self.optimizer)
         grads = _gradients(parameters)
         self._unweight(grads, total)
-        clip_norm = self.settings.clip_norm
+        clip_norm = self.settings.optimizer.clip_norm
         wanted = (
             clip_norm is not None
             or self._made % self._norm_every == 0
-            or (bool(grads) and grads[0].is_cuda and self.settings.nonfinite != "ignore")
+            or (bool(grads) and grads[0].is_cuda and self.settings.optimizer.nonfinite != "ignore")
         )
         norm = world.norm(grads) if wanted else None  # a GPU takes all norms at once, but one sum after the other
         self._made += 1
@@ -209,7 +209,7 @@ class Step:
             world.scale(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does it
         check = norm
         if check is None:
-            check = loss if self.settings.nonfinite == "ignore" else world.total(grads)
+            check = loss if self.settings.optimizer.nonfinite == "ignore" else world.total(grads)
         return self._apply(Update(loss, check, norm, True))
 
     def _kept_statistics(self) -> Snapshot:
@@ -220,11 +220,11 @@ class Step:
         """The buffers as they are now; the statistics of SyncBatchNorm are those of all, and stay alike."""
         loss = self.objective.module
         own = () if loss is None else loss.modules()
-        return Snapshot((), own if self.settings.exact_batchnorm else modules_of_both(self.model, loss))
+        return Snapshot((), own if self.settings.data.exact_batchnorm else modules_of_both(self.model, loss))
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """The precision that the forward pass runs in."""
-        dtype = self.settings.autocast
+        dtype = self.settings.precision.autocast
         if dtype is None:
             return NOTHING
         return torch.autocast(self.settings.device, dtype=getattr(torch, dtype))
@@ -240,7 +240,8 @@ class Step:
             what = "sum" if unread.norm is None else "norm"
             raise NonFiniteError(
                 f"The loss was {float(unread.loss)} and the {what} of its gradient {float(unread.check)}, which is not finite. "
-                'Lower the learning rate, clip with Settings(clip_norm=1.0), or leave such updates out: nonfinite="skip".'
+                "Lower the learning rate, clip with OptimizerSettings(clip_norm=1.0), or leave such updates out: "
+                'nonfinite="skip".'
             )
 
     def _watch(self, update: Update) -> None:
@@ -305,13 +306,13 @@ class Step:
                     self.scaler.step(self.optimizer)
             self.scaler.update(scale if left_out and not overflowed else None)  # what a lower one does not mend
             update = dataclasses.replace(update, applied=not left_out, overflowed=overflowed)
-            if self.settings.nonfinite == "raise" and left_out and not overflowed:
+            if self.settings.optimizer.nonfinite == "raise" and left_out and not overflowed:
                 self._watch(update)
                 self.check()
             return update
-        if self.settings.nonfinite in ("skip", "stop"):
+        if self.settings.optimizer.nonfinite in ("skip", "stop"):
             update = dataclasses.replace(update, applied=update.finite)
-        elif self.settings.nonfinite == "raise":
+        elif self.settings.optimizer.nonfinite == "raise":
             self._watch(update)
             if update.loss.device.type == "cpu":
                 self.check()

@@ -44,7 +44,7 @@ _UNEVEN = (
 )
 _NOT_ALONE = (
     "One example has no statistics of its own. If it is what is left for the last batch, leave it out with drop_last=True; "
-    "else make batches, or Settings(batch=...), larger."
+    "else make batches, or DataSettings(micro_batch=...), larger."
 )
 _NOT_CALLED_SO = (
     "A loss is called as loss(outputs, targets), but one that calls the model itself is known by the name of its first "

@@ -146,9 +146,9 @@ def increase(written: BaselineLosses, losses: Sequence[float], limit: float) -> 
 def rounding(model: nn.Module, settings: Settings) -> float:
     """How far the coarsest of the numbers that ``model`` computes with are rounded under ``settings``, relative to them."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} | {torch.float32}
-    if settings.autocast is not None:
-        kinds.add(getattr(torch, settings.autocast))
-    if torch.device(settings.device).type != "cpu" or settings.tf32:
+    if settings.precision.autocast is not None:
+        kinds.add(getattr(torch, settings.precision.autocast))
+    if torch.device(settings.device).type != "cpu" or settings.precision.tf32:
         kinds.add(torch.float16)  # TF32 has as many digits
     return max(torch.finfo(kind).eps for kind in kinds)
 

@@ -29,7 +29,7 @@ from trimtab.train.runtime.world import World
 _OTHER = (
     "activation_mb cannot be kept: computing {} again for the backward pass gives another gradient, by {:.2g} of what it is. A "
     "state that the first time has moved may be read again, as one in a plain attribute: keep it in a buffer, with "
-    "register_buffer. Or leave activation_mb out, and make micro-batches smaller: Settings(batch=...)."
+    "register_buffer. Or leave activation_mb out, and make micro-batches smaller: DataSettings(micro_batch=...)."
 )
 _LAST = 3
 """Plans at the frugal end that are measured before a budget is called impossible."""
@@ -84,7 +84,7 @@ def choose(
         except DifferentiatedError as error:
             raise WorkloadError(
                 "activation_mb cannot be kept where the model or the loss differentiates within the forward pass, as a "
-                "gradient penalty does. Leave it out, and make micro-batches smaller: Settings(batch=...)."
+                "gradient penalty does. Leave it out, and make micro-batches smaller: DataSettings(micro_batch=...)."
             ) from error
         except (RuntimeError, MemoryError) as error:
             go_on(error, repeats=world.repeats)
@@ -200,9 +200,9 @@ def _impossible(budget: float, peaks: dict[int, float]) -> str:
     if math.isinf(least):
         return (
             f"activation_mb={budget / 1e6:g} cannot be kept: even with all that recomputing saves, this batch does not fit "
-            "into memory. Make it smaller, or take it apart with Settings(batch=...)."
+            "into memory. Make it smaller, or take it apart with DataSettings(micro_batch=...)."
         )
     return (
         f"activation_mb={budget / 1e6:g} cannot be kept: with all that recomputing saves, this batch still takes "
-        f"{math.ceil(least / 1e4) / 100:.2f} MB. Give at least that, or smaller micro-batches: Settings(batch=...)."
+        f"{math.ceil(least / 1e4) / 100:.2f} MB. Give at least that, or smaller micro-batches: DataSettings(micro_batch=...)."
     )

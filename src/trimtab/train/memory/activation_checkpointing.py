@@ -24,7 +24,7 @@ from trimtab.train.memory.argument_copies import apart
 
 _WITHIN_FUNC = (
     "torch.func differentiates here, through modules whose activations are to be computed again, and cannot. Leave "
-    "Settings(segments=...) out, and make micro-batches smaller: Settings(batch=...)."
+    "MemorySettings(segments=...) out, and make micro-batches smaller: DataSettings(micro_batch=...)."
 )
 Place = tuple[nn.Module, str]
 """A buffer, or a parameter that a forward pass changes, as the module that has it and its name there."""

@@ -21,7 +21,7 @@ def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused
         UsageError: it has no such implementation, or none for these parameters.
     """
     if reason := why_not(optimizer, kernels):
-        raise UsageError(f"{reason} Leave Settings(optimizer=...) out.")
+        raise UsageError(f"{reason} Leave OptimizerSettings(implementation=...) out.")
     for group in optimizer.param_groups:
         group |= {name: kernels == name for name in ("foreach", "fused") if name in optimizer.defaults}
     if hasattr(optimizer, "_step_supports_amp_scaling"):  # of one made with fused=True: only those kernels take float16's scale

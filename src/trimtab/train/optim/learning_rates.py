@@ -33,10 +33,11 @@ def fit_batches(context: RunContext, scheduler: LRScheduler | None) -> None:
     Raises:
         UsageError: there is a rule, and no rate that it could be applied to.
     """
-    batches, rule = context.settings.accumulate * context.world.size, context.settings.scale_lr
+    batches, rule = context.settings.data.accumulate * context.world.size, context.settings.optimizer.scale_lr
     if rule is not None and all(group.get("lr") is None for group in context.optimizer.param_groups):
         raise UsageError(
-            f"Settings scale_lr is {rule!r}, but {type(context.optimizer).__name__} finds its own learning rate. Leave it out."
+            f"Settings optimizer.scale_lr is {rule!r}, but {type(context.optimizer).__name__} finds its own learning rate. "
+            "Leave it out."
         )
     wanted = {None: 1.0, "linear": float(batches), "sqrt": math.sqrt(batches)}[rule]
     if scale(context.optimizer, scheduler, wanted):

@@ -77,7 +77,7 @@ def no_second_try(error: BaseException) -> WorkloadError:
     return WorkloadError(
         f"This process ran out of memory ({said(error)}), and several processes cannot make this update again in smaller "
         "parts, because the others wait for this one in the middle of it. Give smaller batches, or recompute activations with "
-        "Settings(activation_mb=...)."
+        "MemorySettings(activation_mb=...)."
     )
 
 

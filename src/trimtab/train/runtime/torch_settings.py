@@ -29,10 +29,10 @@ def running(settings: Settings) -> Iterator[None]:
     try:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        if settings.keep_memory:
+        if settings.memory.keep_freed:
             system.keep_freed_memory()
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark is True or benchmark
-        tf32 = settings.tf32  # while it is open, as torch has it
+        tf32 = settings.precision.tf32  # while it is open, as torch has it
         with contextlib.nullcontext() if tf32 in (None, "auto") else products_of_float32(tf32=tf32 is True), kernels:
             yield
     finally:
@@ -63,7 +63,7 @@ def refuse_autocast(device: torch.device) -> None:
         kind = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
         raise UsageError(
             "fit() was called within torch.autocast, which keeps the parameters in 16 bits until it ends, so that no update "
-            f"would be seen. Call it outside, with Settings(autocast={kind!r})."
+            f"would be seen. Call it outside, with PrecisionSettings(autocast={kind!r})."
         )
 
 
@@ -73,7 +73,7 @@ def allocate(settings: Settings) -> None:
     Raises:
         UsageError: it does not know them.
     """
-    options: str | None = settings.cuda_allocator
+    options: str | None = settings.memory.cuda_allocator
     allocator: Any = torch._C
     if options is None or not settings.device.startswith("cuda"):
         return
@@ -86,7 +86,7 @@ def allocate(settings: Settings) -> None:
     except (RuntimeError, ValueError) as error:
         allocator._accelerator_setAllocatorSettings(before)
         raise UsageError(
-            f"Settings cuda_allocator is {options!r}, which torch does not take: {said(error)}. Write it as for "
+            f"Settings memory.cuda_allocator is {options!r}, which torch does not take: {said(error)}. Write it as for "
             "PYTORCH_CUDA_ALLOC_CONF, such as 'expandable_segments:True'."
         ) from error
 

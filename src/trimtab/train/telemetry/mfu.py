@@ -53,8 +53,8 @@ def flops_share(context: RunContext, group: Sequence[Batch], examples_per_s: flo
 
 def _peak(context: RunContext, peaks: Peaks) -> float | None:
     """GFLOP/s that were measured at the precision, on the device and with the threads of the run."""
-    kind = context.settings.autocast or "float32"
-    device, tf32 = context.device, context.settings.tf32
+    kind = context.settings.precision.autocast or "float32"
+    device, tf32 = context.device, context.settings.precision.tf32
     if kind == "auto" or tf32 is True or (device.type == "cuda" and kind == "float32" and tf32 is None and rounded_to_tf32()):
         return None
     if device.type == "cpu":
@@ -71,7 +71,7 @@ def _counted(context: RunContext, group: Sequence[Batch]) -> tuple[float, set[st
     """
     settings, most = context.settings, min(FEW, context.fit.memory_plan.fitting.limit or FEW)
     batches = [(batch, _some(batch, most)) for batch in group]
-    kept = settings.activation_mb is not None or settings.segments is not None
+    kept = settings.memory.activation_mb is not None or settings.memory.segments is not None
     if kept and any(SMALL * examples(few) > examples(batch) for batch, few in batches):
         raise UsageError("To count operations nothing is recomputed, for which the settings leave no memory.")
     model, objective = copies(context.model, context.objective)
@@ -80,9 +80,9 @@ def _counted(context: RunContext, group: Sequence[Batch]) -> tuple[float, set[st
         if getattr(vars(module).get("forward"), "__module__", None) == activation_checkpointing.__name__:
             del vars(module)["forward"]
 
-    device, dtype = torch.device(settings.device).type, getattr(torch, settings.autocast or "float32")
+    device, dtype = torch.device(settings.device).type, getattr(torch, settings.precision.autocast or "float32")
     total, uncounted = 0.0, set[str]()
-    with kept_random(), torch.autocast(device, dtype=dtype, enabled=settings.autocast is not None):
+    with kept_random(), torch.autocast(device, dtype=dtype, enabled=settings.precision.autocast is not None):
         for batch, few in batches:
             found = count_flops(lambda few=few: objective(model, few)[0].backward(), gradients=True)
             total += found.total * examples(batch) / examples(few)
