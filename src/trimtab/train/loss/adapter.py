@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -246,8 +247,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def fresh(batch: Batch) -> Batch:
-    """Copies of the nested containers of ``batch``; tensors and other leaves are shared."""
-    return map_items(batch, fresh)
+    """Copies of the nested containers of ``batch``; tensors and other leaves are shared, and so are mappings that are no dict."""
+    shared = isinstance(batch, Mapping) and not isinstance(batch, (dict, UserDict))
+    return batch if shared else map_items(batch, fresh)
 
 
 def examples(batch: Batch) -> int:
