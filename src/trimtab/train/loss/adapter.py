@@ -247,7 +247,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def fresh(batch: Batch) -> Batch:
-    """Copies of the nested containers of ``batch``; tensors and other leaves are shared, and so are mappings that are no dict."""
+    """Copies of the nested containers of ``batch``. Tensors, other leaves and mappings that are no dict are shared."""
     shared = isinstance(batch, Mapping) and not isinstance(batch, (dict, UserDict))
     return batch if shared else map_items(batch, fresh)
 
