@@ -13,10 +13,10 @@ or more; at least as fast as Accelerate and Lightning everywhere, and 1.4 times 
 
 The rivals are needed for this only, and are left out with a sentence where they are missing:
 
-    pip install --target /tmp/rivals --no-deps accelerate pytorch-lightning lightning-utilities torchmetrics
-    PYTHONPATH=/tmp/rivals python benchmarks/trainer.py
-    PYTHONPATH=/tmp/rivals python benchmarks/trainer.py --starts 24 --models cnn,transformer --rivals accelerate
-    PYTHONPATH=/tmp/rivals python benchmarks/trainer.py --quick --models tiny
+    pip install --target rivals --no-deps accelerate pytorch-lightning lightning-utilities torchmetrics
+    PYTHONPATH=rivals python benchmarks/trainer.py
+    PYTHONPATH=rivals python benchmarks/trainer.py --starts 24 --models cnn,transformer --rivals accelerate
+    PYTHONPATH=rivals python benchmarks/trainer.py --quick --models tiny
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trimtab._internal.text import an, counted, of_type, told
+from trimtab._internal.text import counted, of_type, summary_line
 from trimtab._internal.user_code import user_code
 from trimtab.backends.torchscript import TorchScript
 from trimtab.core.candidate import Candidate
@@ -37,14 +37,14 @@ def test_of_torchscript_is_told_what_was_raised() -> None:
 
     with pytest.raises(RuntimeError, match="failed in the TorchScript interpreter") as raised:
         product(torch.ones(2, 5), torch.ones(6, 3))
-    assert told(str(raised.value)) == "mat1 and mat2 shapes cannot be multiplied (2x5 and 6x3)"
+    assert summary_line(str(raised.value)) == "mat1 and mat2 shapes cannot be multiplied (2x5 and 6x3)"
 
 
 def test_a_message_is_told_without_its_stop_and_with_what_it_announces() -> None:
-    assert told("\n  Might not generalize to other inputs!\nat line 3") == "Might not generalize to other inputs"
-    assert told("No rule for this constant:\n\n  it is a number.\nmore") == "No rule for this constant: it is a number"
-    assert told("Nothing follows:") == "Nothing follows"
-    assert told(" \n ") == "no message"
+    assert summary_line("\n  Might not generalize to other inputs!\nat line 3") == "Might not generalize to other inputs"
+    assert summary_line("No rule for this constant:\n\n  it is a number.\nmore") == "No rule for this constant: it is a number"
+    assert summary_line("Nothing follows:") == "Nothing follows"
+    assert summary_line(" \n ") == "no message"
 
 
 def test_why_a_model_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> None:
@@ -58,10 +58,7 @@ def test_why_a_model_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> No
 def test_numbers_and_articles_agree_with_their_nouns() -> None:
     assert [counted(1, "value"), counted(0, "score"), counted(1234, "batch")] == ["1 value", "0 scores", "1,234 batches"]
     assert [counted(1, "axis"), counted(2, "axis"), counted(2, "class")] == ["1 axis", "2 axes", "2 classes"]
-    nouns = ["Linear", "OrderedDict", "int", "LSTM", "MSELoss", "OneCycleLR", "UNet", "Unflatten", "UserDict", "NoneType"]
-    vowels = {"OrderedDict", "int", "LSTM", "MSELoss", "Unflatten"}
-    assert [an(noun) for noun in nouns] == [f"{'an' if noun in vowels else 'a'} {noun}" for noun in nouns]
-    assert (of_type(3), of_type(None)) == ("an int", "None")
+    assert (of_type(3), of_type(2.0), of_type(None)) == ("an int", "a float", "None")
 
 
 def test_of_a_users_torchscript_is_told_what_was_raised_and_where_it_was_called() -> None:

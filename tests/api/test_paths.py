@@ -69,7 +69,10 @@ def test_a_path_is_text_or_what_stands_for_one() -> None:
             lambda: Recipe(passes=("fold_bn",), backend=trimtab.BACKENDS["eager"]()),
             "Recipe passes is ('fold_bn',); give a tuple of passes, such as (PASSES",
         ),
-        (lambda: trainer(world="two"), "world is a str; give what trimtab.train.distributed.join() returns, or leave it out."),
+        (
+            lambda: trainer(world="two"),
+            "world is a str; give what trimtab.train.distributed.launch.join() returns, or leave it out.",
+        ),
         (lambda: trimtab.verify("artifact", seconds="10"), "seconds is '10'; it must be a plain number above zero"),
     ],
 )

@@ -104,7 +104,7 @@ def tried(subject: TrainingSubject, step: Pass, **plan: Any) -> Trial:
     """The trial of one pass, with a rival in this very process."""
     seed = subject.workload.seed
     rival = Updates(subject, subject.settings, seed=seed)
-    written = dataclasses.replace(subject.written(seed=seed), still=subject.written_still(seed=seed))
+    written = dataclasses.replace(subject.reference(seed=seed), still=subject.reference_still(seed=seed))
     return try_recipe(recipe(step), subject, written, rival, plan=Plan(seconds=0.2, quick_s=0.1, **plan))
 
 
@@ -174,14 +174,14 @@ def test_losses_as_written_repeat_to_the_bit_and_a_model_that_is_given_is_not_tr
 def test_a_training_that_keeps_something_from_run_to_run_is_refused() -> None:
     norm = nn.BatchNorm1d(32)
     with pytest.raises(WorkloadError, match="Two runs from the same seed begin with different losses"):
-        prepared(workload(network(lambda: norm)), 8).written(seed=0)
+        prepared(workload(network(lambda: norm)), 8).reference(seed=0)
 
 
 def test_the_tolerance_grows_with_how_much_a_training_amplifies_rounding() -> None:
-    calm = prepared(workload(optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)), 24).written(seed=0)
+    calm = prepared(workload(optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)), 24).reference(seed=0)
     wild = prepared(workload(network(lambda: nn.Linear(32, 32)), optimizer=lambda p: torch.optim.Adam(p, lr=0.1)), 24)
     assert max(calm.tolerance) < 1e-3 * max(calm.losses)
-    assert wild.written(seed=0).tolerance[-1] > 2 * calm.tolerance[-1]
+    assert wild.reference(seed=0).tolerance[-1] > 2 * calm.tolerance[-1]
 
 
 @pytest.mark.parametrize("step", [PASSES["micro_batch"](size=4), PASSES["joined"](), PASSES["optimizer"](kernels="foreach")])
@@ -189,7 +189,7 @@ def test_exact_settings_at_the_same_effective_batch_have_the_losses_as_written(s
     subject = prepared(workload(settings=Settings(data=DataSettings(accumulate=3))), 10)
     settings = subject.settings_of(recipe(step))
     assert settings != subject.settings
-    found = parity(subject.written(seed=0), subject.losses(settings, seed=0), exact=True)
+    found = parity(subject.reference(seed=0), subject.losses(settings, seed=0), exact=True)
     assert found.ok
     assert found.max_relative is not None
     assert found.max_relative < 1e-4
@@ -223,7 +223,7 @@ class Dropping(nn.Module):
 def test_where_dropout_falls_differently_an_exact_recipe_is_held_to_a_training_without() -> None:
     subject = prepared(workload(Dropping), 8)
     step = PASSES["micro_batch"](size=4)
-    written = subject.written(seed=0)
+    written = subject.reference(seed=0)
     assert written.draws
     assert not parity(written, subject.losses(subject.settings_of(recipe(step)), seed=0), exact=True).ok
     found = tried(subject, step)
@@ -266,8 +266,8 @@ def test_a_training_without_dropout_that_fails_once_shaken_is_no_reason_to_give_
         return run(self, settings, seed, shake, still)
 
     monkeypatch.setattr(TrainingSubject, "_run", failing)
-    assert subject.written(seed=0).draws
-    assert subject.written_still(seed=0) is None
+    assert subject.reference(seed=0).draws
+    assert subject.reference_still(seed=0) is None
 
 
 def test_what_is_drawn_on_an_apple_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_what_is_drawn_on_an_apple_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: there[0])
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: there.__setitem__(0, state))
-    assert prepared(workload(lambda: Drawing(8, 3)), 2).written(seed=0).draws
+    assert prepared(workload(lambda: Drawing(8, 3)), 2).reference(seed=0).draws
 
 
 class Noisy(nn.Module):
@@ -320,10 +320,10 @@ def test_a_module_whose_buffers_stay_as_they_are_is_kept_from_drawing() -> None:
 
 
 def test_what_cannot_be_kept_from_drawing_is_held_to_the_losses_as_written() -> None:
-    assert not prepared(workload(network(nn.ReLU)), 4).written(seed=0).draws
+    assert not prepared(workload(network(nn.ReLU)), 4).reference(seed=0).draws
     noisy = prepared(workload(Noisy), 8)
-    assert noisy.written(seed=0).draws
-    assert noisy.written_still(seed=0) is None
+    assert noisy.reference(seed=0).draws
+    assert noisy.reference_still(seed=0) is None
     found = tried(noisy, PASSES["micro_batch"](size=4))
     assert found.state is State.MISMATCH
     assert found.reason is not None

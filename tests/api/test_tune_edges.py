@@ -100,7 +100,7 @@ def test_a_batch_that_does_not_fit_beside_the_rival_is_a_failure_and_no_verdict_
     loss = Crowded()
     subject = prepared(workload(loss=loss), 8)
     rival = Updates(subject, subject.settings, seed=0)
-    written = subject.written(seed=0)
+    written = subject.reference(seed=0)
     loss.full = True
     found = tried(subject, written, rival)
     assert found.state is State.FAILED
@@ -179,7 +179,7 @@ def test_an_update_that_is_left_out_as_written_is_no_mismatch(update: int) -> No
     subject = prepared(
         workload(loss=Spoilt(mark(update)), settings=Settings(optimizer=OptimizerSettings(nonfinite="skip"))), 12
     )
-    written = subject.written(seed=0)
+    written = subject.reference(seed=0)
     assert math.isnan(written.losses[update])
     again = from_json(BaselineLosses, json.loads(json.dumps(to_json(written))))  # as trials get it
     found = tried(subject, again, Updates(subject, subject.settings, seed=0))
@@ -217,7 +217,7 @@ def test_a_training_that_ends_by_itself_is_told_in_a_sentence() -> None:
     stopping = workload(loss=Spoilt(mark(4)), settings=Settings(optimizer=OptimizerSettings(nonfinite="stop")))
     subject = prepared(stopping, 12)
     with pytest.raises(NonFiniteError, match=r"ended after update 5 of the 12 that are compared\. The loss was not finite\."):
-        subject.written(seed=0)
+        subject.reference(seed=0)
     updates = Updates(subject, subject.settings, seed=0)
     for _ in range(2):
         with pytest.raises(WorkloadError, match=r"The training ended while its updates were timed\."):
@@ -230,7 +230,7 @@ def test_a_training_that_ends_by_itself_is_told_in_a_sentence() -> None:
         8,
     )
     with pytest.raises(NonFiniteError, match="Of the last 2 losses as written fewer than 2 are finite"):
-        broken.written(seed=0)
+        broken.reference(seed=0)
 
 
 def gradients(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -243,7 +243,7 @@ def gradients(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def test_a_loss_that_is_made_of_gradients_is_tried_as_others_are() -> None:
     subject = prepared(workload(loss=gradients), 8)
-    found = tried(subject, subject.written(seed=0), Updates(subject, subject.settings, seed=0))
+    found = tried(subject, subject.reference(seed=0), Updates(subject, subject.settings, seed=0))
     assert found.state is State.COMPLETE, found.reason
     made = Trainer(
         network(),

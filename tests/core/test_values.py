@@ -95,6 +95,40 @@ def test_a_file_s_name_that_is_no_utf_8_comes_back_from_json(tmp_path) -> None:
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": name}
 
 
+@pytest.mark.parametrize(
+    ("value", "upper", "score", "short", "loss", "short_loss"),
+    [
+        (
+            *(0.012, 0.03),
+            *("drops by 1.20% (at most 3.00%)", "drop 1.20% (up to 3.00%)"),
+            *("ends up 0.012 higher (at most 0.03)", "rise 0.012 (up to 0.03)"),
+        ),
+        (
+            *(-0.0, 0.02),
+            *("does not change (drops by 2.00% at most)", "drop 0.00% (up to 2.00%)"),
+            *("does not change (ends up 0.02 higher at most)", "rise 0 (up to 0.02)"),
+        ),
+        (
+            *(-0.011, 0.021),
+            *("improves by 1.10% (drops by 2.10% at most)", "gain 1.10% (drop up to 2.10%)"),
+            *("ends up 0.011 lower (ends up 0.021 higher at most)", "fall 0.011 (rise up to 0.021)"),
+        ),
+        (
+            *(-0.03, -0.01),
+            *("improves by 3.00% (at least 1.00%)", "gain 3.00% (at least 1.00%)"),
+            *("ends up 0.03 lower (at least 0.01)", "fall 0.03 (at least 0.01)"),
+        ),
+    ],
+)
+def test_a_negative_drop_is_called_an_improvement(
+    value: float, upper: float, score: str, short: str, loss: str, short_loss: str
+) -> None:
+    drop = Drop(value=value, low=value - 0.01, upper=upper, n=100, share=True)
+    assert (f"{drop.change(2)} ({drop.bound(2)})", drop.short(2)) == (score, short)
+    rise = dataclasses.replace(drop, share=False, of="loss")
+    assert (f"{rise.change(2)} ({rise.bound(2)})", rise.short(2)) == (loss, short_loss)
+
+
 def test_trial_round_trips_through_json() -> None:
     recipe = Recipe(passes=(PASSES["channels_last"](),), backend=BACKENDS["eager"]())
     drop = Drop(value=0.01, low=0.0, upper=0.02, n=100, limit=0.03, decided=True)

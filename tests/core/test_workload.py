@@ -30,7 +30,7 @@ from trimtab.evaluation import reproducibility
 from trimtab.evaluation.evaluate import TORCH_THREADS
 from trimtab.evaluation.prepared_workload import fresh, prepare
 from trimtab.evaluation.reference import Reference, predict
-from trimtab.execution.jobs.inference import original_job, prepare_job, read_workload
+from trimtab.execution.jobs.inference import baseline_job, prepare_job, read_workload
 from trimtab.execution.process import environment
 from trimtab.execution.workload_transfer import handed
 from trimtab.importers.load import load_workload
@@ -584,7 +584,7 @@ def test_a_model_whose_train_returns_nothing_is_measured_as_written(tmp_path: pa
     (tmp_path / "w.pkl").write_bytes(cloudpickle.dumps(workload))
     reproducibility.keep(tmp_path / "reference", prepare(workload))
     job = {"workload": {"pickle": str(tmp_path / "w.pkl")}, "reference": str(tmp_path / "reference"), "weights": {}}
-    assert original_job(job, tmp_path)["peak_mb"] is not None
+    assert baseline_job(job, tmp_path)["peak_mb"] is not None
     Int8Weights().apply(Candidate.of(workload.model, (torch.ones(1, 4),)))
 
 

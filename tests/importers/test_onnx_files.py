@@ -209,15 +209,15 @@ def test_the_proof_looks_beside_infinities(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "g.onnx"
     shift = numpy_helper.from_array(np.array([-np.inf, 1.0, 0, 0], np.float32), "c")
     onnx.save(graph([helper.make_node("Add", ["x", "c"], ["y"])], initializer=[shift]), path)
-    session = intake._session(str(path))
+    session = intake._session(str(path))[0]
 
     class Moved(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + torch.tensor([-torch.inf, 500.0, 0, 0])
 
     rows = [torch.ones(1, 4)]
-    assert intake._apart(intake.OnnxFile(str(path))(), session, rows) is None
-    assert "off by 499" in str(intake._apart(Moved(), session, rows))
+    assert intake._difference(intake.OnnxFile(str(path))(), session, rows) is None
+    assert "off by 499" in str(intake._difference(Moved(), session, rows))
 
 
 def test_older_and_rarer_forms_of_operators(tmp_path: pathlib.Path) -> None:
@@ -318,9 +318,9 @@ def test_the_proof_lets_near_ties_pass(tmp_path: pathlib.Path) -> None:
 
     path, rows = tmp_path / "classes.onnx", [torch.randn(1000, 4)]
     torch.onnx.export(Classes(), tuple(rows), str(path), dynamo=False)
-    session = intake._session(str(path))
-    assert intake._apart(Turned(1), session, rows) is None
-    assert "1.00% of its values differ, where 0.50% may" in str(intake._apart(Turned(10), session, rows))
+    session = intake._session(str(path))[0]
+    assert intake._difference(Turned(1), session, rows) is None
+    assert "1.00% of its values differ, where 0.50% may" in str(intake._difference(Turned(10), session, rows))
 
 
 def calling(bodies: list[list[Any]], called: str) -> onnx.ModelProto:

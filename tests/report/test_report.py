@@ -218,7 +218,9 @@ def test_undecidable_trials_are_listed_with_what_would_decide(folder: pathlib.Pa
     open_ = Drop(value=0.018, low=0.01, upper=0.03, n=500, limit=0.02, decided=None, n_needed=9000, share=True)
     trials = [dataclasses.replace(t, drop=open_) if n == lossy else t for n, t in enumerate(found.trials)]
     said = page(dataclasses.replace(found, trials=tuple(trials)), folder)
-    assert "a drop of 1.80% (≤ 3.00%) against a limit of 2.00% cannot be decided with 500 examples; about 9,000 would" in said
+    assert (
+        "score drops by 1.80% (at most 3.00%), which 500 examples cannot decide against a limit of 2.00%; about 9,000" in said
+    )
 
 
 def test_a_page_fetches_nothing_and_its_policy_names_its_scripts(folder: pathlib.Path) -> None:

@@ -18,7 +18,7 @@ from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
 from trimtab.core.backend import Backend
-from trimtab.core.measurement import Interval, Measurement
+from trimtab.core.measurement import Drop, Interval, Measurement
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import Trial
 from trimtab.core.workload import Limits
@@ -54,6 +54,27 @@ def confirmed_as(found: Record, **figures: Any) -> Record:
     """``found`` with other figures in its confirmation."""
     assert found.confirmation is not None
     return dataclasses.replace(found, confirmation=dataclasses.replace(found.confirmation, **figures))
+
+
+@pytest.mark.parametrize(
+    ("value", "upper", "name", "tile", "fact"),
+    [
+        (0.012, 0.03, "drop of the score", ("1.20%", "at most 3.00%; score"), "1.20% (≤ 3.00%)"),
+        (0.0, 0.03, "drop of the score", ("0.00%", "drops by 3.00% at most; score"), "0.00% (≤ 3.00%)"),
+        (
+            -0.011,
+            0.02,
+            "improvement of the score",
+            ("1.10%", "drops by 2.00% at most; score"),
+            "improvement of 1.10% (drop ≤ 2.00%)",
+        ),
+    ],
+)
+def test_a_score_that_rises_is_an_improvement(value: float, upper: float, name: str, tile: tuple[str, str], fact: str) -> None:
+    found = confirmed_as(record(12), drop=Drop(value=value, low=value - 0.01, upper=upper, n=500, share=True))
+    shown, below = tiles(found)[name]
+    assert (shown, below[: len(tile[1])]) == tile
+    assert dict(reliability.confirmation(found))["drop of the score on the test data"].startswith(fact)
 
 
 # ---- what was timed in turns stands together

@@ -259,7 +259,8 @@ def test_without_labels_the_verdict_has_the_error_of_the_outputs_and_what_could_
 def test_the_verdict_says_what_errors_are_relative_to(monkeypatch) -> None:
     lossy = Recipe(backend=BACKENDS["openvino"](precision="int8_static"))
     first, ends = trial(as_written(), 10.0), []
-    for drop in (None, Drop(value=0.0, low=0.0, upper=0.01, n=300, share=True)):
+    scored = Drop(value=0.0, low=0.0, upper=0.01, n=300, share=True)
+    for drop in (None, scored, dataclasses.replace(scored, value=-0.011), dataclasses.replace(scored, value=0.005)):
         parity = Parity(ok=True, reason=None, n=64, centred_error=0.0123, relative_to="size")
         won = Confirmation(recipe=lossy, ok=True, speedup=sure(2.0), parity=parity, drop=drop)
         found = Best(trial=trial(lossy, 5.0), confirmation=won, artifact=None)
@@ -267,7 +268,9 @@ def test_the_verdict_says_what_errors_are_relative_to(monkeypatch) -> None:
         ends.append(said.partition(" (95% interval 1.96 to 2.04)")[2])
     assert ends == [
         "; its outputs are off by 1.23% of their size.",
-        "; its score drops by 0.000%, at most 1.000%.",
+        "; its score does not change (drops by 1.000% at most).",
+        "; its score improves by 1.100% (drops by 1.000% at most).",
+        "; its score drops by 0.500% (at most 1.000%).",
     ]
 
 

@@ -470,8 +470,8 @@ LOSSY = Recipe(passes=(PASSES["autocast"](),), backend=BACKENDS["eager"]())
             complete(LOSSY, 2.0, drop=drop(0.0, 0.0074, 0.005, None)),
             Limits(),
             [
-                "Undecidable with 400 examples: its drop is 0.000%, but up to 0.740% cannot be excluded and the limit is "
-                "0.500%; about 900 would."
+                "Undecidable with 400 examples: its score does not change, but a drop of up to 0.740% cannot be "
+                "excluded and the limit is 0.500%; about 900 would."
             ],
         ),
         (complete(EAGER, 2.0, drop=drop(0.0, 0.0074, 0.005, None)), Limits(), []),

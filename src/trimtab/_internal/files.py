@@ -1,4 +1,4 @@
-"""Paths as they are given, by a person or by a script that may mean something else."""
+"""Files: check paths given by users, name disk errors, and move existing files aside while new ones are written."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from trimtab._internal.text import of_type, said
+from trimtab._internal.text import error_text, of_type
 from trimtab.errors import UsageError
 
 
 def path_of(value: object, name: str, example: str) -> pathlib.Path:
-    """``value``, which was given as ``name``, as a path.
+    """Return ``value`` as a path. Error messages call it ``name`` and show ``example``.
 
     Raises:
-        UsageError: it is no path, or empty, as a variable that was never set is, or holds a character that no path can.
+        UsageError: ``value`` is not a path, is empty, or holds a NUL character.
     """
     if not isinstance(value, (str, os.PathLike)):
         raise UsageError(f"{name} is {of_type(value)}; give a path, such as {example!r}.")
@@ -31,7 +31,7 @@ def path_of(value: object, name: str, example: str) -> pathlib.Path:
 
 
 def typed(example: str) -> Callable[[str], pathlib.Path]:
-    """What reads a path off the command line, which says itself what it was given for."""
+    """Return an argparse type for paths. argparse adds the option's name to the error message."""
 
     def path(text: str) -> pathlib.Path:
         return path_of(text, "it", example)
@@ -40,28 +40,28 @@ def typed(example: str) -> Callable[[str], pathlib.Path]:
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says where a disk is full, or one's share of it."""
+"""Error numbers of a full disk and of an exceeded disk quota."""
 WORDS = re.compile(r"No space left|Disk quota exceeded|PytorchStreamWriter failed writing|unexpected pos \d+")
-"""What the system says; and torch, whose writer of archives does not pass on what the system said."""
+"""Messages about a full disk. torch's archive writer does not pass on the system's own message."""
 SHARED = "</torch_"
-"""How torch names a piece of shared memory, of which containers have little; no disk is full then."""
+"""Prefix of torch's shared memory segments. A message with it is about ``/dev/shm`` and not about a disk."""
 SCARCE = {
     errno.EAGAIN: "no more processes can be started (ulimit -u)",
     errno.EMFILE: "one process may open no more files (ulimit -n)",
     errno.ENFILE: "no more files can be opened on this machine",
     errno.ENOMEM: "there is no more memory",
 }
-"""What there is not enough of, or not enough allowed; no folder is to blame."""
+"""Errors of the system that are about a resource limit and not about a folder."""
 UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system says that knows no locks."""
+"""Error numbers of a file system without file locks."""
 
 
 def out_of_space(error: BaseException | None) -> bool:
-    """Whether ``error``, or what it came from, was a full disk. Layers in between may have made another error of it."""
+    """Whether ``error``, or an error in its chain of causes, is about a full disk."""
     seen = set[int]()
     while error is not None and id(error) not in seen:  # an error can be its own cause
         seen.add(id(error))
-        if (isinstance(error, OSError) and error.errno in FULL) or says_full(said(error)):
+        if (isinstance(error, OSError) and error.errno in FULL) or says_full(error_text(error)):
             return True
         shown = None if error.__suppress_context__ else error.__context__
         error = shown if error.__cause__ is None else error.__cause__
@@ -74,7 +74,7 @@ def says_full(text: str) -> bool:
 
 
 def refused(error: OSError, folder: pathlib.Path) -> str:
-    """What the system refused a study in run folder ``folder``, and the way out, in a sentence."""
+    """One sentence for the user: what the system refused to the study in run folder ``folder``, and the remedy."""
     if error.errno in SCARCE:
         return f"The study in {folder} cannot go on: {SCARCE[error.errno]}. Allow it more, or end what else runs here."
     full = error.errno in FULL
@@ -88,10 +88,10 @@ def refused(error: OSError, folder: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def set_aside(folder: pathlib.Path, old: Sequence[str], aside: pathlib.Path, new: Collection[str]) -> Iterator[None]:
-    """A block in which the entries ``old`` of ``folder`` lie in the empty folder ``aside``, where they stay if it ends well.
+    """Move the entries ``old`` of ``folder`` into the empty folder ``aside`` while the block runs.
 
-    Where it does not, or one of them cannot be moved, all are put back, and nothing is left of the names in ``new``, which are
-    those that the block may write in ``folder``. Where that cannot be done either, what is missing is in ``aside``.
+    If the block succeeds, they stay in ``aside``. If the block or a move fails, everything that the block wrote (the names in
+    ``new``) is deleted and ``old`` is restored. If restoring fails too, the missing entries are in ``aside``.
     """
     try:
         for name in old:
@@ -105,7 +105,7 @@ def set_aside(folder: pathlib.Path, old: Sequence[str], aside: pathlib.Path, new
 
 
 def put_back(aside: pathlib.Path, folder: pathlib.Path) -> None:
-    """Have everything in ``folder`` that was set aside from it, instead of what has its name there; ``aside`` is gone then."""
+    """Move every entry of ``aside`` back into ``folder``, replacing entries of equal name, and delete ``aside``."""
     for entry in list(aside.iterdir()):
         removed(folder / entry.name)
         os.replace(entry, folder / entry.name)

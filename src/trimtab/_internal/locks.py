@@ -1,4 +1,4 @@
-"""Locks on open files, which go with the process that has them, however it ends."""
+"""Exclusive locks on open files. The system releases a lock when its process ends, for whatever reason."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import errno
 
 try:
     import fcntl
-except ImportError:  # Windows has none, and nobody is kept off there
+except ImportError:  # Windows: no locking, every process may write
     fcntl = None  # type: ignore[assignment]
 
 
 def locked(file: int, *, inherited: bool = True) -> bool:
-    """Whether the open ``file`` is locked from now on, until it is closed. It is not where another process has the lock.
+    """Try to lock the open ``file`` until it is closed; return False where another process holds the lock.
 
-    Where it is not ``inherited``, the lock is none of processes that are forked from this one, which may outlive it. It is then
-    lost, too, once this process opens the same file again and closes that.
+    ``inherited=True`` (flock): a forked process shares the lock and keeps it when this process ends.
+    ``inherited=False`` (lockf): a forked process does not share the lock. This process loses the lock as soon as it closes any
+    other handle on the same file.
 
     Raises:
         OSError: the file system has no locks.

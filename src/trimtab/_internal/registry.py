@@ -19,14 +19,14 @@ T = TypeVar("T")
 class Registry(Mapping[str, type[T]], Generic[T]):
     """A lazy mapping from name to class.
 
-    The modules of ``package`` whose name has no leading underscore are its entries: the file name is the name, and the
-    file defines exactly one concrete subclass of ``base``. The entry-point group named like the package adds plug-ins.
-    Listing names imports none of the folder; looking one up imports that one only. Plug-ins that cannot be loaded are not
-    listed: :attr:`broken` says why.
+    The modules of ``package`` without a leading underscore are the entries. The file name is the entry's name, and the file
+    defines exactly one concrete subclass of ``base``. The entry-point group named ``package`` adds plug-ins.
+    Listing names imports no module of the folder; a look-up imports one. Plug-ins that cannot be loaded are not listed;
+    :attr:`broken` gives the reasons.
 
     Raises:
-        UnknownNameError: a name that is neither in the folder nor among the entry points; lists the known ones.
-        UsageError: two sources claim one name, a module does not hold what its name promises, or a plug-in cannot be loaded.
+            UnknownNameError: no entry has that name; the message lists the known names.
+            UsageError: two sources claim one name, a module does not define its class, or a plug-in cannot be loaded.
     """
 
     def __init__(self, kind: str, package: str, base: type[T]) -> None:
@@ -57,7 +57,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     @functools.cached_property
     def broken(self) -> dict[str, str]:
-        """The plug-ins that cannot be loaded, and why: an installed package that is broken must not end every command."""
+        """The plug-ins that cannot be loaded, each with the reason. A broken package must not make every command fail."""
         found = {}
         for name, source in self._sources.items():
             if isinstance(source, EntryPoint):

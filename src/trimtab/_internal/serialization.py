@@ -1,7 +1,7 @@
-"""Frozen dataclasses to JSON values and back, driven by their type hints.
+"""Convert frozen dataclasses to JSON values and back, driven by type hints.
 
-A class that sets ``schema: ClassVar[int]`` carries that number in its JSON, and is refused when it comes back
-with another one. JSON has no NaN or infinity; a non-finite float is written as ``None`` ("unknown figures are null").
+A class with ``schema: ClassVar[int]`` writes that number into its JSON; reading another number raises an error.
+JSON has no NaN or infinity: non-finite floats are written as ``null``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from trimtab.errors import UsageError
 
 T = TypeVar("T")
 ESCAPED = "backslashreplace"
-"""What becomes of a character that UTF-8 cannot say."""
+"""Encoding error handler: characters that UTF-8 cannot encode are written as escapes."""
 
 
 def to_json(value: Any) -> Any:
-    """Turn ``value`` into what :mod:`json` can write.
-
-    Objects with a ``to_json`` method say themselves how they are written.
+    """Turn ``value`` into something that :mod:`json` can write. A ``to_json`` method of the object takes precedence.
 
     Raises:
-        UsageError: a value of a type that JSON has no word for.
+        UsageError: the type of ``value`` has no JSON form.
     """
     if isinstance(value, enum.Enum):
         return value.value
@@ -56,7 +54,7 @@ def to_json(value: Any) -> Any:
 
 
 def fields_to_json(value: Any) -> dict[str, Any]:
-    """The fields of dataclass instance ``value`` as a JSON object, with its ``schema`` first where it has one."""
+    """The fields of dataclass instance ``value`` as a JSON object, ``schema`` first if the class has one."""
     head = {"schema": value.schema} if hasattr(type(value), "schema") else {}
     return head | {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
@@ -71,7 +69,7 @@ def from_json(cls: type[T], data: Any) -> T:
 
 
 def fields_from_json(cls: type[T], data: Any) -> T:
-    """Like :func:`from_json`, for dataclass ``cls`` itself: reads its fields even where it defines ``from_json``."""
+    """Like :func:`from_json`, but ignores a ``from_json`` that dataclass ``cls`` defines; for use inside of that method."""
     where = cls.__name__
     values = dict(_object(data, where))
     schema = getattr(cls, "schema", None)
@@ -83,21 +81,21 @@ def fields_from_json(cls: type[T], data: Any) -> T:
         for name, field in fields.items()
         if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
     }
-    known = type_hints(cls)  # type: ignore[arg-type]  # mypy takes a class of T for something that has no hash
+    known = type_hints(cls)  # type: ignore[arg-type]  # mypy does not accept type[T] as hashable
     hints = {name: known[name] for name in fields}
     return cls(**_read_fields(hints, values, where, optional))
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write ``value`` to ``path`` so that a reader sees the old file or the whole new one, never half of it."""
+    """Write ``value`` to ``path`` atomically: readers see the old file or the new one, never a part."""
     write_text(path, dumps(value) + "\n")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` through a temporary file beside it, then rename it into place.
+    """Write ``text`` to ``path`` atomically: write a temporary file in the same folder, then rename it.
 
-    A link stays one, and what it points to is written; a device or a pipe, which nothing may replace, is written to. A byte of
-    a file's name that is no UTF-8 is written as an escape, which JSON reads back.
+    A symbolic link is kept and its target is replaced. Devices and pipes are written to directly. Bytes of file names that are
+    not UTF-8 are written as escapes.
     """
     target = pathlib.Path(path)
     if target.exists() and not target.is_file():
@@ -113,7 +111,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def dumps(value: Any, *, indent: int | None = 2) -> str:
-    """``value`` as canonical JSON text; without ``indent`` it is the form that hashes are made from."""
+    """``value`` as canonical JSON text. ``indent=None`` gives the compact form with sorted keys that hashes use."""
     separators = None if indent else (",", ":")
     return json.dumps(
         to_json(value), indent=indent, separators=separators, sort_keys=indent is None, allow_nan=False, ensure_ascii=False
@@ -122,7 +120,7 @@ def dumps(value: Any, *, indent: int | None = 2) -> str:
 
 @functools.cache
 def type_hints(cls: type[Any]) -> Mapping[str, Any]:
-    """The types of the fields of ``cls``. Python evaluates them anew each time, which for a study of 1500 trials takes 15 s."""
+    """The types of the fields of ``cls``, cached: evaluating them again for each of 1500 trials takes 15 s."""
     return typing.get_type_hints(cls)
 
 
@@ -163,7 +161,7 @@ def _object(data: Any, where: str) -> Mapping[str, Any]:
 def _read_fields(
     hints: Mapping[str, Any], data: Mapping[str, Any], where: str, optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The values of ``data``, which has a field for each of ``hints`` that is not ``optional``, and no other."""
+    """Read one value for each of ``hints``. Unknown fields, and missing fields that are not ``optional``, raise an error."""
     if unknown := sorted(set(data) - set(hints)):
         raise UsageError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(hints) or 'none'}.")
     if missing := [name for name in hints if name not in data and name not in optional]:
@@ -209,13 +207,13 @@ def _read_class(hint: type, data: Any, where: str) -> Any:
     if issubclass(hint, pathlib.PurePath) and isinstance(data, str):
         return hint(data)
     if hint is float and data is None:
-        return math.nan  # how a figure that is not finite comes back; it must not make a whole study unreadable
+        return math.nan  # non-finite figures are written as null; reading them back must not fail
     if hint is float and isinstance(data, int) and not isinstance(data, bool):
         return _as_float(data, where)
     if not isinstance(data, hint) or (isinstance(data, bool) and hint is not bool and hint is not object):
         raise UsageError(f"{where}: expected {hint.__name__}, got {data!r}.")
     if hint is int and isinstance(data, int):
-        _as_float(data, where)  # what no figure can be made from is none
+        _as_float(data, where)  # refuse integers that are too large for a float
     return data
 
 

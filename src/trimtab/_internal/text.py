@@ -1,4 +1,4 @@
-"""What an exception says, whoever made it: it may have no text at all, or more than anybody reads."""
+"""Text for people: messages of exceptions, plurals, articles, and text without control codes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from collections.abc import Iterator
 from trimtab.errors import IntegrityError, UsageError
 
 MOST = 4000
-"""Characters of a message; what is cut out of a longer one stands in its log."""
+"""Most characters of a message; longer messages are cut in the middle, and their log has the whole text."""
 
 LONGEST = 40_000
-"""Of a traceback."""
-
-_VOWEL = re.compile(r"[AEFHILMNORSX][A-Z]|(?!one|One)[aeioAEIO]|[Uu]n(?!i)")
-"""How a noun begins that is spoken with a vowel first; capitals are spelled."""
+"""Most characters of a traceback."""
 
 
-def said(error: BaseException) -> str:
-    """The text of ``error``; of one that fails to make its text, that it does."""
+def error_text(error: BaseException) -> str:
+    """The message of ``error``. An error whose ``__str__`` raises gives a placeholder."""
     return str(traceback.TracebackException(type(error), error, None, compact=True))
 
 
 def shortened(text: str, most: int = MOST) -> str:
-    """``text``, without its middle where it has more than ``most`` characters."""
+    """``text``, with its middle cut out if it has more than ``most`` characters."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -41,52 +38,48 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def an(noun: str) -> str:
-    """``noun`` with its article: ``a Linear``, ``an OrderedDict``, ``an LSTM``."""
-    return f"{'an' if _VOWEL.match(noun) else 'a'} {noun}"
-
-
 def of_type(value: object) -> str:
-    """What ``value`` is an instance of: ``an int``; ``None`` is itself."""
-    return "None" if value is None else an(type(value).__name__)
+    """The type of ``value`` with its article, such as ``an int``; ``None`` gives ``None``."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 _INTERPRETED = "The following operation failed in the TorchScript interpreter"
-"""How TorchScript begins every message of its own; what was raised stands below the places that it went through."""
+"""First words of an error of the TorchScript interpreter; the original message stands below its trace."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 
 
 def with_fix(sentence: str, fix: str) -> str:
-    """``sentence``, which may end in words that are not ours, and ``fix`` behind it."""
+    """``sentence``, closed by a full stop if it has none, followed by ``fix``."""
     stop = "" if sentence.endswith((".", "!", "?")) else "."
     return f"{sentence}{stop} {fix}"
 
 
-def raised(text: str) -> str:
-    """A message that is not ours without what TorchScript puts around it: all the places that what was raised went through."""
+def original_message(text: str) -> str:
+    """The original message inside an error text of the TorchScript interpreter; any other text is returned unchanged."""
     if not text.startswith(_INTERPRETED):
         return text
     lines = [line.strip() for line in text.splitlines()]
     found = next((line for line in lines if _RAISED.match(line)), lines[0])
-    return found.removeprefix("RuntimeError: ")  # which is the type of what carries the message, too
+    return found.removeprefix("RuntimeError: ")  # the wrapping error has that type too
 
 
-def told(text: str) -> str:
-    """The first line of a message that is not ours, without the stop at its end, and the next one if a colon announces it. Of
-    TorchScript's the first that says what was raised."""
-    lines = [line.strip() for line in raised(text.strip()).splitlines() if line.strip()] or ["no message"]
+def summary_line(text: str) -> str:
+    """The first line of a library's error message, without final punctuation. If that line ends with a colon, the second
+    line is added. Of a TorchScript error it is the line with the original message."""
+    lines = [line.strip() for line in original_message(text.strip()).splitlines() if line.strip()] or ["no message"]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(" .!:")
 
 
 def no_file(path: str | os.PathLike[str], fix: str) -> UsageError:
-    """The error for a path at which there is no file."""
+    """The error for a missing file, with remedy ``fix``."""
     return UsageError(f"There is no file {os.fspath(path)!r} (looked in {pathlib.Path.cwd()}). {fix}")
 
 
 @contextlib.contextmanager
-def mended_by(fix: str) -> Iterator[None]:
-    """An :class:`~trimtab.errors.IntegrityError` of the block, or of the function that this decorates, ends with ``fix``: who
-    reads a file does not know where it is from, and who asked for it does."""
+def with_remedy(fix: str) -> Iterator[None]:
+    """Append ``fix`` to the message of an :class:`~trimtab.errors.IntegrityError` that the block raises. The code that reads
+    a file does not know where the file is from; its caller does. Works as a decorator too."""
     try:
         yield
     except IntegrityError as error:
@@ -98,5 +91,5 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud8
 
 
 def plain(text: str) -> str:
-    """``text`` without the codes that colour a terminal and without other control characters, except line ends and tabs."""
+    """``text`` without terminal escape sequences and control characters. Line ends and tabs stay."""
     return _CONTROL.sub("", text.replace("\r\n", "\n"))

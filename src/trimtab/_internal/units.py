@@ -17,17 +17,17 @@ _MEGABYTES = {"b": 1e-6, "kb": 1e-3, "mb": 1.0, "gb": 1e3, "kib": 1024e-6, "mib"
 
 
 def seconds(text: str | float, name: str) -> float:
-    """Seconds in a duration such as ``4ms`` or ``10m``; a bare number in a text is refused because its unit is a guess."""
+    """A duration such as ``4ms`` or ``10m`` in seconds. A text without a unit is refused; a plain number counts as seconds."""
     return _finite(_with_unit(text, _SECONDS, name, "4ms, 90s or 10m") if isinstance(text, str) else positive(text, name), name)
 
 
 def megabytes(text: str | float, name: str) -> float:
-    """Megabytes (10**6 bytes) in a size such as ``5MB`` or ``1.5GiB``."""
+    """A size such as ``5MB`` or ``1.5GiB`` in megabytes (10**6 bytes)."""
     return _finite(_with_unit(text, _MEGABYTES, name, "5MB or 1.5GB") if isinstance(text, str) else positive(text, name), name)
 
 
 def fraction(text: str | float, name: str) -> float:
-    """A fraction from ``0.5%`` or ``0.005``; a plain number may be above 1, percent may not be above 100."""
+    """A share such as ``0.5%`` or ``0.005`` as a fraction. Percentages above 100 are refused; plain numbers are not limited."""
     if isinstance(text, (int, float)):
         return float(text)
     number, unit = _split(text, name, "0.5% or 0.005")
@@ -39,10 +39,10 @@ def fraction(text: str | float, name: str) -> float:
 
 
 def positive(value: N, name: str, example: str = "") -> N:
-    """``value`` itself. ``example`` is how a person who types it may write it.
+    """Return ``value`` if it is a number above zero. ``example`` shows in the error message how to write one.
 
     Raises:
-        UsageError: it is no number, or not above zero.
+        UsageError: ``value`` is not a number, or not above zero.
     """
     if not isinstance(value, numbers.Real):
         raise UsageError(f"{name} is {value!r}; it must be a plain number above zero, without a unit.")
@@ -52,7 +52,7 @@ def positive(value: N, name: str, example: str = "") -> N:
 
 
 def _finite(value: float, name: str) -> float:
-    """``value``, unless it is larger than any number, which no clock shows and no command line says again."""
+    """Return ``value`` if it is finite."""
     if not math.isfinite(value):
         raise UsageError(f"{name} is too large to be counted. Give a smaller one, or leave it out.")
     return value

@@ -1,4 +1,4 @@
-"""The boundary between trimtab and the code of its user: what that raises is told as his, with where and what to do."""
+"""The boundary between trimtab and the user's code: wrap the errors of that code, with their place and a remedy."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import traceback
 from collections.abc import Iterable
 
 from trimtab._internal.files import out_of_space
-from trimtab._internal.text import raised, said, told, with_fix
+from trimtab._internal.text import error_text, original_message, summary_line, with_fix
 from trimtab.errors import CompileError, UsageError, WorkloadError
 
 BY_HAND = "Call the model with these inputs yourself."
-"""What to do where the user's model fails."""
+"""Remedy for a user's model that fails."""
 
 
 IN_WORKER = "TRIMTAB_WORKER"
-"""Environment variable that tells the code in a process of ours, and in those that it starts, that it is in one."""
+"""Environment variable that is set in trimtab's worker processes and inherited by the processes that they start."""
 _TRACEBACK = "Traceback (most recent call last):\n"
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
 _INSIDE = bool(os.environ.get(IN_WORKER))
-"""Whether this is one, whatever becomes of its environment."""
+"""Value of :data:`IN_WORKER` at import time; user code may change the environment later."""
 
 
 def in_worker() -> bool:
-    """Whether this is a process of ours that runs the user's code, or one that such a process started."""
+    """Whether this process is a worker of trimtab, or was started by one."""
     return _INSIDE or bool(os.environ.get(IN_WORKER))
 
 
 def outside_workers(what: str) -> None:
-    """Refuse to start ``what`` in a worker process, where a file that starts it while it is read would start it without end.
+    """Refuse to start ``what`` in a worker process: a script that starts it on import would start workers without end.
 
     Raises:
-        UsageError: this is one.
+        UsageError: this process is a worker.
     """
     if in_worker():
         raise UsageError(
@@ -44,8 +44,8 @@ def outside_workers(what: str) -> None:
 
 
 class user_code:
-    """Turns whatever the user's code raises into a :class:`WorkloadError` that carries it as its cause, and says where and what
-    to do (``fix``)."""
+    """Context manager that turns an error of the user's code into a :class:`WorkloadError`. The message names the place in the
+    user's code and ends with ``fix``; the original error is its cause."""
 
     def __init__(self, what: str, fix: str | None = None) -> None:
         self.what, self.fix = what, fix
@@ -55,13 +55,13 @@ class user_code:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
-            told = f"{self.what}: {_words(error)}"
-            raise WorkloadError(told if self.fix is None else with_fix(told, self.fix)) from error
+            message = f"{self.what}: {_words(error)}"
+            raise WorkloadError(message if self.fix is None else with_fix(message, self.fix)) from error
 
 
 class writing:
-    """Turns whatever a backend raises while it writes its files into a :class:`CompileError`, but for what a disk has to say,
-    which no backend did."""
+    """Context manager that turns an error of a backend that writes its files into a :class:`CompileError`. Errors of the disk
+    pass unchanged."""
 
     def __enter__(self) -> None:
         return None
@@ -69,18 +69,18 @@ class writing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         own = isinstance(error, (Exception, SystemExit)) and not isinstance(error, (CompileError, OSError))
         if error is not None and own and not out_of_space(error):
-            raise CompileError(f"Writing it failed: {type(error).__name__}: {told(said(error))}{_place(error)}.") from error
+            text = summary_line(error_text(error))
+            raise CompileError(f"Writing it failed: {type(error).__name__}: {text}{_place(error)}.") from error
 
 
 def _words(error: BaseException) -> str:
-    """What ``error`` says, and where in the user's code it was raised."""
+    """The message of ``error``, and the line of the user's code that raised it."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error}){_place(error)}"
-    text = said(error)
+    text = error_text(error)
     if f"\nOriginal {_TRACEBACK}" not in text:
-        return f"{type(error).__name__}: {raised(text)}{_place(error)}"
-    # What torch carries from a process of its own, as a worker of a loader is, has the tracebacks before it, each of which was
-    # the cause of the next.
+        return f"{type(error).__name__}: {original_message(text)}{_place(error)}"
+    # An error that torch passes on from a DataLoader worker contains the tracebacks of its causes first; the last one counts.
     lines = text.rpartition(_TRACEBACK)[2].rstrip().splitlines()
     first = next((index for index, line in enumerate(lines) if not line.startswith(" ")), 0)
     frames = [(match[1], int(match[2])) for match in _FRAME.finditer("\n".join(lines[:first]))]
@@ -88,12 +88,12 @@ def _words(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """`` (model.py, line 12)``: the line of the user's own code that is nearest to where ``error`` was raised."""
+    """`` (model.py, line 12)``: the innermost line of the user's own code in the traceback of ``error``."""
     return _nearest([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
 
 
 def _nearest(frames: Iterable[tuple[str, int]]) -> str:
-    """The last of ``frames``, files and lines in them, that is of the user's own code."""
+    """The last of ``frames`` (file, line) that lies neither in trimtab nor in an installed library."""
     libraries = (
         *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
         str(pathlib.Path(__file__).parents[1]),

@@ -1,4 +1,4 @@
-"""Classes of named fields that say which they take, where they are given others."""
+"""Checks of arguments: keyword-only dataclasses with clear errors, values against type hints, arguments against signatures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def by_name(cls: type[T]) -> type[T]:
-    """The dataclass ``cls``, whose fields are given by name, with sentences where Python's own words name none of them."""
-    made = getattr(cls, "__init__")  # noqa: B009 - mypy takes that of a class for unsound
+    """Class decorator: the dataclass takes keyword arguments only. Wrong names raise a :class:`UsageError` with the fields."""
+    made = getattr(cls, "__init__")  # noqa: B009 - mypy refuses cls.__init__ as unsound
 
     @functools.wraps(made)
     def checked(self: T, *values: Any, **given: Any) -> None:
@@ -50,7 +50,7 @@ def _wrong(cls: type[Any], unnamed: int, given: dict[str, Any]) -> str | None:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Whether ``value`` is of a type that a field states as ``hint``."""
+    """Whether ``value`` has the type that the type hint ``hint`` states. Integers fit ``float``; booleans fit ``bool`` only."""
     choices = get_args(hint)
     if get_origin(hint) is Literal:
         return any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices)
@@ -62,7 +62,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def options(hint: Any) -> str:
-    """The values that a field takes, in words: ``'flash', 'math', a whole number or None``."""
+    """The values that type hint ``hint`` allows, for a message: ``'flash', 'math', a whole number or None``."""
     words = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
     kinds = [hint] if get_origin(hint) is Literal or not get_args(hint) else list(get_args(hint))
     found = [text for kind in kinds for text in (map(repr, get_args(kind)) if get_args(kind) else [words[kind]])]
@@ -70,7 +70,8 @@ def options(hint: Any) -> str:
 
 
 def refuses(function: Callable[..., Any], *arguments: Any) -> TypeError | None:
-    """Why ``function`` cannot be called with so many ``arguments``; ``None`` if it can, or does not tell, as builtins."""
+    """The error of calling ``function`` with ``arguments``, found without a call. ``None`` if they fit, or if the signature of
+    ``function`` is unknown, as it is for many builtins."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

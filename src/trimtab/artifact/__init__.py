@@ -1,1 +1,1 @@
-"""What ships: the folder, its manifest, test vectors, generated files, and padding to a bounded batch."""
+"""The artifact: its folder, manifest, test vectors and generated files, and padding to a bounded batch."""

@@ -1,4 +1,4 @@
-"""The artifact: a folder that ships, stands alone, and proves itself where it arrives."""
+"""The artifact: a self-contained folder with an optimized model, which can be verified on another machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trimtab._internal.files import path_of
-from trimtab._internal.text import mended_by, with_fix
+from trimtab._internal.text import with_fix, with_remedy
 from trimtab.artifact.manifest import BASELINE, COPY, MANIFEST, MODEL, Manifest, findings, read_manifest
 from trimtab.artifact.staging import fresh_folder
 from trimtab.artifact.test_vectors import GOLDEN, Case, Golden
@@ -56,22 +56,22 @@ LOAD_ERRORS: tuple[type[Exception], ...] = (
     SyntaxError,
     MemoryError,
 )
-"""What runtimes raise on files that make no sense to them."""
+"""Errors of runtimes for invalid files."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """An artifact folder whose manifest was read. Its files are checked when they are used."""
+    """An artifact folder with its manifest read. Files are checked when they are used."""
 
     path: pathlib.Path
     manifest: Manifest
 
-    @mended_by(COPY)
+    @with_remedy(COPY)
     def check(self) -> None:
         """Check names, kinds, sizes and hashes of all files.
 
         Raises:
-            IntegrityError: the first thing that is wrong.
+            IntegrityError: with the first problem found.
         """
         if problem := next(findings(self.path, self.manifest), None):
             raise IntegrityError(f"{self.path} is not what was written: {problem}")
@@ -80,8 +80,8 @@ class Artifact:
         """See :func:`load`."""
         return load(self.path, trust=trust, threads=threads)
 
-    def load_baseline(self, *, trust: bool = False) -> Executable | None:
-        """The original model, called like the artifact's own, or ``None`` if it does not travel with it.
+    def load_baseline(self) -> Executable | None:
+        """The original model, called like the artifact's model; ``None`` if the artifact does not contain it.
 
         Raises:
             IntegrityError: as for :func:`load`.
@@ -91,14 +91,14 @@ class Artifact:
         if facts is None:
             return None
         backend = _made(lambda: technique_from_json(BACKENDS, facts.backend))
-        return _load(backend, self.path / BASELINE, facts.signature, facts.settings, trust, self.manifest.environment)
+        return _load(backend, self.path / BASELINE, facts.signature, facts.settings, False, self.manifest.environment)
 
-    @mended_by(COPY)
+    @with_remedy(COPY)
     def golden(self) -> Golden:
         """The test vectors.
 
         Raises:
-            IntegrityError: they are damaged, or do not fit the signature.
+            IntegrityError: the file is damaged, or does not fit the signature.
         """
         signature = self.manifest.signature
         found = Golden.load(self.path / GOLDEN, self.manifest.golden.cases, len(signature.inputs), len(signature.outputs))
@@ -107,11 +107,11 @@ class Artifact:
         return found
 
     def save(self, folder: str | os.PathLike[str]) -> Artifact:
-        """Copy the artifact to ``folder``, after checking it, and return the copy.
+        """Check the artifact, copy it to ``folder``, and return the copy.
 
         Raises:
-            IntegrityError: it is not what was written.
-            ArtifactError: ``folder`` holds something else, or cannot be written.
+            IntegrityError: the files differ from the manifest.
+            ArtifactError: ``folder`` contains something else, or cannot be written.
         """
         self.check()
         with fresh_folder(path_of(folder, "folder", "runs/model/artifact")) as target:
@@ -123,41 +123,41 @@ class Artifact:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parities:
-    """The golden test vectors, replayed. ``errors`` and ``tolerance`` are absolute, one per output."""
+    """Errors on the test vectors. ``errors`` and ``tolerance`` are absolute, one per output."""
 
     ok: bool
     cases: int
     errors: tuple[float | None, ...]
-    """``None`` where shape or dtype differ or a NaN appears."""
+    """``None`` if shape or dtype differ, or NaN appears."""
     tolerance: tuple[float, ...]
     reason: str | None = None
 
     @property
     def max_error(self) -> float | None:
-        """The largest error of all, ``None`` if there is one that is no number."""
+        """The largest error; ``None`` if one of them is ``None``."""
         return None if None in self.errors else max((e for e in self.errors if e is not None), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What :func:`verify` found here and now."""
+    """The result of :func:`verify`."""
 
     path: str
     ok: bool
-    """Files as written and outputs within tolerance. Another machine is told, not held against it."""
+    """The files are unchanged and the outputs are within tolerance. Differences of the machine do not matter."""
     integrity: tuple[str, ...]
-    """What is wrong with the files, a sentence each."""
+    """Problems of the files, one sentence each."""
     differences: tuple[str, ...]
-    """How this machine differs from the one where the artifact was proven, a sentence each."""
+    """Differences between this machine and the one that made the artifact, one sentence each."""
     parity: Parities | None
     speed: Comparison | None
-    """The model against the original here; its ratio is the speed-up."""
+    """The model timed against the original on this machine; its ratio is the speed-up."""
     speed_reason: str | None
-    """Why the speed was not compared."""
+    """Why the speed was not measured."""
     promised: Any
-    """The speed-up over the model as written that was measured when the artifact was written."""
+    """The speed-up over the baseline that was measured when the artifact was made."""
     baseline_speedup: Any = None
-    """That of the original that travels with the artifact, an exported program, over the model as written; measured then."""
+    """The same for the original model in the artifact (an exported program), over the baseline."""
 
 
 def write_artifact(
@@ -173,15 +173,15 @@ def write_artifact(
     baseline: Executable | None = None,
     baseline_backend: Backend | None = None,
 ) -> Artifact:
-    """Write an artifact to ``folder``, whole or not at all, and open it. An older artifact there is replaced.
+    """Write an artifact to ``folder`` atomically, replacing an older artifact, and open it.
 
-    ``executable`` is saved by its own means, and run on ``golden`` to learn what its outputs may be off by. ``baseline`` is the
-    original model, as an executable of ``baseline_backend`` (``eager`` under ``no_grad`` unless given); it travels along if it
-    can be saved and is not far larger than the model.
+    ``executable`` saves itself; its errors on ``golden`` set the tolerances. ``baseline`` is the original model as an
+    executable of ``baseline_backend`` (default: ``eager`` under ``no_grad``). It is included if it can be saved and is not far
+    larger than the model.
 
     Raises:
-        CompileError: ``executable`` has no form that stands alone.
-        ArtifactError: ``folder`` holds something else, or cannot be written; nothing is left half-written.
+        CompileError: ``executable`` cannot be saved.
+        ArtifactError: ``folder`` contains something else, or cannot be written; no partial files are left.
     """
     with fresh_folder(pathlib.Path(folder)) as target:
         fill(
@@ -200,12 +200,12 @@ def write_artifact(
 
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
-    """Read the manifest of the artifact in ``path``; nothing is loaded or run.
+    """Read the manifest of the artifact in ``path``. Nothing is loaded or run.
 
     Raises:
         ArtifactError: there is no artifact.
-        IntegrityError: its manifest is damaged or claims what cannot be.
-        UsageError: ``path`` is no path.
+        IntegrityError: its manifest is damaged or invalid.
+        UsageError: ``path`` is not a path.
     """
     folder = path_of(path, "The artifact", "runs/model/artifact")
     return Artifact(folder, read_manifest(folder))
@@ -265,19 +265,18 @@ def load(
 def load(
     path: str | os.PathLike[str], *, trust: bool = False, threads: int | None = None, as_module: bool = False
 ) -> Executable | ArtifactModule:
-    """The model in the artifact ``path``, ready to be called like the original.
+    """Load the model of the artifact in ``path``. It is called like the original model.
 
-    Every file is checked first, and nothing is unpickled. An artifact that is machine code loads with ``trust=True`` only.
-    ``threads`` overrides the number that it was built for; where the runtime is torch, torch's own is set to it. With
-    ``as_module`` it is an :class:`ArtifactModule`, which can be a part of another model.
+    All files are checked first, and nothing is unpickled. Artifacts with machine code need ``trust=True``. ``threads``
+    overrides the artifact's number of threads. If the runtime is torch, ``torch.set_num_threads`` is called. ``as_module``
+    returns an :class:`ArtifactModule`, which can be a part of another model.
 
     Raises:
-        UsageError: ``path`` is no path.
+        UsageError: ``path`` is not a path.
         IntegrityError: a file is missing, changed, extra or malformed.
-        UntrustedError: loading would run machine code from the artifact.
-        ArtifactError: its machine code is for another processor, or another version of its runtime is installed than wrote it
-            and cannot read it.
-        MissingPackageError: its runtime is not installed.
+        UntrustedError: the artifact contains machine code.
+        ArtifactError: the machine code is for another processor, or the installed version of the runtime cannot read the files.
+        MissingPackageError: the runtime is not installed.
     """
     if as_module:
         return ArtifactModule(path, trust=trust, threads=threads)
@@ -296,7 +295,7 @@ def load(
 
 
 def _refuse_other_processors(proven: Environment) -> None:
-    """Machine code ends the process, without a word, at the first instruction that the processor does not have."""
+    """Refuse machine code that needs instructions which this processor lacks; running it would crash the process."""
     machine, here = platform.machine(), instruction_sets()
     lacking = [proven.machine] if machine != proven.machine else [name for name in proven.isa if name not in here]
     if lacking:
@@ -307,11 +306,11 @@ def _refuse_other_processors(proven: Environment) -> None:
 
 
 def verify(path: str | os.PathLike[str], *, trust: bool = False) -> Verification:
-    """Replay what the artifact claims of its files and outputs. Speed takes processes: :func:`trimtab.verify` adds it.
+    """Check the files and the outputs on the test vectors. :func:`trimtab.verify` also measures the speed, in new processes.
 
     Raises:
-        ArtifactError: there is no artifact that could be verified.
-        UntrustedError: verifying would run machine code from the artifact.
+        ArtifactError: there is no artifact that can be verified.
+        UntrustedError: the artifact contains machine code.
     """
     artifact = open_artifact(path)
     manifest = artifact.manifest
@@ -340,7 +339,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False) -> Verification
     )
 
 
-@mended_by(COPY)
+@with_remedy(COPY)
 def _backend(manifest: Manifest) -> Backend:
     backend = _made(lambda: manifest.backend)
     if backend.native_code != manifest.native_code:
@@ -352,11 +351,11 @@ def _made(make: Callable[[], Backend]) -> Backend:
     try:
         return make()
     except (UsageError, TypeError) as error:
-        told = f"This artifact cannot be loaded by this installation: {error}"
-        raise ArtifactError(with_fix(told, "Install what its README.md names, or make a new one.")) from error
+        problem = f"This artifact cannot be loaded by this installation: {error}"
+        raise ArtifactError(with_fix(problem, "Install what its README.md names, or make a new one.")) from error
 
 
-@mended_by(COPY)
+@with_remedy(COPY)
 def _load(
     backend: Backend, folder: pathlib.Path, signature: Signature, settings: Settings, trust: bool, proven: Environment
 ) -> Executable:
@@ -371,10 +370,10 @@ def _load(
         runtimes = [name for name in backend.packages if name in RUNTIMES]
         if not (differing := list(Environment.capture().version_differences(proven, runtimes))):
             raise
-        told = with_fix(
+        problem = with_fix(
             f"The artifact, whose files are as they were written, cannot be read here: {error}", " ".join(differing)
         )
-        raise ArtifactError(with_fix(told, "Install that version.")) from error
+        raise ArtifactError(with_fix(problem, "Install that version.")) from error
 
 
 def _read(backend: Backend, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:

@@ -1,4 +1,4 @@
-"""What an artifact's manifest says, how strictly it is read, and whether the folder is what it says."""
+"""The manifest of an artifact: its fields, strict reading, and the check of the folder against it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from trimtab._internal.serialization import dumps, from_json, to_json
-from trimtab._internal.text import counted, mended_by
+from trimtab._internal.text import counted, with_remedy
 from trimtab.artifact.test_vectors import GOLDEN
 from trimtab.core.backend import BACKENDS, Backend
 from trimtab.core.measurement import Interval
@@ -31,19 +31,19 @@ from trimtab.tensors.structure import Structure
 MANIFEST, MODEL, BASELINE, RUN, README, EVIDENCE = "manifest.json", "model", "baseline", "run.py", "README.md", "evidence.json"
 GIVE = "Give the folder that optimize wrote, such as runs/NAME/artifact."
 COPY = "Copy the artifact again from where it was made, or make a new one."
-"""What to do about an artifact that is not as it was written, or not for this installation."""
+"""Remedy for an artifact that was changed or cannot be loaded by this installation."""
 MAX_MANIFEST = 4 << 20
 MAX_TEXT = 64 << 20
 MAX_DEPTH = 60
 MAX_FILES = 10_000
 CLAIMS = ("speedup", "baseline_speedup")
-"""Names of the ratios of speeds in the evidence."""
+"""Names of speed ratios in the evidence."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.+@-]*)*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileFacts:
-    """Size in bytes and SHA-256, in hexadecimal, of one file."""
+    """Size in bytes and SHA-256 (hexadecimal) of one file."""
 
     size: int
     sha256: str
@@ -51,8 +51,8 @@ class FileFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoldenFacts:
-    """The test vectors: how many cases, and per output at what size of its values it is judged, what it may be off by there,
-    and what it was off by when it was written; see :meth:`trimtab.artifact.test_vectors.Golden.errors`."""
+    """The test vectors: number of cases; and per output the scale of its values, the tolerance, and the error that was measured
+    when the artifact was written. See :meth:`trimtab.artifact.test_vectors.Golden.errors`."""
 
     cases: int
     scale: tuple[float, ...]
@@ -62,7 +62,7 @@ class GoldenFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaselineFacts:
-    """The original model as an exported program, so that speed can be compared where there is no model class."""
+    """The original model as an exported program, for measuring the speed-up on machines without the model's class."""
 
     backend: Mapping[str, Any]
     signature: Signature
@@ -71,18 +71,18 @@ class BaselineFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about an artifact but its bytes."""
+    """All facts about an artifact."""
 
     schema: ClassVar[int] = 1
 
     workload: str
     recipe: Mapping[str, Any]
-    """The recipe's JSON; only its backend is needed to load, so passes that are not installed do no harm."""
+    """The recipe as JSON. Loading needs only its backend, so its passes need not be installed."""
     recipe_text: str
     native_code: bool
-    """Whether the files are machine code, which loads with ``trust=True`` only."""
+    """Whether the files are machine code, which needs ``trust=True``."""
     packages: tuple[str, ...]
-    """Distributions that ``run.py`` needs, beside numpy and safetensors."""
+    """Distributions that ``run.py`` needs, besides numpy and safetensors."""
     signature: Signature
     settings: Settings
     golden: GoldenFacts
@@ -94,9 +94,9 @@ class Manifest:
     limits: Limits | None
     notes: tuple[str, ...]
     trimtab: str
-    """The version that wrote it."""
+    """Version of trimtab that wrote the artifact."""
     created: str
-    """Date and time, UTC, ISO 8601."""
+    """Date and time in UTC, ISO 8601."""
     files: Mapping[str, FileFacts]
 
     @property
@@ -104,19 +104,19 @@ class Manifest:
         """The backend that loads the files.
 
         Raises:
-            UsageError: it is not installed here, or does not know one of its fields.
+            UsageError: the backend is not installed, or does not have one of the fields.
         """
         found: Backend = technique_from_json(BACKENDS, self.recipe.get("backend"))
         return found
 
 
-@mended_by(COPY)
+@with_remedy(COPY)
 def read_manifest(folder: pathlib.Path) -> Manifest:
-    """The manifest of ``folder``.
+    """Read and check the manifest in ``folder``.
 
     Raises:
         ArtifactError: there is no artifact.
-        IntegrityError: the manifest is damaged, too large, of another schema, or claims what cannot be.
+        IntegrityError: the manifest is damaged, too large, of another schema version, or invalid.
     """
     path = folder / MANIFEST
     try:
@@ -127,7 +127,7 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         text = path.read_bytes().decode("utf-8")
         data = json.loads(text)
         spelled, stated = dumps(data) + "\n" == text, data.pop("digest")
-        same = spelled and stated == _digest(data)
+        unchanged = spelled and stated == _digest(data)
         manifest = from_json(Manifest, data)
     except (FileNotFoundError, NotADirectoryError):
         if os.path.isdir(folder):
@@ -139,14 +139,14 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}. {COPY}") from error
     except (UsageError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
         raise IntegrityError(f"{path} cannot be read: {_short(error)}") from error
-    if not same:
+    if not unchanged:
         raise IntegrityError(f"{path} was changed after it was written: it does not have the digest that it states.")
     _check(manifest)
     return manifest
 
 
 def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Write ``manifest.json``, spelled in the one way that :func:`read_manifest` takes, with a digest of itself."""
+    """Write ``manifest.json`` in canonical form, with a digest of its contents; :func:`read_manifest` accepts no other form."""
     data = to_json(manifest)
     (folder / MANIFEST).write_text(dumps(data | {"digest": _digest(data)}) + "\n", encoding="utf-8")
 
@@ -156,7 +156,7 @@ def _digest(data: Any) -> str:
 
 
 def file_facts(folder: pathlib.Path) -> dict[str, FileFacts]:
-    """Size and hash of every file below ``folder`` but the manifest."""
+    """Size and hash of every file below ``folder``, except the manifest."""
     found = {}
     for path in sorted(item for item in folder.rglob("*") if item.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -166,15 +166,15 @@ def file_facts(folder: pathlib.Path) -> dict[str, FileFacts]:
 
 
 def sha256(path: pathlib.Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def findings(folder: pathlib.Path, manifest: Manifest) -> Iterator[str]:
-    """What is wrong with the files of ``folder``, a sentence each; nothing if they are what ``manifest`` says.
+    """Problems of the files in ``folder``, one sentence each; none if they are as in ``manifest``.
 
-    Contents are read only once names, kinds and sizes are right.
+    Contents are hashed only if names, kinds and sizes are right.
     """
     there, odd = _present(folder)
     problems = list(odd)
@@ -189,16 +189,16 @@ def findings(folder: pathlib.Path, manifest: Manifest) -> Iterator[str]:
     if not problems:
         for name, facts in manifest.files.items():
             try:
-                same = sha256(folder / name) == facts.sha256
+                unchanged = sha256(folder / name) == facts.sha256
             except OSError as error:
                 yield f"{name} cannot be read: {error.strerror}."
                 continue
-            if not same:
+            if not unchanged:
                 yield f"{name} was changed: its contents do not have the hash that the manifest states."
 
 
 def _why_absent(path: pathlib.Path) -> str | None:
-    """What is wrong with a listed file that is no plain file there; ``None`` for a kind that :func:`_present` speaks of."""
+    """Why a listed file is not a regular file; ``None`` for kinds that :func:`_present` reports."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -209,7 +209,7 @@ def _why_absent(path: pathlib.Path) -> str | None:
 
 
 def _present(folder: pathlib.Path) -> tuple[dict[str, int], list[str]]:
-    """Sizes of the plain files below ``folder``, and sentences about whatever else lies there."""
+    """Sizes of the regular files below ``folder``, and one sentence for everything else there."""
     sizes: dict[str, int] = {}
     odd: list[str] = []
     for root, folders, names in os.walk(folder, followlinks=False):
@@ -232,7 +232,7 @@ def _present(folder: pathlib.Path) -> tuple[dict[str, int], list[str]]:
 
 
 def _check(manifest: Manifest) -> None:
-    """Refuse a manifest whose parts do not fit each other."""
+    """Refuse a manifest with invalid or contradictory parts."""
     _check_names(manifest)
     _check_signature(manifest.signature)
     if manifest.baseline is not None:
@@ -258,7 +258,7 @@ def _check_claim(claim: Any) -> None:
         found = from_json(Interval, claim)
     except UsageError as error:
         raise IntegrityError(f"{MANIFEST} states a speed-up that is none: {_short(error)}") from error
-    # a bound that is not finite is written as null, and comes back as NaN
+    # non-finite bounds are written as null and read as NaN
     if not 0 < found.value < float("inf") or found.low < 0 or found.high < 0:
         raise IntegrityError(f"{MANIFEST} states a speed-up that is none: {found}.")
 
@@ -270,7 +270,7 @@ def _check_names(manifest: Manifest) -> None:
                 f"{MANIFEST} lists the file {name[:200]!r}, which is no name inside the artifact; it is not opened."
             )
         if name not in (RUN, README, EVIDENCE, GOLDEN) and not name.startswith((f"{MODEL}/", f"{BASELINE}/")):
-            # a torch.py beside run.py would be imported by whatever runs in that folder
+            # a torch.py beside run.py would be imported instead of torch by scripts that run in the folder
             raise IntegrityError(f"{MANIFEST} lists the file {name[:200]!r}, which has no place in an artifact; remove it.")
         if facts.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", facts.sha256):
             raise IntegrityError(f"{MANIFEST} states an impossible size or hash for {name}.")

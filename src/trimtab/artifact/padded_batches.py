@@ -1,4 +1,4 @@
-"""An executable of a bounded batch, called with any."""
+"""Call an executable with a bounded batch size on batches of any size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trimtab.tensors.structure import flatten, unflatten
 
 
 class PaddedExecutable:
-    """An executable that takes any batch, by cutting and padding it to a size that the executable allows.
+    """Accepts any batch size: batches are split and padded to sizes that the executable supports.
 
-    A runtime may have frozen the batch to one size or need at least two rows, and a workload may state how many it has at most.
-    ``full`` is the signature of the original model, which says which axis is the batch.
+    A runtime may have frozen the batch size or need at least two rows, and a workload may limit it. ``full`` is the signature
+    of the original model, which names the batch axis.
     """
 
     def __init__(self, executable: Executable, full: Signature) -> None:
@@ -26,13 +26,13 @@ class PaddedExecutable:
         self._allowed = None if full.batch is None else _batch_of(executable.signature)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; raises ``InputError`` where another dimension than the batch does not fit."""
+        """Call the executable. Raises ``InputError`` if a dimension other than the batch does not fit."""
         if self._allowed is None or self._allowed == Dim(self._allowed.name):
             return self._executable(*args, **kwargs)
         try:
             leaves = self._full.bind(args, kwargs)
         except InputError:
-            # eager takes more than the signature says, and the others say what is wrong
+            # the executable raises the error, or accepts more than its signature, as eager does
             return self._executable(*args, **kwargs)
         rows = self._rows(leaves)
         if not rows or rows in self._allowed:
@@ -44,7 +44,7 @@ class PaddedExecutable:
         return unflatten(self._full.output_structure, [self._join(pieces, spec, sizes, rows) for pieces, spec in pairs])
 
     def _rows(self, leaves: Sequence[Any]) -> int | None:
-        """How many rows the inputs have; ``None`` where they do not agree, which is for the executable to refuse."""
+        """The number of rows; ``None`` if the inputs disagree, in which case the executable raises the error."""
         batched = [(leaf, spec) for leaf, spec in zip(leaves, self._full.inputs, strict=True) if self._full.batch in spec.shape]
         if any(not isinstance(leaf, torch.Tensor) or leaf.dim() != len(spec.shape) for leaf, spec in batched):
             return None
@@ -52,7 +52,7 @@ class PaddedExecutable:
         return found.pop() if len(found) == 1 else None
 
     def _part(self, leaves: Sequence[torch.Tensor], start: int, size: int, rows: int) -> Sequence[torch.Tensor]:
-        """The outputs for ``size`` rows from ``start``; those after the last row are copies of it."""
+        """The outputs for ``size`` rows from row ``start``. Rows beyond the last one repeat the last one."""
         index, cut = torch.arange(start, start + size).clamp(max=rows - 1), []
         for leaf, spec in zip(leaves, self._full.inputs, strict=True):
             if self._full.batch in spec.shape:
@@ -62,13 +62,13 @@ class PaddedExecutable:
         return flatten(self._executable(*args, **kwargs), "the output")[0]
 
     def _join(self, pieces: Sequence[torch.Tensor], spec: TensorSpec, sizes: Sequence[int], rows: int) -> torch.Tensor:
-        """One output of all pieces, of ``sizes`` rows each, less what the rows behind the last one added to it.
+        """Concatenate the pieces of one output, whose inputs had ``sizes`` rows, and cut off the padding.
 
-        Where a size follows the rows in some other way, as batch times steps, every row must have added as much.
+        If an output's size is not the batch size but depends on it, such as batch * steps, it must be proportional to the rows.
         """
         own = [axis for axis, size in enumerate(spec.shape) if size == self._full.batch]
         axes = own or [axis for axis, size in enumerate(spec.shape) if size == "?"]
-        # an open size may follow another dimension
+        # a size marked "?" may depend on another dimension than the batch
         others = not own and len(self._full.dims) > 1 and all(torch.equal(piece, pieces[0]) for piece in pieces)
         if not axes or others:
             return pieces[0]
@@ -85,6 +85,6 @@ class PaddedExecutable:
 
 
 def _batch_of(signature: Signature) -> Dim:
-    """The sizes of the batch that ``signature`` allows, though it be only one."""
+    """The batch sizes that ``signature`` allows, as a dimension; possibly only one size."""
     lead = signature.inputs[0].shape[0]
     return Dim("batch", lead, lead) if isinstance(lead, int) else next(dim for dim in signature.dims if dim.name == lead)

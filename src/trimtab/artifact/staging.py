@@ -1,4 +1,4 @@
-"""Putting an artifact where it is to be: whole or not at all, and in the place of nothing but another artifact."""
+"""Write an artifact folder atomically. Only an older artifact or an empty folder is replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.errors import ArtifactError
 
 @contextlib.contextmanager
 def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary folder whose contents become those of ``folder`` when the block ends well, and vanish when it does not."""
+    """Yield a temporary folder that replaces ``folder`` if the block succeeds, and is deleted otherwise."""
     try:
         refuse_others(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -29,10 +29,10 @@ def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
             with set_aside(folder.parent, [folder.name] if folder.exists() else [], old, [folder.name]):
                 os.replace(new, folder)
         except BaseException:
-            if not old.exists():  # else it holds what could not be put back
+            if not old.exists():  # otherwise it may hold files that could not be restored
                 shutil.rmtree(scratch, ignore_errors=True)
             raise
-        # some file systems keep what another has open, of the old artifact, once the new one is in its place
+        # errors are ignored: some file systems keep files of the old artifact that other processes have open
         shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise ArtifactError(
@@ -42,8 +42,8 @@ def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def refuse_others(folder: pathlib.Path) -> None:
-    """Raises where ``folder`` holds anything but an artifact, which would be deleted, or where it may not be written to. What
-    Python caches may go as well."""
+    """Raise an error if ``folder`` contains anything but an artifact, which would be deleted, or is not writable. Python's
+    cache folders are ignored."""
     if not folder.exists():
         return
     if not folder.is_dir() or any(folder.iterdir()):

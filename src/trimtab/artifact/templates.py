@@ -1,4 +1,4 @@
-"""The texts of an artifact, made from the facts in its manifest: ``run.py`` and ``README.md``."""
+"""Generate ``run.py`` and ``README.md`` of an artifact from its manifest."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load(folder, threads):  # inputs {places} are written to, by the runtime or 
 
 
 def run_script(manifest: Manifest, backend: Backend) -> str:
-    """Source of ``run.py``: the backend's own loader, and a main that replays the test vectors with numpy alone."""
+    """Source of ``run.py``: the backend's loader, and a main program that checks the test vectors with numpy."""
     packages = ", ".join(dict.fromkeys((*backend.packages, "numpy", "safetensors")))
     in_torch, written = "torch" in backend.packages, manifest.signature.written
     writes = _WRITES.format(places=written, outputs=len(manifest.signature.outputs)) if written else ""
@@ -74,7 +74,7 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
 
 
 def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:
-    """``README.md``: what this is, how to run it, what it takes and gives, what was measured where."""
+    """Text of ``README.md``: how to run the model, its inputs and outputs, measurements and conditions."""
     parts = [
         f"# {manifest.workload}",
         f"`{manifest.recipe_text}`, made by trimtab {manifest.trimtab} on {manifest.created}.",
@@ -99,14 +99,14 @@ def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:
 def _how(manifest: Manifest) -> list[str]:
     trust = ", trust=True" if manifest.native_code else ""
     packages = " ".join(dict.fromkeys((*manifest.packages, "numpy", "safetensors")))
-    said = ["## Run it", f"Without trimtab (needs `{packages}`):", "```console\n$ python run.py\n```", "With it:"]
-    said.append(f'```python\nimport trimtab\n\nmodel = trimtab.load("."{trust})\n```')
+    parts = ["## Run it", f"Without trimtab (needs `{packages}`):", "```console\n$ python run.py\n```", "With it:"]
+    parts.append(f'```python\nimport trimtab\n\nmodel = trimtab.load("."{trust})\n```')
     if manifest.native_code:
-        said.append(
+        parts.append(
             "The model's files are machine code. They run as they are loaded, and nothing can check them: load them only if "
             "you trust who built them."
         )
-    return said
+    return parts
 
 
 def _dims(manifest: Manifest) -> str:
@@ -136,8 +136,8 @@ def _figures(manifest: Manifest) -> list[str]:
 
 
 def _figure(value: Any, *, claim: str | None = None) -> str | None:
-    """One stored figure in words, with ``claim`` in place of its number if that is given; ``None`` for what has none, and for
-    tables that stand in ``evidence.json``."""
+    """One figure of the evidence as text. ``claim`` replaces its number. ``None`` for values without a number and for tables,
+    which are in ``evidence.json``."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"{value:.4g}"
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Test vectors that travel with an artifact: inputs, what the original model made of them, and how far off is still right."""
+"""Test vectors of an artifact: inputs, the original model's outputs, and tolerances."""
 
 from __future__ import annotations
 
@@ -23,49 +23,48 @@ from trimtab.tensors.comparison import NEAR_TIES, is_discrete
 GOLDEN = "golden.safetensors"
 MAX_HEADER = 4 << 20
 LIMIT_MB = 64.0
-"""Test vectors beyond this are left out, the first case excepted."""
+"""Most megabytes of test vectors; the first case is always kept."""
 HEADROOM = 2.0
-"""Times the error that was measured when the artifact was written: another CPU rounds in another order."""
+"""Tolerance as a multiple of the error that was measured when the artifact was written: other CPUs round differently."""
 ROUNDING = {
     **{torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2},
     **{torch.complex128: 1e-9, torch.complex64: 1e-3},
 }
-"""Least tolerance of an output by its dtype, relative to its usual values."""
+"""Smallest tolerance by dtype, relative to the output's typical values."""
 FAR = 1e3
-"""Values so many times the median are none of the usual ones, as those with which logits are masked."""
+"""Values above this multiple of the median do not count as typical; masked logits are such values."""
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: flat inputs and the original model's flat outputs."""
+    """One call: flat inputs, and flat outputs of the original model."""
 
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
 
     @property
     def megabytes(self) -> float:
-        """Size of all its tensors."""
+        """Size of all tensors in MB."""
         return sum(t.numel() * t.element_size() for t in (*self.inputs, *self.outputs)) / 1e6
 
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """Several cases, the first of which is the example that the workload names."""
+    """Several cases. The first one is the workload's example."""
 
     cases: tuple[Case, ...]
 
     @classmethod
     def of(cls, candidate: Candidate, signature: Signature, rows: Sequence[Sequence[torch.Tensor]] = ()) -> Golden:
-        """Cases of the model of ``candidate``, as it was before any pass: its example, the example at another size of every
-        dynamic dimension that ``signature`` keeps, and ``rows``, flat inputs of real calls. Where ``signature`` has frozen a
-        dimension, inputs are repeated or cut to the size that it was frozen to. What the model refuses is left out, the example
-        excepted.
+        """Run the original model of ``candidate`` on the example, on the example with every dynamic dimension of ``signature``
+        at another size, and on ``rows`` (flat inputs of real calls). Dimensions that ``signature`` has frozen are repeated or
+        cut to the frozen size. Inputs that the model refuses are skipped, except the example.
 
         Raises:
-            UsageError: the model gives NaN for its example, which no test could hold on to.
-            WorkloadError: it fails on its example.
+            UsageError: the model's output for the example contains NaN.
+            WorkloadError: the model fails on the example.
         """
         model = candidate.flat()
         example = _fitted(candidate.leaves, candidate.signature, signature)
@@ -75,7 +74,7 @@ class Golden:
             try:
                 with user_code("The model failed on a test vector", BY_HAND):
                     case = _case(model, inputs)
-            except (UsageError, WorkloadError):  # inputs that are none of its own, whatever it raises on these
+            except (UsageError, WorkloadError):  # the model refuses these derived inputs
                 if not cases:
                     raise
                 continue
@@ -84,9 +83,8 @@ class Golden:
         return cls(tuple(cases))
 
     def errors(self, run: Run) -> list[float]:
-        """The largest absolute error of each output over all cases, at its :meth:`scales`: a value beyond these may be off by
-        as much more. Of integers and booleans, the largest share that differs. Infinite where shape or dtype differ or a NaN
-        appears."""
+        """The largest error of each output over all cases: absolute, but scaled down for values above :meth:`scales`. For
+        integers and booleans: the largest share of differing values. Infinite if shape or dtype differ or NaN appears."""
         worst = [0.0] * len(self.cases[0].outputs)
         for case in self.cases:
             outputs = run([tensor.clone() for tensor in case.inputs])
@@ -96,12 +94,12 @@ class Golden:
 
     @functools.cached_property
     def scales(self) -> tuple[float, ...]:
-        """The root mean square of each output's usual values over all cases, never 0; 0 for integers and booleans."""
+        """Root mean square of each output's typical values over all cases, above 0; 0 for integers and booleans."""
         return tuple(_scale([case.outputs[i] for case in self.cases]) for i in range(len(self.cases[0].outputs)))
 
     def tolerances(self, errors: Sequence[float]) -> tuple[float, ...]:
-        """What each output may be off by, from what it was off by when it was built: twice that, and never below rounding,
-        which turns some integers over too."""
+        """The tolerance of each output: :data:`HEADROOM` times its measured error, but at least :data:`ROUNDING`. Integers may
+        differ in a few places too, because of near-ties."""
         return tuple(max(HEADROOM * error, self._rounding(i)) for i, error in enumerate(errors))
 
     def _rounding(self, index: int) -> float:
@@ -109,7 +107,7 @@ class Golden:
         return NEAR_TIES if is_discrete(dtype) else ROUNDING.get(dtype, 0.0) * self.scales[index]
 
     def save(self, path: pathlib.Path) -> None:
-        """Write the tensors as ``<case>.inputs.<i>`` and ``<case>.outputs.<i>``."""
+        """Write the tensors with the names ``<case>.inputs.<i>`` and ``<case>.outputs.<i>``."""
         tensors = {
             f"{number}.{kind}.{i}": tensor.detach().cpu().contiguous().clone()
             for number, case in enumerate(self.cases)
@@ -117,14 +115,14 @@ class Golden:
             for i, tensor in enumerate(found)
         }
         save_file(tensors, path)
-        path.chmod(0o644)  # safetensors writes files for their owner only, and those who serve a model may be others
+        path.chmod(0o644)  # safetensors makes files readable for their owner only; another user may serve the model
 
     @classmethod
     def load(cls, path: pathlib.Path, cases: int, inputs: int, outputs: int) -> Golden:
-        """Read ``cases`` cases of ``inputs`` and ``outputs`` tensors each.
+        """Read ``cases`` cases with ``inputs`` input and ``outputs`` output tensors each.
 
         Raises:
-            IntegrityError: the file is damaged, or holds other tensors than these.
+            IntegrityError: the file is damaged or contains other tensors.
         """
         _check_header(path)
         try:
@@ -169,11 +167,11 @@ def _case(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Case:
             "The original model gives NaN on its own inputs; an artifact needs inputs whose outputs can be compared. Give such "
             "inputs."
         )
-    return Case(tuple(inputs), tuple(out.clone() for out in outputs))  # it may be memory that the next call writes to
+    return Case(tuple(inputs), tuple(out.clone() for out in outputs))  # clone: the next call may overwrite the outputs
 
 
 def _fitted(leaves: Sequence[torch.Tensor], whole: Signature, kept: Signature) -> list[torch.Tensor]:
-    """``leaves`` at the sizes that ``kept`` has frozen, of the dimensions that ``whole`` leaves open."""
+    """``leaves`` with the dimensions that are dynamic in ``whole`` and fixed in ``kept`` at their fixed sizes."""
     frozen = {
         name: size
         for spec, now in zip(whole.inputs, kept.inputs, strict=True)
@@ -187,13 +185,13 @@ def _fitted(leaves: Sequence[torch.Tensor], whole: Signature, kept: Signature) -
 
 
 def _other_sizes(leaves: Sequence[torch.Tensor], signature: Signature) -> list[list[torch.Tensor]]:
-    """The example with every dynamic dimension at another size, if there is one within its bounds."""
+    """The example with all dynamic dimensions at another size, if their bounds allow one."""
     changed = list(leaves)
     for name, now in signature.sizes(leaves).items():
         dim = next(dim for dim in signature.dims if dim.name == name)
         size = dim.near(now, 2, 1, -1)
         changed = [resized(leaf, spec.shape, name, size) for leaf, spec in zip(changed, signature.inputs, strict=True)]
-    # a repeated example would hide a runtime that mixes up its rows
+    # reversed rows: a repeated example would not reveal a runtime that swaps rows
     led = [bool(spec.shape) and isinstance(spec.shape[0], str) for spec in signature.inputs]
     varied = [torch.flip(leaf, (0,)) if turn else leaf for leaf, turn in zip(changed, led, strict=True)]
     return [varied] if signature.dims else []
@@ -222,6 +220,6 @@ def _error(got: torch.Tensor, want: torch.Tensor, scale: float) -> float:
     if is_discrete(want.dtype):
         return float((got.cpu() != want).double().mean())
     a, b = got.detach().cpu().to(_wide(want.dtype)), want.to(_wide(want.dtype))
-    apart = (a - b).abs() * (scale / b.abs().clamp(min=scale))
-    worst = torch.where(a == b, torch.zeros_like(apart), apart).max().item()
+    difference = (a - b).abs() * (scale / b.abs().clamp(min=scale))
+    worst = torch.where(a == b, torch.zeros_like(difference), difference).max().item()
     return worst if math.isfinite(worst) else math.inf

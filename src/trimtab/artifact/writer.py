@@ -1,4 +1,4 @@
-"""Filling the folder of an artifact: files of the runtime, test vectors, evidence, texts, and the manifest over all of them."""
+"""Fill an artifact folder: the runtime's files, test vectors, evidence, generated texts, and the manifest."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ SUMMARY = (
     *("objective", "inputs", "speedup", "against_tuned", "comparison", "latency_ms", "throughput", "baseline_score", "score"),
     *("drop", "parity", "size_mb", "peak_mb", "cold_s", "baseline_speedup"),
 )
-"""Figures of the evidence that the manifest and the README repeat."""
+"""Entries of the evidence that the manifest and the README repeat."""
 BASELINE_TIMES, BASELINE_MB = 8, 64
-"""The baseline is left out if it is both this many times larger than the model's files and larger than this."""
+"""The baseline is left out if it exceeds both this multiple of the model's size and this size in MB."""
 
 
 def fill(
@@ -57,13 +57,12 @@ def fill(
     baseline: Executable | None,
     baseline_backend: Backend | None,
 ) -> None:
-    """Write everything into the empty folder ``target``; the arguments are those of
-    :func:`trimtab.artifact.artifact.write_artifact`.
+    """Write all files into the empty folder ``target``. Arguments as for :func:`trimtab.artifact.artifact.write_artifact`.
 
     Raises:
-        CompileError: the executable has no form that stands alone, or its outputs cannot be compared with the model's.
+        CompileError: the executable cannot be saved, or its outputs cannot be compared with the model's.
         ArtifactError: the runtime cannot write its files.
-        UsageError: none of the golden cases fits what was saved.
+        UsageError: no golden case fits the executable's signature.
     """
     _save(executable, target / MODEL)
     golden, errors = _measured(executable, golden, exact=recipe.exact)
@@ -102,21 +101,21 @@ def _save(executable: Executable, folder: pathlib.Path) -> None:
         with writing():
             executable.save(folder)
     except RuntimeError as error:
-        # the writers of torch and of some runtimes say so when a disk is full, and nothing else of theirs comes here
+        # torch and some runtimes raise RuntimeError if the disk is full; no other RuntimeError reaches this place
         raise ArtifactError(f"The model cannot be written: {error}. Nothing was left half-written. Make room.") from error
 
 
 def _measured(executable: Executable, golden: Golden, *, exact: bool) -> tuple[Golden, list[float]]:
-    """The test vectors that fit what was saved, which may have lost a dynamic dimension, and the errors on them.
+    """The test vectors that fit the executable's signature, and the errors on them.
 
-    Where a recipe that is not ``exact`` finds more or fewer of something than the original, such as boxes, no value can be held
-    against another: those vectors are left out, if others remain.
+    Lossy recipes may find another number of items, such as boxes, than the original. Then no values can be compared, and these
+    vectors are dropped if others remain.
     """
     kept = Golden(tuple(case for case in golden.cases if _fits(executable.signature, case)))
     if not kept.cases:
         raise UsageError("None of the golden cases fits the executable's signature; give its example inputs as the first one.")
-    if not exact and (same := tuple(case for case in kept.cases if not _finds_more_or_fewer(executable, case))):
-        kept = Golden(same)
+    if not exact and (comparable := tuple(case for case in kept.cases if not _finds_more_or_fewer(executable, case))):
+        kept = Golden(comparable)
     errors = kept.errors(executable.run)
     if bad := [i for i, error in enumerate(errors) if not math.isfinite(error)]:
         name = executable.signature.outputs[bad[0]].name
@@ -125,24 +124,24 @@ def _measured(executable: Executable, golden: Golden, *, exact: bool) -> tuple[G
 
 
 def _finds_more_or_fewer(executable: Executable, case: Case) -> bool:
-    """Whether its outputs have other sizes than the original's, and only such sizes differ as follow none of the inputs'."""
+    """Whether output sizes differ from the original's, and only data-dependent sizes do."""
     rows = zip(executable.signature.outputs, executable.run([leaf.clone() for leaf in case.inputs]), case.outputs, strict=False)
     differing = [
-        said
+        size
         for spec, found, want in rows
-        for said, one, other in zip(spec.shape, found.shape, want.shape, strict=False)
+        for size, one, other in zip(spec.shape, found.shape, want.shape, strict=False)
         if one != other
     ]
-    return bool(differing) and all(said == "?" or isinstance(said, int) for said in differing)
+    return bool(differing) and all(size == "?" or isinstance(size, int) for size in differing)
 
 
 def _observed(signature: Signature, golden: Golden) -> Signature:
-    """``signature`` with the sizes of outputs left open that are not the same in every test vector: they depend on the data, as
-    the number of boxes that are found does, and what was seen on the example is no promise."""
+    """``signature`` with those fixed output sizes marked ``"?"`` that differ between test vectors, such as the number of
+    detected boxes: they depend on the data."""
     outputs = []
     for i, spec in enumerate(signature.outputs):
         sizes = zip(spec.shape, *(case.outputs[i].shape for case in golden.cases), strict=False)
-        shape = tuple("?" if isinstance(said, int) and {said} != set(seen) else said for said, *seen in sizes)
+        shape = tuple("?" if isinstance(size, int) and {size} != set(seen) else size for size, *seen in sizes)
         outputs.append(dataclasses.replace(spec, shape=shape))
     return dataclasses.replace(signature, outputs=tuple(outputs))
 

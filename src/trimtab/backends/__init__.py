@@ -1,1 +1,1 @@
-"""Runtimes, one file each: the file name registers it. See :class:`trimtab.core.backend.Backend`."""
+"""Backends, one file each; the file name registers the backend. See :class:`trimtab.core.backend.Backend`."""

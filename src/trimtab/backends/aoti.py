@@ -1,4 +1,4 @@
-"""AOTInductor: machine code, built ahead of time."""
+"""AOTInductor: ahead-of-time compilation to machine code."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ CHECK_INPUTS = "AOTI_RUNTIME_CHECK_INPUTS"
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What a package was built for, which it does not say itself."""
+    """Build conditions of a package, stored beside it because the package does not contain them."""
 
     threads: int
     shapes: list[list[int]] = field(default_factory=list)
-    """Sizes of the inputs that ``example.pt2`` is made for; ``dynamic.pt2``, if there is one, takes all others."""
+    """Shapes of the inputs that ``example.pt2`` is built for. ``dynamic.pt2``, if it exists, runs all other shapes."""
     layouts: list[str] = field(default_factory=list)
     """Memory format of each input."""
     writes: list[int] = field(default_factory=list)
-    """Places of the inputs that a call writes to, for ``run.py``."""
+    """Indices of the inputs that a call modifies, for ``run.py``."""
 
 
 class AotiExecutable(Executable):
-    """One package for the example's sizes, where the compiler knows everything, and one for all others."""
+    """Two packages: one specialized to the example's shapes, and one for all other shapes."""
 
     own_threads = True
 
@@ -73,13 +73,11 @@ class AotiExecutable(Executable):
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the package that fits.
+        """Run the package for the shapes of ``leaves``.
 
-        A package takes exactly the strides that it was built for, so inputs are made dense, down to the strides of dimensions
-        of size one, which torch itself does not care about.
+        A package requires the exact strides that it was built for, even for dimensions of size 1, so inputs are made dense.
 
-        It runs with the number of threads that it was built for, since with another it would be up to 5x slower. Each thread of
-        Python's has a number of its own.
+        torch's number of threads (per Python thread) is set to the package's: with another one it would be up to 5x slower.
         """
         if (threads := torch.get_num_threads()) == self._build.threads:
             return self._run(leaves)
@@ -96,21 +94,21 @@ class AotiExecutable(Executable):
             strides = [_strides(leaf.shape, layout) for leaf, layout in zip(leaves, self._formats, strict=True)]
         laid = _exactly(leaves, strides, self._formats)
         if written := self.signature.written:
-            outputs = call(list(laid))  # the package empties the list that it gets
+            outputs = call(list(laid))  # a copy, because the package empties the list
             written_back(leaves, laid, written)
         else:
             outputs = call(laid)
         return in_order(outputs) if self.settings.memory_format == "channels_last" else outputs
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Copy the packages and what they were built for."""
+        """Copy the packages and ``build.json``."""
         names = [name for name in (EXAMPLE, DYNAMIC, BUILD) if (self._folder / name).exists()]
         for name in names:
             shutil.copyfile(self._folder / name, folder / name)
         return names
 
     def close(self) -> None:
-        """Unload the packages and remove the files that were built for this process."""
+        """Unload the packages and delete the files that this process built."""
         self._example, self._dynamic = _closed, None
         if self._scratch is not None:
             self._scratch.cleanup()
@@ -120,11 +118,10 @@ class AotiExecutable(Executable):
 class Aoti(Backend):
     """Compile the graph with its weights to a shared library, ahead of time.
 
-    Pays most on small networks, whose calls it makes cheapest: there is no interpreter and no guard left (on one machine a
-    small MLP took a third of its time in eager mode). It also starts without compiling, where ``inductor`` needs a compiler
-    and its time at every start. It gains nothing where a recurrent layer takes the time, which calls the same library as eager
-    mode. The files are machine code: they fit this CPU family, this torch and this number of threads only, and load with
-    ``trust=True`` only.
+    Pays off most for small networks, because a call has no interpreter and no guards (on one machine a small MLP took a third
+    of its eager time). Loading needs no compiler, unlike ``inductor``. Recurrent layers do not become faster: they call the
+    same library as eager mode. The files are machine code: they fit one CPU family, torch version and number of threads, and
+    need ``trust=True`` to load.
     Source: https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_aot_inductor.html
     """
 
@@ -134,11 +131,11 @@ class Aoti(Backend):
     cost = "minute"
 
     mode: Literal["freezing", "default"] = "freezing"
-    """``freezing`` packs weights for the processor's own matrix library: 2.3x on a transformer encoder of width 256, but
-    4x slower on an MLP of width 128, where the library's calls cost more than the generated loops of ``default``."""
+    """``freezing`` packs weights for the CPU's matrix library: 2.3x faster on a transformer encoder of width 256, but 4x slower
+    on an MLP of width 128, where library calls cost more than the generated loops of ``default``."""
 
     def describe(self) -> str:
-        """The name that people know it by."""
+        """Names the compiler and the mode."""
         return "AOTInductor" + (", weights frozen" if self.mode == "freezing" else "")
 
     def why_not_here(self) -> str | None:
@@ -146,7 +143,7 @@ class Aoti(Backend):
         return no_compiler()
 
     def compile(self, candidate: Candidate) -> Executable:
-        """Build one package for the example's sizes and, where others are allowed, one for those."""
+        """Build a package for the example's shapes and, if the signature has dynamic dimensions, one for other shapes."""
         scratch = tempfile.TemporaryDirectory(prefix="trimtab-aoti-")
         folder = pathlib.Path(scratch.name)
         layouts = memory_formats(candidate.signature, candidate.settings.memory_format)
@@ -167,7 +164,7 @@ class Aoti(Backend):
         return self._checked(candidate, executable)
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
-        """Load the packages, if they were built for as many threads as there will be."""
+        """Load the packages. Refused if ``settings.threads`` differs from the number that they were built for."""
         try:
             build = from_json(Build, json.loads((folder / BUILD).read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
@@ -178,11 +175,11 @@ class Aoti(Backend):
         try:
             return AotiExecutable(folder, build, signature, settings)
         except EXPORT_ERRORS as error:
-            told = f"The package cannot be loaded here: {first_line(error)}"
-            raise ArtifactError(with_fix(told, "Optimize again on this machine.")) from error
+            problem = f"The package cannot be loaded here: {first_line(error)}"
+            raise ArtifactError(with_fix(problem, "Optimize again on this machine.")) from error
 
     def script(self) -> str:
-        """Loads the packages with torch alone."""
+        """Loads the packages with torch."""
         return """
 def load(folder, threads):
     import json, os, torch
@@ -214,20 +211,21 @@ def load(folder, threads):
         return frozen
 
     def _checked(self, candidate: Candidate, executable: AotiExecutable) -> AotiExecutable:
-        """Run the packages next to the model, at the sizes that the signature claims."""
+        """Compare the packages with the model at the sizes of the signature."""
         executable.signature = verified(replace(candidate, signature=executable.signature), executable.run)
         return executable
 
 
 def _built_for(lost: Sequence[str]) -> list[str]:
-    """What there is to say about dimensions that were frozen; nothing if there are none."""
+    """A note about frozen dimensions, if there are any."""
     return [f"Built for the example's {', '.join(lost)} only, because the model does not export for others."] if lost else []
 
 
 def _package(program: ExportedProgram, path: pathlib.Path, mode: Mode) -> None:
-    """Build ``program`` into ``path``. A lower bound of two, which the tracer assumes for every dynamic size, is not built in;
-    the executable checks its own signature, and sizes of one are verified by running them. With gradients enabled, freezing
-    would be skipped without a word."""
+    """Build ``program`` into ``path``.
+
+    The check of lower bounds is off: the tracer assumes at least 2 for every dynamic size. The executable checks its signature,
+    and size 1 is verified by a run. Gradients are off, because freezing would silently be skipped otherwise."""
     chosen = options(mode) | {"aot_inductor.check_lowerbound": False}
     try:
         with quiet(), torch.no_grad():
@@ -237,8 +235,8 @@ def _package(program: ExportedProgram, path: pathlib.Path, mode: Mode) -> None:
 
 
 def _load(path: pathlib.Path) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """The package's own entry point. Its checks are switched on first: without them another batch size, dtype or memory
-    format gives wrong numbers and no error."""
+    """The package's entry point. Its input checks are enabled first: without them another batch size, dtype or memory format
+    gives wrong numbers instead of an error."""
     os.environ[CHECK_INPUTS] = "1"
     loaded: Any = torch._inductor.aoti_load_package(str(path))
     run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loaded.loader.boxed_run

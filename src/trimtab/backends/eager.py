@@ -1,4 +1,4 @@
-"""PyTorch as it is."""
+"""PyTorch's eager mode."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GRAD_MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 
 class EagerExecutable(Executable):
-    """The module itself; it takes whatever the module takes, so a call goes straight through."""
+    """The module itself. It accepts any inputs that the module accepts; calls are passed through."""
 
     def __init__(self, candidate: Candidate, grad_mode: str) -> None:
         super().__init__(candidate.signature, candidate.settings)
@@ -47,7 +47,7 @@ class EagerExecutable(Executable):
         self._plain = candidate.settings.precision.autocast is None and candidate.settings.memory_format == "contiguous"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module under its gradient mode, without any wrapping where no setting asks for it."""
+        """Run the module in its gradient mode, without a wrapper if no setting needs one."""
         if not self._plain:
             return super().__call__(*args, **kwargs)
         with self._grad_mode():
@@ -61,11 +61,11 @@ class EagerExecutable(Executable):
         return self._own(outputs if self._plain else _laid_out(outputs, self.settings))
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Write the module as an exported program; its signature becomes the one that the export keeps.
+        """Write the module as an exported program. The signature becomes the program's.
 
-        Recipes of one study that differ in what no export knows, such as threads, share it. A module whose control flow depends
-        on data, or on sizes so that an export would be for one size only, is written as frozen TorchScript, compiled from its
-        source.
+        Recipes of a study that export equally, for example with different threads, share the export. A module with
+        data-dependent control flow, or whose export would fix dynamic sizes, is written as frozen TorchScript, compiled from
+        its source.
         """
         try:
             with shared_folder(self._candidate, f"program-{fingerprint(self._candidate)}", self._export) as made:
@@ -85,8 +85,8 @@ class EagerExecutable(Executable):
             return files
 
     def _scripted(self, folder: pathlib.Path, lost: int) -> list[str] | None:
-        """The files of the model compiled from its source, where that keeps more of its dynamic dimensions than an export does,
-        which keeps all of them but ``lost``."""
+        """Write TorchScript compiled from the source if it supports more dynamic dimensions than the export, which loses
+        ``lost``. Returns the files, or ``None``."""
         try:
             module = script_flat(self._candidate)
         except CompileError:
@@ -100,7 +100,7 @@ class EagerExecutable(Executable):
         return save_script(module, folder)
 
     def _own(self, outputs: T) -> T:
-        if self._held is None:  # after a call, because some models make what they keep in the first one
+        if self._held is None:  # after the first call, because models may create their state in it
             self._held = held_by(self._candidate.model)
         return owned(outputs, self._held, inference=self._inference)
 
@@ -109,7 +109,7 @@ class EagerExecutable(Executable):
 
 
 class FlatExecutable(Executable):
-    """An exported graph or TorchScript, which takes tensors in a row and gives a sequence of tensors."""
+    """An exported graph or TorchScript module with flat inputs and outputs."""
 
     def __init__(self, module: nn.Module, signature: Signature, settings: Settings, grad_mode: str) -> None:
         super().__init__(signature, settings)
@@ -119,7 +119,7 @@ class FlatExecutable(Executable):
         self._inference = grad_mode == "inference"
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the callable."""
+        """Run the graph or module."""
         with self._grad_mode():
             outputs: Sequence[torch.Tensor] = self._call(*leaves)
         return owned(_laid_out(outputs, self.settings), self._held, inference=self._inference)
@@ -131,37 +131,37 @@ def _laid_out(outputs: Sequence[torch.Tensor], settings: Settings) -> Sequence[t
 
 @dataclass(frozen=True, kw_only=True)
 class Eager(Backend):
-    """PyTorch's eager mode: the reference that everything else is measured against.
+    """PyTorch's eager mode, the baseline of all measurements.
 
-    It pays where nothing else does: tiny networks, control flow that depends on data, operators that no other runtime knows.
-    It takes every model and needs nothing, and it is what ships where no other form is provably faster. An artifact of it
-    holds an exported program or, where that is impossible, frozen TorchScript.
+    Pays off for tiny networks, data-dependent control flow, and operators that no other runtime supports. It accepts every
+    model, needs no other package, and ships if nothing else is verifiably faster. Its artifacts contain an exported program or,
+    if that is impossible, frozen TorchScript.
     Source: https://docs.pytorch.org/docs/stable/notes/autograd.html#inference-mode
     """
 
     name = "eager"
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
-    tells_fallbacks = True  # there are none: the operators are PyTorch's own
+    tells_fallbacks = True  # there are none: all operators are PyTorch's own
 
     grad_mode: Literal["inference", "no_grad"] = "inference"
-    """``no_grad`` is what most people write; ``inference`` saves the version counters and view tracking too."""
+    """``no_grad`` is the usual choice; ``inference`` also skips version counters and view tracking."""
 
     def describe(self) -> str:
-        """Says what is left out of a call."""
+        """Names the gradient mode."""
         return "PyTorch in eager mode, " + ("inference mode" if self.grad_mode == "inference" else "gradients off")
 
     def compile(self, candidate: Candidate) -> Executable:
-        """Nothing to build."""
+        """Wrap the model; nothing is built."""
         return EagerExecutable(candidate, self.grad_mode)
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
-        """Read the exported program, or the TorchScript in its stead, and run it eagerly."""
+        """Load the exported program or the TorchScript file, and run it eagerly."""
         scripted = (folder / SCRIPT).exists()
         module = load_script(folder) if scripted else bare_module(load_program(folder / PROGRAM))
         return FlatExecutable(module, signature, settings, self.grad_mode)
 
     def script(self) -> str:
-        """Runs the exported program with torch alone."""
+        """Runs the exported program with torch."""
         return """
 def load(folder, threads):
     import os, torch

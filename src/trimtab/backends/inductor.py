@@ -39,7 +39,7 @@ from trimtab.safe_load.archives import load_program
 
 
 class FlatProgram(nn.Module):
-    """A flat face around the module of an exported program, so that torch.compile takes the pytree handling in too."""
+    """An exported program with flat inputs and outputs, so that torch.compile compiles the pytree handling too."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class FlatProgram(nn.Module):
 
 
 class InductorExecutable(Executable):
-    """A compiled flat module. Another size within the signature is compiled when it is first seen."""
+    """A compiled flat module. Other sizes within the signature are compiled at their first use."""
 
     def __init__(self, module: nn.Module, mode: Mode, signature: Signature, settings: Settings) -> None:
         super().__init__(signature, settings)
@@ -64,9 +64,9 @@ class InductorExecutable(Executable):
         self.candidate: Candidate | None = None
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the compiled module. Inputs are made dense first: another stride would be compiled anew, for seconds."""
-        # no inference mode: callers could not write into its outputs, and copies cost more than it saves; nor a caller's own,
-        # for which everything would be compiled once more
+        """Run the compiled module. Inputs are made dense, because other strides would be compiled again, for seconds."""
+        # Not in inference mode: callers could not modify the outputs, and copies would cost more than the mode saves. The
+        # caller's inference mode is left too: everything would be compiled once more for it.
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._lent is None:
                 self._lent = self._find_lent(leaves)
@@ -77,13 +77,13 @@ class InductorExecutable(Executable):
             return in_order(outputs) if self._laid else outputs
 
     def _find_lent(self, leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Which outputs are constants of the compiled code or lie in weights, found by two calls; it does not tell which."""
+        """Indices of the outputs that are constants or weights, found by comparing two calls; the compiler does not tell."""
         calls = ([leaf.clone() for leaf in dense(leaves, self._formats)] for _ in range(2))
         first, second = (self._compiled(*call) for call in calls)
         return lent_twice(first, second)
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Write the exported program that :meth:`Inductor.load` compiles; the signature becomes the one that it keeps."""
+        """Write the exported program, which :meth:`Inductor.load` compiles. The signature becomes the program's."""
         if self.candidate is None:
             raise CompileError("This executable was loaded from files; copy those.")
         kept = write_exported(self.candidate, folder, plain=True)
@@ -96,12 +96,12 @@ class InductorExecutable(Executable):
 class Inductor(Backend):
     """Generate and compile C++ for the whole graph, with torch.compile.
 
-    Pays where many small operators follow each other, which it fuses into single loops, and in front of quantized weights,
-    whose conversions it fuses too. It gains nothing where a recurrent layer takes the time, which calls the same library as
-    eager mode. A size of the inputs that it has not seen may be compiled anew, for seconds.
+    Pays off for sequences of small operators, which are fused into loops, and for quantized weights, whose conversions are
+    fused too. Recurrent layers do not become faster: they call the same library as eager mode. New input sizes may be compiled
+    again, for seconds.
 
-    What is saved is the exported program: it is compiled again where it is loaded, which needs a C++ compiler there and takes
-    from ten seconds to a minute (``aoti`` saves the machine code instead).
+    The saved file is the exported program. Loading compiles it again, which needs a C++ compiler and takes from ten seconds to
+    a minute (``aoti`` saves machine code instead).
     Source: https://docs.pytorch.org/docs/stable/torch.compiler.html
     """
 
@@ -110,11 +110,11 @@ class Inductor(Backend):
     cost = "minute"
 
     mode: Mode = "freezing"
-    """``freezing`` makes weights constants, which lets them be packed for the machine; ``max_autotune`` also times several
-    matrix-multiplication kernels and keeps the fastest."""
+    """``freezing`` makes weights constants, so that they can be packed for the CPU; ``max_autotune`` also times several matrix
+    product kernels and keeps the fastest."""
 
     def describe(self) -> str:
-        """The name that people know it by."""
+        """Names the compiler and the mode."""
         how = {"freezing": ", weights frozen", "max_autotune": ", kernels tuned by trial"}.get(self.mode, "")
         return f"torch.compile{how}"
 
@@ -123,7 +123,7 @@ class Inductor(Backend):
         return no_compiler()
 
     def compile(self, candidate: Candidate) -> Executable:
-        """Compile the module whole or, if that is refused, the exported program."""
+        """Compile the module or, if torch.compile refuses it, its exported program."""
         try:
             executable = self._built(candidate, candidate.flat())
         except CompileError as error:
@@ -133,13 +133,13 @@ class Inductor(Backend):
         return executable
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
-        """Read the exported program; it is compiled at the first call."""
+        """Load the exported program. It is compiled at the first call."""
         if reason := no_compiler():
             raise ArtifactError(f"This artifact is compiled where it is loaded. {reason}")
         return InductorExecutable(FlatProgram(bare_module(load_program(folder / PROGRAM))), self.mode, signature, settings)
 
     def script(self) -> str:
-        """Compiles the exported program with torch alone."""
+        """Compiles the exported program with torch."""
         return f"""
 def load(folder, threads):
     import torch
@@ -154,10 +154,10 @@ def load(folder, threads):
 """
 
     def _built(self, candidate: Candidate, module: nn.Module) -> InductorExecutable:
-        """Compile ``module`` by running it on the example and, where sizes may differ, on one other size.
+        """Compile ``module`` by running it on the example and, with dynamic dimensions, at one other size.
 
-        Sizes of one need no check of their own: the compiler guards on them and compiles again. The signature promises other
-        sizes only where one that was not seen yet runs what was compiled.
+        Size 1 needs no check: the compiler guards on it and compiles again. The signature keeps a dynamic dimension only if a
+        size that was not seen yet runs without compilation.
         """
         executable = InductorExecutable(module, self.mode, candidate.signature, candidate.settings)
         try:
@@ -177,9 +177,9 @@ def load(folder, threads):
 
 
 def _compiled_anew(candidate: Candidate, executable: InductorExecutable) -> dict[str, int] | None:
-    """Sizes for which the code that was compiled for two others does not do, as where a loop over them was unrolled.
+    """Sizes that need another compilation after two sizes were compiled, as for an unrolled loop; ``None`` if there are none.
 
-    One version more is allowed, because code may differ between, say, even and odd sizes.
+    One more version is allowed, because the code may differ, for example, between even and odd sizes.
     """
     dims = candidate.signature.dims
     now = candidate.signature.sizes(candidate.leaves)
@@ -204,17 +204,17 @@ def _compiled_anew(candidate: Candidate, executable: InductorExecutable) -> dict
 
 
 def _unseen(dim: Dim, seen: set[int], first: int) -> int:
-    """A size of ``dim`` above one, ``first`` steps from those ``seen`` if bounds allow; one of them if there is no other."""
+    """A size of ``dim`` above 1 that is not in ``seen``, ``first`` steps away if possible; one of ``seen`` if there is none."""
     start = max(seen)
     wanted = (start + step * dim.step for step in (first, *range(1, first), *range(-1, -start // dim.step - 1, -1)))
     return next((size for size in wanted if size > 1 and size in dim and size not in seen), start)
 
 
 def _compiled(module: nn.Module, mode: Mode) -> Callable[..., Any]:
-    """``module.forward`` for torch.compile, with code of its own.
+    """``module.forward`` compiled by torch.compile, with a code object of its own.
 
-    The compiler keeps what it made with the code object, and gives up after eight versions of one. Executables of one process
-    share this module's class, so each gets a copy of its code. Compiling ``forward`` instead of the module saves a call.
+    The compiler caches by code object and gives up after eight versions. Executables of one process share the class, so each
+    gets a copy of the code. Compiling ``forward`` instead of the module saves a call.
     """
     shared = type(module).forward
     code = shared.__code__.replace()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch._C import _from_dlpack as from_dlpack  # torch's own functions around the two ask for longer than they convert
+from torch._C import _from_dlpack as from_dlpack  # torch's public wrappers take longer than the conversion itself
 from torch._C import _to_dlpack as to_dlpack
 
 from trimtab.backends.common import onnx_int8 as int8
@@ -45,18 +45,18 @@ _EXACTLY = f"""    flags = open("/proc/cpuinfo").read().split() if platform.syst
     if platform.machine() in ("x86_64", "AMD64") and {{"avx512_vnni", "avx_vnni"}}.isdisjoint(flags):  # else sums saturate
         options.add_session_config_entry("{int8.EXACTLY}", "1")
 """
-"""What ``run.py`` asks of the session of a model with weights of eight bits, for the CPU that it finds itself on."""
+"""Code for ``run.py`` that enables exact int8 products on the CPU that it runs on."""
 
 
 BOOLEAN = "tensor(bool)"
 FATAL = 4
-"""The least that the runtime writes to standard error by itself: what fails is raised, and the names that a stranger gave to
-nodes would reach the terminal as they are."""
+"""Log level of sessions: fatal errors only. Errors are raised anyway, and messages would print node names from an untrusted
+file to the terminal unfiltered."""
 
 
 class OnnxExecutable(Executable):
-    """A session of ONNX Runtime. Tensors cross without a copy either way, through DLPack; what the session gives is the
-    caller's. Measured on an 8x8 CNN of 26 microseconds, with three from tensors to tensors less than through numpy arrays."""
+    """A session of ONNX Runtime. Tensors are passed through DLPack without copies, and the outputs belong to the caller. On an
+    8x8 CNN with 26 microseconds per call, this saves 3 against numpy arrays."""
 
     own_threads = True
 
@@ -71,7 +71,7 @@ class OnnxExecutable(Executable):
             raise IntegrityError(
                 f"{folder / MODEL} takes {', '.join(self._names)}, but the signature lists {', '.join(order)}."
             )
-        # DLPack's booleans are unknown to the session: they cross as bytes
+        # the session does not support DLPack's booleans; they are passed as bytes
         self._feeds = [(order.index(item.name), item.type == BOOLEAN) for item in inputs]
         self._booleans = [place for place, item in enumerate(outputs) if item.type == BOOLEAN]
         self._written = signature.written
@@ -85,10 +85,10 @@ class OnnxExecutable(Executable):
         self._owned = owned
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the session; inputs need not be contiguous.
+        """Run the session. Inputs need not be contiguous.
 
         Raises:
-            RuntimeError: the session failed. Its own exceptions derive from nothing that a caller could name.
+            RuntimeError: the session failed. ONNX Runtime's own exceptions derive from :class:`Exception` directly.
         """
         assert self._run is not None, "closed"
         feeds, found = self._vector(), self._vector()
@@ -107,7 +107,7 @@ class OnnxExecutable(Executable):
         return put_back(leaves, outputs, self._written) if self._written else outputs
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
-        """The session's own profile, of a second session that keeps one."""
+        """Times from the profile of a second session with profiling enabled."""
         with tempfile.TemporaryDirectory(prefix="trimtab-profile-") as place:
             options = self._session.get_session_options()
             options.enable_profiling, options.profile_file_prefix = True, f"{place}/profile"
@@ -119,11 +119,11 @@ class OnnxExecutable(Executable):
         return operator_shares(_kernels(events), repeats)
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Copy the ONNX file, and its weights if they are too large to stand in it."""
+        """Copy the ONNX file, and its external weights if there are any."""
         return copy_files(self._folder, model_files(self._folder), folder)
 
     def close(self) -> None:
-        """Free the session and its own copy of the files."""
+        """Free the session and its copy of the files."""
         self._run = self._session = None
         if isinstance(self._owned, tempfile.TemporaryDirectory):
             self._owned.cleanup()
@@ -131,28 +131,28 @@ class OnnxExecutable(Executable):
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxRuntime(Backend):
-    """Microsoft's ONNX Runtime: graph fusions and hand-written kernels; a small library that starts fast and needs no torch.
+    """Microsoft's ONNX Runtime: fused graphs and optimized kernels in a small library that does not need torch.
 
-    Pays on most networks at small batches, where its fusions and its low cost per call count, and wherever a deployment must
-    be small. Of its two int8 precisions the dynamic one pays on transformers and recurrent networks (on one machine it ran a
-    small LSTM 2.8 times as fast, where every other runtime gained less than half of that), the static one on convolutions;
-    both on CPUs with VNNI or its like. Dynamic dimensions cost it nothing (MiniLM: 7.6 ms with them, 7.9 ms without), so they
-    are kept wherever the export keeps them. Source: https://onnxruntime.ai/docs/performance/model-optimizations/
+    Pays off for most networks at small batches, because of its fusions and its low overhead per call, and for small
+    deployments. Dynamic int8 pays off for transformers and recurrent networks (on one machine a small LSTM ran 2.8 times as
+    fast; all other runtimes gained less than half of that), static int8 for convolutions; both on CPUs with VNNI or similar
+    instructions. Dynamic dimensions cost little (MiniLM: 7.6 ms with them, 7.9 ms without), so they are kept if the export
+    keeps them. Source: https://onnxruntime.ai/docs/performance/model-optimizations/
     """
 
     name = "onnxruntime"
     requires = ("onnx", "onnxscript", "onnxruntime")
     honours = frozenset({"threads", "data.batch"})
     own_graph = True
-    tells_fallbacks = True  # by opening no session for a graph with an operator that it has no kernel of its own for
+    tells_fallbacks = True  # a session cannot be created for a graph with an operator without kernel
 
     precision: Literal["f32", "int8_dynamic", "int8_static"] = "f32"
-    """``int8_dynamic`` measures activations at run time and suits transformers and LSTMs; ``int8_static`` takes their ranges
-    from calibration data and suits convolutions."""
+    """``int8_dynamic`` finds the ranges of activations at run time, for transformers and LSTMs. ``int8_static`` takes them from
+    calibration data, for convolutions."""
     operators: Literal["auto", "all", "linear"] = "auto"
-    """What int8 is for: ``auto`` decides by the graph, ``all`` is the quantizer's default, ``linear`` is matrix products."""
+    """Operators to quantize: ``auto`` depends on the graph, ``all``: the quantizer's default, ``linear``: matrix products."""
     spinning: bool = True
-    """Whether waiting threads spin; quicker answers, at the price of CPU time that other processes could use."""
+    """Whether waiting threads spin: lower latency, but CPU time is lost for other processes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,7 +160,7 @@ class OnnxRuntime(Backend):
             raise UsageError(f"onnxruntime: operators={self.operators} is about int8; precision is f32. Leave it at auto.")
 
     def describe(self) -> str:
-        """Precision, operators and waiting."""
+        """Names precision, operators and waiting."""
         words = "float32" if self.precision == "f32" else "int8 weights and activations"
         where = {"auto": "", "all": " in every operator", "linear": " in matrix products"}[self.operators]
         ranges = ", ranges taken at run time" if self.precision == "int8_dynamic" else ""
@@ -169,22 +169,22 @@ class OnnxRuntime(Backend):
 
     @property
     def exact(self) -> bool:
-        """Float32 is; int8 is not."""
+        """True for float32."""
         return self.precision == "f32"
 
     @property
     def needs(self) -> frozenset[str]:
-        """Static int8 takes ranges from calibration data."""
+        """Static int8 needs calibration data for its ranges."""
         return frozenset({"calibration"}) if self.precision == "int8_static" else frozenset()
 
     @property
     def arithmetic(self) -> str:
-        """Both int8 precisions multiply in int8."""
+        """Both int8 precisions compute products in int8."""
         return "float32" if self.precision == "f32" else "int8"
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """What ``run.py`` imports."""
+        """The packages that ``run.py`` imports."""
         return ("onnxruntime", "numpy")
 
     def why_not(self, candidate: Candidate) -> str | None:
@@ -197,7 +197,7 @@ class OnnxRuntime(Backend):
         return no_numpy_form(candidate.signature, "ONNX Runtime")
 
     def compile(self, candidate: Candidate) -> Executable:
-        """Export to ONNX, or find the export of an earlier trial; quantize; open a session."""
+        """Export to ONNX (or reuse the export of an earlier trial), quantize, and create a session."""
         onnxruntime = require("onnxruntime")
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
@@ -224,7 +224,7 @@ class OnnxRuntime(Backend):
         return executable
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
-        """Open a session on the file, once it is known that it points nowhere else."""
+        """Check that the file refers to no other files, and create a session."""
         facts = refuse_unsafe(folder)
         exactly = self.precision != "f32" and facts.get("trimtab.weight_bits") != "7" and not environment.has_vnni()
         try:
@@ -233,7 +233,7 @@ class OnnxRuntime(Backend):
             raise IntegrityError(f"{folder / MODEL} cannot be loaded: {error}") from error
 
     def script(self) -> str:
-        """Runs the ONNX file with ONNX Runtime alone; weights of eight bits as :meth:`load` does, exactly on any x86 CPU."""
+        """Runs the ONNX file with ONNX Runtime; 8-bit weights are computed exactly on any x86 CPU, as in :meth:`load`."""
         wide = _EXACTLY if self.precision != "f32" and environment.has_vnni() else ""
         return f"""
 def load(folder, threads):

@@ -38,7 +38,7 @@ from trimtab.tensors.weights import weights
 
 
 class OpenVinoExecutable(Executable):
-    """A model compiled for the example's sizes and, once other sizes come, a second time for any size."""
+    """A model compiled for the example's sizes and, when other sizes come, once more for any size."""
 
     own_threads = True
 
@@ -52,7 +52,7 @@ class OpenVinoExecutable(Executable):
         if (len(model.inputs), len(model.outputs)) != (len(signature.inputs), len(self._graph.outputs)):
             raise IntegrityError(f"{folder / ir.MODEL} has other inputs or outputs than the signature: {signature.describe()}.")
         shapes = _hot_shapes(model, folder, signature)
-        # for other sizes, which may come when the files are others' or gone
+        # kept in memory for other sizes; the files may be gone or replaced by then
         self._model = model.clone() if shapes is None or signature.dims else None
         self._through = ir.given_back(model)
         self._hot: Request | None = None
@@ -65,40 +65,40 @@ class OpenVinoExecutable(Executable):
         """A request whose first inputs are empty gives wrong outputs later (OpenVINO 2026.4), so others go first."""
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the request made for these sizes; inputs need not be contiguous."""
+        """Run the request for these sizes. Inputs need not be contiguous."""
         outputs = self._request(leaves).run(leaves)
         return put_back(leaves, outputs, self.signature.written) if self.signature.writes else outputs
 
     def run_many(self, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
-        """Run as many requests at once as there are streams."""
+        """Run as many requests in parallel as there are streams."""
         wanted = [self._request(leaves) for leaves in requests]
         if len(requests) < 2 or wanted[0].parallel < 2 or self._takes_empty:
             return [self.run(leaves) for leaves in requests]
-        same = all(request is wanted[0] for request in wanted)
-        answers = run_queue(wanted[0] if same else self._for_any(), requests)
+        single = all(request is wanted[0] for request in wanted)
+        answers = run_queue(wanted[0] if single else self._for_any(), requests)
         if not (written := self.signature.written):
             return answers
         return [put_back(leaves, outputs, written) for leaves, outputs in zip(requests, answers, strict=True)]
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
-        """OpenVINO's performance counters, of a model compiled with them; the kernel stands behind each kind of operator."""
+        """OpenVINO's performance counters, of a second compilation with counters enabled; names include the kernel."""
         model = _read(self._folder)
         _reshape(model, [list(leaf.shape) for leaf in leaves])
         request = Request(self._compile(model, {"PERF_COUNT": True}), self._graph, self._through)
         return request.operator_times(leaves, repeats)
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Copy the model, which keeps its dynamic dimensions, and its weights."""
+        """Copy the model, with its dynamic dimensions, and its weights."""
         return copy_files(self._folder, ir.FILES, folder)
 
     def close(self) -> None:
-        """Free the compiled models and the executable's own copy of the files."""
+        """Free the compiled models and the copy of the files."""
         self._hot = self._any = self._model = None
         if isinstance(self._owned, tempfile.TemporaryDirectory):
             self._owned.cleanup()
 
     def coverage(self) -> list[str]:
-        """What the runtime tells about precisions and kernels."""
+        """The runtime's report about precisions and kernels."""
         return (self._hot or self._for_any()).coverage()
 
     def _request(self, leaves: Sequence[torch.Tensor]) -> Request:
@@ -129,11 +129,11 @@ class OpenVinoExecutable(Executable):
 class OpenVino(Backend):
     """Intel's OpenVINO: compiles the whole graph with oneDNN kernels; often the fastest runtime on x86 CPUs.
 
-    Pays on convolutional networks and transformers, in float32 already, because it fuses and lays out the whole graph.
-    ``int8_static`` pays most on convolutions. ``int8_weights`` is worth a try on every transformer: it needs no data, and on
-    CPUs with VNNI the plugin quantizes activations too, at run time (on one machine BERT and MiniLM ran 2.4 times as fast at
-    batch 1). It pays least on recurrent networks: on one machine a small LSTM ran slower than in eager mode, in every
-    precision. Each new size of the inputs beyond the one that it was built for runs a second, more general compilation.
+    Pays off for convolutional networks and transformers, already in float32, because it fuses the whole graph and chooses its
+    layouts. ``int8_static`` pays off most for convolutions. Try ``int8_weights`` on every transformer: it needs no data, and on
+    CPUs with VNNI the plug-in quantizes activations at run time too (on one machine BERT and MiniLM ran 2.4 times as fast at
+    batch 1). It pays off least for recurrent networks: on one machine a small LSTM was slower than in eager mode in every
+    precision. Inputs of other sizes than the example's run a second, more general compilation.
     Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference.html
     """
 
@@ -145,17 +145,17 @@ class OpenVino(Backend):
     overlap = frozenset({"hint", "streams"})
 
     precision: Literal["f32", "bf16", "int8_static", "int8_weights"] = "f32"
-    """``f32`` is float32 throughout: left alone, OpenVINO computes in bfloat16 wherever the CPU can. ``int8_static`` takes
-    ranges from calibration data; ``int8_weights`` needs none."""
+    """``f32`` is float32 everywhere; by default OpenVINO uses bfloat16 if the CPU supports it. ``int8_static`` takes ranges
+    from calibration data; ``int8_weights`` needs none."""
     rest: Literal["f32", "bf16"] = "f32"
-    """What the two compute in where they do not compute in int8: on a CPU with bfloat16 instructions that is the faster one (on
-    one with AMX, int8 BERT ran 1.07 times as fast)."""
+    """Precision of the operators that are not int8, with the int8 precisions. bfloat16 is faster on CPUs with bfloat16
+    instructions (with AMX, int8 BERT ran 1.07 times as fast)."""
     operators: Literal["auto", "all"] = "auto"
-    """What ``int8_static`` is for: ``auto`` leaves recurrent layers float, ``all`` does not."""
+    """Operators for ``int8_static``: ``auto`` leaves recurrent layers in float, ``all`` quantizes them too."""
     hint: Literal["latency", "throughput"] = "latency"
-    """One request as fast as can be, or many at once."""
+    """Optimize for one request at a time, or for many in parallel."""
     streams: Annotated[int | None, Choice(None, 1, 2, 4)] = None
-    """Requests that run at the same time; ``None`` lets the hint decide."""
+    """Number of parallel requests; ``None``: the hint decides."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,7 +171,7 @@ class OpenVino(Backend):
             )
 
     def describe(self) -> str:
-        """Precision, operators and streams."""
+        """Names precision, operators and streams."""
         words = {
             "f32": "float32",
             "bf16": "bfloat16",
@@ -186,26 +186,26 @@ class OpenVino(Backend):
 
     @property
     def exact(self) -> bool:
-        """Float32 is; bfloat16 and int8 are not."""
+        """True for float32."""
         return self.precision == "f32"
 
     @property
     def needs(self) -> frozenset[str]:
-        """Static int8 takes ranges from calibration data."""
+        """Static int8 needs calibration data for its ranges."""
         return frozenset({"calibration"}) if self.precision == "int8_static" else frozenset()
 
     @property
     def arithmetic(self) -> str:
-        """Weights in int8 alone are multiplied in float32."""
+        """With int8 weights only, products are computed in float32."""
         return {"int8_static": "int8", "bf16": "bfloat16"}.get(self.precision, "float32")
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """What ``run.py`` imports."""
+        """The packages that ``run.py`` imports."""
         return ("openvino", "numpy")
 
     def why_not_here(self) -> str | None:
-        """Int8 needs nncf, and bfloat16 a CPU that computes in it."""
+        """Int8 needs nncf; bfloat16 needs CPU instructions."""
         if self.precision.startswith("int8") and missing_package(("nncf",)):
             return f"openvino with {self.precision} needs nncf, which is not installed: {install_hint('nncf')}."
         if "bf16" in (self.precision, self.rest) and "BF16" not in ir.core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
@@ -221,7 +221,7 @@ class OpenVino(Backend):
         return no_numpy_form(candidate.signature, "OpenVINO")
 
     def compile(self, candidate: Candidate) -> Executable:
-        """Convert, or find the conversion of an earlier trial; quantize; compile for the example's sizes."""
+        """Convert (or reuse the conversion of an earlier trial), quantize, and compile for the example's sizes."""
         openvino = ir.runtime()
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
@@ -255,7 +255,7 @@ class OpenVino(Backend):
             raise IntegrityError(f"{folder / ir.MODEL} cannot be loaded: {error}") from error
 
     def script(self) -> str:
-        """Runs the model with OpenVINO alone: compiled for the first sizes that come, and for any size when others follow."""
+        """Runs the model with OpenVINO: compiled for the first sizes that come, and for any size when others follow."""
         return f"""
 def load(folder, threads):
     import numpy, openvino
@@ -303,14 +303,13 @@ def load(folder, threads):
 
 
 def _recurrent(model: nn.Module) -> bool:
-    """Whether the model has recurrent layers, or hides what it has."""
+    """Whether the model has recurrent layers, or TorchScript, whose layers are hidden."""
     kinds = (nn.RNNBase, nn.RNNCellBase, torch.jit.ScriptModule)
     return any(isinstance(part, kinds) for module in model.modules() for part in (module, *vars(module).values()))
 
 
 def _read(folder: pathlib.Path) -> Any:
-    """The model with its weights in memory: mapped ones would be another model's once its file is written to in place, and cost
-    as much."""
+    """The model with its weights in memory; mapped weights would change if the file is overwritten in place."""
     try:
         return ir.core().read_model(folder / ir.MODEL, folder / ir.WEIGHTS, {"ENABLE_MMAP": False})
     except CONVERSION_ERRORS as error:
@@ -334,7 +333,7 @@ def _smallest(signature: Signature) -> list[torch.Tensor]:
 
 
 def _hot_shapes(model: Any, folder: pathlib.Path, signature: Signature) -> list[list[int]] | None:
-    """The sizes that the file says must be fast, which have to be ones that the signature allows."""
+    """The shapes to optimize for from the file. Refused if the signature does not allow them."""
     try:
         shapes = ir.hot_shapes(model)
         if shapes is not None:

@@ -1,4 +1,4 @@
-"""TorchScript, frozen."""
+"""Frozen TorchScript."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trimtab.core.signature import Signature
 from trimtab.errors import CompileError
 
 FROZEN = "frozen.pt"
-"""The file of a module that is loaded as it is; that of one that is optimized when it is loaded is ``script.pt``."""
+"""File of a module that runs without ``optimize_for_inference``; a module in ``script.pt`` is optimized when it is loaded."""
 UNOPTIMIZED = "The frozen module runs as it is, because torch.jit.optimize_for_inference {}."
 WARM_UP = 3
-"""Calls until the profiling executor has specialized the graph."""
+"""Calls until TorchScript's profiling executor has specialized the graph."""
 
 
 class TorchScriptExecutable(Executable):
-    """A frozen, optimized script module."""
+    """A frozen script module, optimized for inference."""
 
     def __init__(self, module: Any, source: Any, signature: Signature, settings: Settings, *, optimized: bool = True) -> None:
         super().__init__(signature, settings)
@@ -40,7 +40,7 @@ class TorchScriptExecutable(Executable):
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the module."""
-        with torch.no_grad():  # callers could not write into what inference mode makes, and copies cost more than it saves
+        with torch.no_grad():  # not inference mode: callers could not modify the outputs, and copies cost more than it saves
             outputs: Sequence[torch.Tensor] = self._module(*leaves)
             if self._lent is None or self._branches:
                 self._lent = lent(outputs, self._held)
@@ -48,7 +48,7 @@ class TorchScriptExecutable(Executable):
             return in_order(outputs) if self._laid else outputs
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Write the module frozen, but not optimized for this machine: that form can be saved and not loaded."""
+        """Write the frozen module without the optimizations for this machine, which could be saved but not loaded."""
         if self._source is None:
             raise CompileError("This executable was loaded from files; copy those.")
         return save_script(self._source, folder, SCRIPT if self._optimized else FROZEN)
@@ -56,10 +56,10 @@ class TorchScriptExecutable(Executable):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchScript(Backend):
-    """Trace, freeze (weights become constants, batch norms are folded), optimize for inference.
+    """Trace the model, freeze it (weights become constants, batch norms are folded), and optimize it for inference.
 
-    Pays a little on small networks, where it removes the interpreter, and on convolutions (oneDNN graph fusions). Needs no
-    compiler. Models whose control flow depends on data are compiled from their source instead of traced.
+    Pays off a little for small networks, because Python is removed, and for convolutions (oneDNN graph fusions). Needs no
+    compiler. Models with data-dependent control flow are compiled from their source instead of traced.
     Source: https://docs.pytorch.org/docs/stable/jit.html
     """
 
@@ -67,11 +67,11 @@ class TorchScript(Backend):
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
 
     def describe(self) -> str:
-        """By its name."""
+        """Names the form."""
         return "TorchScript, frozen"
 
     def compile(self, candidate: Candidate) -> Executable:
-        """Trace or script a copy, and run it until it is specialized."""
+        """Trace or script a copy, and run it until TorchScript has specialized it."""
         source, notes = trace_or_script(candidate)
         module, signature, reason = _fastest(candidate, source)
         executable = TorchScriptExecutable(module, source, signature, candidate.settings, optimized=reason is None)
@@ -83,13 +83,13 @@ class TorchScript(Backend):
         return executable
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
-        """Read the frozen module and optimize it for this machine."""
+        """Load the frozen module. ``script.pt`` is optimized for this machine, ``frozen.pt`` runs as it is."""
         if (folder / FROZEN).exists():
             return TorchScriptExecutable(load_script(folder, FROZEN), None, signature, settings)
         return TorchScriptExecutable(_optimized(load_script(folder)), None, signature, settings)
 
     def script(self) -> str:
-        """Runs the frozen module with torch alone."""
+        """Runs the frozen module with torch."""
         return """
 def load(folder, threads):
     import os, torch
@@ -105,10 +105,10 @@ def load(folder, threads):
 
 
 def _fastest(candidate: Candidate, source: torch.jit.ScriptModule) -> tuple[Any, Signature, str | None]:
-    """The frozen and optimized ``source``, with the signature that it keeps; or, with the reason, the frozen one alone.
+    """``source`` frozen and optimized, its signature, and ``None``; or only frozen, with the reason for that.
 
-    ``torch.jit.optimize_for_inference`` makes modules that raise when they are called, at some sizes or at all
-    (pytorch/pytorch#64806), where the frozen module is right.
+    For some models ``torch.jit.optimize_for_inference`` makes a module that raises errors, at some sizes or at all
+    (pytorch/pytorch#64806), although the frozen module is right.
     """
     try:
         module = _optimized(frozen(source))

@@ -1,1 +1,1 @@
-"""Findings, one file each: the file name registers it. See :class:`trimtab.core.check.Check`."""
+"""Checks, one file each; the file name registers the check. See :class:`trimtab.core.check.Check`."""

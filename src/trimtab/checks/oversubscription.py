@@ -17,19 +17,18 @@ from trimtab.hardware.environment import Environment
 
 @dataclass(frozen=True, kw_only=True)
 class Oversubscription(Check):
-    """More threads within an operator than cores that the process may keep busy.
+    """torch uses more intra-operator threads than the process has usable cores.
 
-    Threads of one operator wait for each other at its end. Where there are more of them than cores, the last one begins when
-    the others are done, or is throttled for the rest of a scheduler's period; calls then take a multiple of their time, and now
-    and then much more. It happens where torch counts the cores of the host and a container's quota grants a few of them, and
-    where ``torch.set_num_threads`` was called with another machine in mind.
-    Source: https://docs.kernel.org/scheduler/sched-bwc.html
+    The threads of an operator wait for each other. With more threads than cores, some start only after others end, or are
+    throttled for the rest of a scheduler period, and calls take a multiple of their time. Usual reasons: torch counts the
+    host's cores in a container with a CPU quota, or a script calls ``torch.set_num_threads`` with the number of another
+    machine. Source: https://docs.kernel.org/scheduler/sched-bwc.html
     """
 
     name = "oversubscription"
 
     def run(self, subject: Any, environment: Environment) -> list[Finding]:
-        """Compares the threads that torch has now with the cores that may be used."""
+        """Compare torch's current number of threads with the number of usable cores."""
         threads, cores = torch.get_num_threads(), environment.usable_cores
         if threads <= cores:
             return []

@@ -1,1 +1,1 @@
-"""Values and contracts: workload, candidate, technique, backend, recipe, finding, check, trial."""
+"""The values and contracts of trimtab: workload, candidate, technique, backend, recipe, finding, check, trial."""

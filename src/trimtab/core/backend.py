@@ -1,11 +1,10 @@
-"""Backends compile a candidate into an executable; executables are called like the model."""
+"""The backend contract: a backend compiles a candidate into an executable, which is called like the model."""
 
 from __future__ import annotations
 
 import abc
 import os
 import pathlib
-import typing
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -16,28 +15,25 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.measurement import OperatorTime
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Signature
+from trimtab.core.technique import Technique
 from trimtab.errors import CompileError, UsageError
 from trimtab.hardware.system import affinity
 from trimtab.tensors.structure import unflatten
 
-if typing.TYPE_CHECKING:
-    pass
-from trimtab.core.technique import Technique
-
 
 class Executable(abc.ABC):
-    """A model that is ready to run, called exactly like the original.
+    """A compiled or loaded model, called like the original.
 
-    It owns its runtime's resources until :meth:`close`. It may be called from one thread at a time. Outputs belong to the
-    caller: a later call does not overwrite them, and they can be changed in place. A call checks its inputs against
-    :attr:`signature` first, because several runtimes answer a question they were not built for with wrong numbers instead of
-    an error. A process that was forked after it was made has none of its threads, and is refused unless it has but one.
+    It holds its runtime's resources until :meth:`close`. It is not thread-safe: one call at a time. Outputs belong to the
+    caller; later calls do not overwrite them. Each call checks its inputs against :attr:`signature`, because several runtimes
+    return wrong numbers for inputs that they were not built for. After a fork, the child process has none of the runtime's
+    threads; a call in the child raises an error unless the executable runs on one thread.
     """
 
     own_threads: ClassVar[bool] = False
-    """Whether its runtime starts threads of its own, whatever torch's number: as many as there are cores unless it is told."""
+    """Whether the runtime has its own thread pool, independent of torch's number of threads. Its default is all cores."""
     _forks: ClassVar[int] = 0
-    """How many forks lie between this process and the first of its family."""
+    """Number of forks between this process and the first one."""
 
     def __init__(self, signature: Signature, settings: Settings) -> None:
         self._made = Executable._forks
@@ -45,26 +41,26 @@ class Executable(abc.ABC):
         self._bare = signature.output_structure.kind == "tensor"
         self.settings = settings
         self.notes: list[str] = []
-        """What the runtime said that explains its speed: operators it could not run natively, dimensions it could not keep."""
+        """Messages of the runtime that explain its speed, such as operators without a native kernel or frozen dimensions."""
 
     @abc.abstractmethod
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The output tensors for input tensors that were checked already, both in the order of the signature.
+        """Run the model on tensors that were already checked.
 
-        The inputs that ``signature.writes`` names are written to as the model does; the others stay as they are. A recipe whose
-        executable does otherwise is refused.
+        ``leaves`` and the returned outputs are in the order of the signature. Inputs that ``signature.writes`` names are
+        modified as the model modifies them; all others stay unchanged. A recipe whose executable does not do so is refused.
         """
 
     def run_many(self, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
-        """The outputs of several independent requests; what throughput times. Runtimes that can overlap requests do it here."""
+        """The outputs of several independent requests. Throughput measures this method; runtimes may overlap requests here."""
         return [self.run(leaves) for leaves in requests]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on inputs given as to the original; outputs have the original's structure.
+        """Run the model. Inputs and outputs have the structure of the original's.
 
         Raises:
             InputError: the inputs do not fit the signature.
-            UsageError: this process was forked from the one in which it was made.
+            UsageError: this process was forked after the executable was made.
         """
         if self._made != Executable._forks:
             self._refuse_threads_of_another()
@@ -72,7 +68,7 @@ class Executable(abc.ABC):
         return outputs[0] if self._bare else unflatten(self.signature.output_structure, outputs)
 
     def _refuse_threads_of_another(self) -> None:
-        """A forked process has none of the threads that its runtime started; it would wait for them, or do without."""
+        """Raise an error after a fork: the child process has none of the runtime's threads, so a call would hang."""
         threads = (self.settings.threads or affinity()) if self.own_threads else torch.get_num_threads()
         if self.settings.threads != 1 and threads > 1:
             raise UsageError(
@@ -81,21 +77,21 @@ class Executable(abc.ABC):
             )
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime] | None:
-        """Where the time of a call goes, as the runtime's own profiler tells; ``None`` where torch runs the operators and its
-        profiler sees them. Slow, and not for timing: the runtime may have to be started once more."""
+        """Time per operator, from the runtime's own profiler. ``None`` if torch runs the operators, because torch's profiler
+        sees them. Slow: the runtime may be started once more."""
         return None
 
-    def synchronize(self) -> None:  # noqa: B027 - a runtime that computes on the CPU has nothing to wait for
-        """Return when all work that was started is done."""
+    def synchronize(self) -> None:  # noqa: B027 - on the CPU there is nothing to wait for
+        """Wait until all started work is done."""
 
     def close(self) -> None:  # noqa: B027 - most runtimes free their resources with the object
-        """Give the runtime's resources back; the executable cannot be called any more."""
+        """Free the runtime's resources. The executable cannot be called afterwards."""
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Write into ``folder`` what :meth:`Backend.load` needs, without pickles, and return the names of the files.
+        """Write the files that :meth:`Backend.load` needs into ``folder``, without pickles, and return their names.
 
         Raises:
-            CompileError: this executable has no form that stands alone; the message says why.
+            CompileError: this executable cannot be saved; the message gives the reason.
         """
         raise CompileError(f"A {type(self).__name__} has no form that stands alone.")
 
@@ -111,57 +107,59 @@ if hasattr(os, "register_at_fork"):
 class Backend(Technique):
     """One runtime: Candidate -> Executable.
 
-    The runtime is imported inside :meth:`compile` and :meth:`load` only, so that this file imports on every machine.
+    :meth:`compile` and :meth:`load` import the runtime; this module imports on every machine.
     """
 
     honours: ClassVar[frozenset[str]] = frozenset({"threads"})
-    """Names of the :class:`Settings` fields that this backend carries out."""
+    """Names of the :class:`Settings` fields that this backend applies."""
     overlap: ClassVar[frozenset[str]] = frozenset()
-    """Names of the fields that only matter to several requests at once, and so to throughput."""
+    """Names of the fields that affect concurrent requests only, and so throughput only."""
     own_graph: ClassVar[bool] = False
-    """Whether it has a graph and kernels of its own, and folds, lays out and quantizes by itself; rewrites of the model and
-    its weights are then not worth a ladder's time."""
+    """Whether the runtime optimizes a graph of its own (folds, chooses layouts, quantizes). The ladder then tries no rewrites
+    of the model's graph or weights."""
     native_code: ClassVar[bool] = False
-    """Whether its files are machine code, which nothing can make safe to load from a stranger."""
+    """Whether the saved files are machine code. Such files cannot be loaded safely from an untrusted source."""
     tells_fallbacks: ClassVar[bool] = False
-    """Whether the notes of its executables name every operator that it could not run natively, so that none named means that
-    there is none."""
+    """Whether the notes of its executables name every operator without a native kernel, so that no note means there is none."""
     cost: ClassVar[Literal["seconds", "minute", "minutes"]] = "seconds"
-    """What a compilation costs on a small model; cheap ones are tried first."""
+    """Compile time for a small model. Cheap backends are tried first."""
 
     @abc.abstractmethod
     def compile(self, candidate: Candidate) -> Executable:
-        """Build an executable for ``candidate``, whose model stays as it was.
+        """Build an executable for ``candidate``. The candidate's model is not modified.
 
-        Dynamic dimensions that the runtime cannot keep are frozen to the example's sizes in the executable's signature.
+        Dynamic dimensions that the runtime does not support are frozen in the executable's signature, to the example's sizes.
 
         Raises:
-            CompileError: the runtime cannot take this model; the message carries the runtime's own words.
+            CompileError: the runtime cannot compile this model; the message contains the runtime's error.
         """
 
     @abc.abstractmethod
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
-        """The executable whose :meth:`Executable.save` wrote ``folder``. Never unpickles, never needs the model's class.
+        """Load the executable that :meth:`Executable.save` wrote into ``folder``. Needs no unpickling and not the model's
+        class.
 
         Raises:
-            ArtifactError: the files are not what this backend writes.
+            ArtifactError: the files were not written by this backend.
         """
 
     @abc.abstractmethod
     def script(self) -> str:
-        """Python source of a function ``load(folder, threads)`` that returns a callable from a list of inputs to a list of
-        outputs, using only the runtime. They are numpy arrays, or tensors where ``torch`` is among :attr:`packages`, since
-        numpy has no bfloat16. Where the model writes to inputs (``signature.writes``), the callable writes to them too, or
-        gives their new values after its outputs. The source becomes part of the artifact's ``run.py``; at most 24 lines."""
+        """Python source of ``load(folder, threads)``, at most 24 lines, for the artifact's ``run.py``. It may import the
+        runtime only.
+
+        ``load`` returns a callable from a list of inputs to a list of outputs. Both are numpy arrays; they are tensors if
+        ``torch`` is among :attr:`packages`, because numpy has no bfloat16. Inputs in ``signature.writes`` are modified in
+        place, or their new values follow the outputs."""
 
     @property
     def arithmetic(self) -> str:
-        """The type that products are computed in, which says what peak of the machine they are held against."""
+        """The data type of the matrix products. It selects the peak rate that a measured speed is compared with."""
         return "float32"
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Distributions that the saved files need at run time, beside numpy and safetensors."""
+        """Distributions that the saved files need at run time, besides numpy and safetensors."""
         return ("torch",)
 
 

@@ -1,4 +1,4 @@
-"""The thing that passes rewrite: a model, its inputs and the settings it runs under."""
+"""The candidate: a model with example inputs and settings. Passes rewrite it, backends compile it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from trimtab.tensors.structure import Structure, classes, cloned, flatten, names
 from trimtab.tensors.weights import raw
 
 MODEL_ERRORS: tuple[type[Exception], ...] = (*IMPORT_ERRORS, pickle.PickleError)
-"""What a model raises that is run in another way than it was written for. Exceptions of its own are not among them."""
+"""Errors of a model that is called in an unusual way, as by an exporter. The model's own exceptions are not included."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A model in evaluation mode with example inputs; immutable.
+    """A model in evaluation mode with example inputs. Immutable.
 
-    The model is shared, not copied: whoever changes it must change :meth:`own_model`, and whoever lets a library loose on it
-    must hand over a copy, because exporters patch what they are given.
+    Candidates share the model. Code that changes the model must work on :meth:`own_model`; so must code that passes it to an
+    exporter, because exporters patch the model.
     """
 
     model: nn.Module
@@ -43,9 +43,9 @@ class Candidate:
     signature: Signature
     settings: Settings = Settings()
     calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
-    """Real inputs, as ``(args, kwargs)``, that quantizers may look at; never scored."""
+    """Real inputs for quantizers, as ``(args, kwargs)``. They are never scored."""
     scratch: pathlib.Path | None = None
-    """A folder where a backend keeps what other trials of the same study can use again, such as an exported graph."""
+    """Folder for files that other trials of the study can reuse, such as an exported graph."""
 
     @classmethod
     def of(
@@ -58,17 +58,17 @@ class Candidate:
         calibration: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
         scratch: pathlib.Path | None = None,
     ) -> Candidate:
-        """A candidate for ``model``, in evaluation mode, called as ``model(*args, **kwargs)``.
+        """Make a candidate for ``model``, in evaluation mode, called as ``model(*args, **kwargs)``.
 
-        The model is run once on the example, and for each dynamic dimension with that dimension at another size, and at half of
-        it where the model takes that, to learn the signature. ``dynamic`` maps input names to ``{axis: Dim}``.
+        To find the signature, the model runs once on the example, and for each dynamic dimension at another size, and at half
+        the size if the model accepts that. ``dynamic`` maps input names to ``{axis: Dim}``.
 
         Raises:
-            UsageError: an input or output cannot cross to another runtime, or ``dynamic`` names an unknown input or axis, or
-                does not allow the size of the example.
-            WorkloadError: the model fails at another size of a dynamic dimension, or what its output holds beside its tensors
-                changes with it, or it needs the methods of a class of the inputs.
-            RuntimeError: and whatever else the model itself raises.
+            UsageError: an input or output cannot be passed to other runtimes; or ``dynamic`` names an unknown input or axis, or
+                does not allow the example's size.
+            WorkloadError: the model fails at another size; or non-tensor values of its output change with the size; or the
+                model needs the methods of an input's class.
+            RuntimeError: and any other error of the model itself.
         """
         kwargs = dict(kwargs or {})
         leaves, structure = flatten((args, kwargs), "inputs")
@@ -86,10 +86,10 @@ class Candidate:
             now, near, half = tried(dim, inputs, leaves)
             if near == now:
                 continue
-            at = functools.partial(_at, model, dim, inputs, leaves, (structure, output_structure), outputs)
+            at = functools.partial(_outputs_at, model, dim, inputs, leaves, (structure, output_structure), outputs)
             seen = {now: outputs, near: at(near)}
             if half not in seen:
-                with contextlib.suppress(WorkloadError, UsageError):  # it shows more, where the model takes it
+                with contextlib.suppress(WorkloadError, UsageError):  # optional evidence; not every model accepts half the size
                     seen[half] = at(half)
             shapes = [{size: found[i].shape for size, found in seen.items()} for i in range(len(outputs))]
             output_specs = tuple(following(spec, dim.name, each) for spec, each in zip(output_specs, shapes, strict=True))
@@ -97,7 +97,7 @@ class Candidate:
         return cls(model=model, args=args, kwargs=kwargs, signature=signature, calibration=tuple(calibration), scratch=scratch)
 
     def own_model(self) -> nn.Module:
-        """A deep copy of the model that the caller may change.
+        """A deep copy of the model, which the caller may change.
 
         Raises:
             CompileError: the model cannot be copied.
@@ -108,11 +108,11 @@ class Candidate:
             raise CompileError(f"The model cannot be copied: {error}. Make copy.deepcopy(model) work.") from error
 
     def own_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copies of the example inputs, for a call that may write to them, as the model itself may."""
+        """Copies of the example inputs, for a call that may modify its inputs."""
         return cloned(self.args), cloned(dict(self.kwargs))
 
     def keeping(self, dims: Sequence[str]) -> Candidate:
-        """This candidate with the dynamic dimensions ``dims`` alone, the others frozen to the example's sizes."""
+        """This candidate with the dynamic dimensions ``dims`` only; all others are frozen to the example's sizes."""
         if len(dims) == len(self.signature.dims):
             return self
         with torch.no_grad():
@@ -120,7 +120,7 @@ class Candidate:
         return dataclasses.replace(self, signature=self.signature.without_dims(self.leaves, outputs, but=dims))
 
     def own_leaves(self) -> list[torch.Tensor]:
-        """The copies that :meth:`own_inputs` gives, in the order of the signature."""
+        """Copies of :attr:`leaves`, for a call that may modify its inputs."""
         return [leaf.clone() for leaf in self.leaves]
 
     def with_model(self, model: nn.Module, changes: Mapping[str, Any] | None = None) -> Candidate:
@@ -137,35 +137,33 @@ class Candidate:
         return flatten((self.args, dict(self.kwargs)), "inputs")[0]
 
     def describe(self) -> str:
-        """The example inputs in words, with their sizes: ``images: float32[batch=2, 1, 8, 8]``."""
+        """The example inputs with their sizes as text: ``images: float32[batch=2, 1, 8, 8]``."""
         return self.signature.describe(self.leaves)
 
     def flat(self, *, copied: bool = True) -> FlatModel:
-        """The model as exporters like it best: tensors in a row in, a tuple of tensors out; of a copy unless said otherwise."""
+        """The model with flat tensors as inputs and outputs, as exporters need it. ``copied=False`` wraps the model itself."""
         return FlatModel(self.own_model() if copied else self.model, self.signature, self.settings)
 
     def flat_calibration(self) -> list[list[torch.Tensor]]:
         """The calibration inputs as flat lists in the order of the signature."""
         return [list(self.signature.bind(args, kwargs)) for args, kwargs in self.calibration]
 
-    def dynamic_leaves(self, size: int = 2) -> list[torch.Tensor]:
-        """Copies of the example tensors whose dynamic sizes are all at least ``size``, wherever bounds allow it.
+    def dynamic_leaves(self) -> list[torch.Tensor]:
+        """Copies of the example tensors with all dynamic sizes at least 2, as far as the dimensions' bounds allow.
 
-        Exporters treat a dimension of size one as a constant, so a graph for any batch cannot be exported from a batch of one.
+        Exporters specialize a dimension of size 1 to a constant, so a batch of 1 does not export to a dynamic batch.
         """
         leaves = self.own_leaves()
-        most = {dim.name: size if dim.max is None else dim.max for dim in self.signature.dims}
+        most = {dim.name: 2 if dim.max is None else dim.max for dim in self.signature.dims}
         for name, now in self.signature.sizes(leaves).items():
-            wanted, pairs = max(now, min(size, most[name])), zip(leaves, self.signature.inputs, strict=True)
+            wanted, pairs = max(now, min(2, most[name])), zip(leaves, self.signature.inputs, strict=True)
             leaves = [resized(leaf, spec.shape, name, wanted) for leaf, spec in pairs]
         return leaves
 
 
 def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int) -> torch.Tensor:
-    """``leaf`` with every axis that ``shape`` calls ``name`` repeated or cut to ``size``; of an empty one zeros.
-
-    An ordered row stays ordered.
-    """
+    """``leaf`` with each axis that ``shape`` names ``name`` repeated or cut to ``size``. Sorted values stay sorted; an empty
+    axis is extended with zeros."""
     for axis, want in enumerate(shape):
         if want == name and leaf.shape[axis] != size:
             if ordered(leaf):
@@ -178,7 +176,7 @@ def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int
 
 
 def call_model(model: nn.Module, structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
-    """The model's own output for copies of flat input tensors, which it may write to, without gradients."""
+    """The model's output for copies of the flat input tensors, computed without gradients."""
     return _called(model, structure, [leaf.clone() for leaf in leaves])
 
 
@@ -189,10 +187,10 @@ def _called(model: nn.Module, structure: Structure, leaves: Sequence[torch.Tenso
 
 
 def _written(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether a call wrote to ``after``, which was a copy of ``before``, were it the values that were there already.
+    """Whether the call wrote to ``after``, a copy of ``before``, even if it wrote equal values.
 
-    A write by way of numpy is not counted by torch, so that values are compared too. What a call makes another shape of is no
-    memory that a runtime could write to.
+    torch does not count writes through numpy, so values are compared as well. A tensor whose shape changed does not count,
+    because no runtime can write to it in place.
     """
     if before.shape != after.shape:
         return False
@@ -201,10 +199,10 @@ def _written(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[int, Dim]]) -> tuple[TensorSpec, ...]:
-    """``inputs`` with the axes that ``dynamic`` lists named after their dimension.
+    """``inputs`` with the axes in ``dynamic`` replaced by the names of their dimensions.
 
     Raises:
-        UsageError: an unknown input, or an axis that it does not have.
+        UsageError: an unknown input or axis.
     """
     known = {spec.name: spec for spec in inputs}
     for name, axes in dynamic.items():
@@ -223,7 +221,7 @@ def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[i
     )
 
 
-def _at(
+def _outputs_at(
     model: nn.Module,
     dim: Dim,
     inputs: Sequence[TensorSpec],
@@ -232,7 +230,7 @@ def _at(
     outputs: Sequence[torch.Tensor],
     size: int,
 ) -> list[torch.Tensor]:
-    """The outputs for the example with ``dim`` at another ``size``, in the ``structures`` of its inputs and ``outputs``."""
+    """The outputs for the example with ``dim`` at ``size``; refused if their structure is not ``structures[1]``."""
     changed = [resized(leaf, spec.shape, dim.name, size) for leaf, spec in zip(leaves, inputs, strict=True)]
     fix = (
         f"If sizes must be multiples, state trimtab.Dim({dim.name!r}, step=...), or leave it out of dynamic; if there is a "
@@ -258,9 +256,9 @@ def _at(
 def _first_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], structure: Structure, leaves: Sequence[torch.Tensor]
 ) -> Any:
-    """The model's output for the example as runtimes will see it: without the classes of what the tensors lie in.
+    """The model's output for inputs rebuilt from plain tensors, as runtimes call it: instances of custom classes are lost.
 
-    ``leaves`` are copies of the example's, which it may write to.
+    ``leaves`` are copies of the example's tensors; the model may modify them.
     """
     try:
         return _called(model, structure, leaves)
@@ -285,7 +283,7 @@ def _works(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 class FlatModel(nn.Module):
-    """``model`` with a flat face: ``forward(*tensors) -> tuple of tensors``; runs under the candidate's settings."""
+    """``model`` as ``forward(*tensors) -> tuple of tensors``, under the candidate's settings."""
 
     def __init__(self, model: nn.Module, signature: Signature, settings: Settings) -> None:
         super().__init__()
@@ -296,7 +294,7 @@ class FlatModel(nn.Module):
         self.eval()
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the model; 4-D inputs are first laid out as the settings say."""
+        """Run the model on flat tensors. 4-D inputs are converted to the memory format of the settings."""
         given = leaves
         if self._settings.memory_format == "channels_last":
             leaves = tuple(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in leaves)
@@ -304,11 +302,11 @@ class FlatModel(nn.Module):
         with self._precision():
             outputs = flatten(self.model(*args, **kwargs), "output")[0]
         for i in self._signature.written:
-            if leaves[i] is not given[i]:  # the model wrote to what was laid out anew, and the caller looks at his own
+            if leaves[i] is not given[i]:  # the model modified the converted tensor; copy the change back to the caller's
                 given[i].copy_(leaves[i])
         if self._settings.precision.autocast is None:
             return tuple(outputs)
-        return tuple(t.to(dtype) for t, dtype in zip(outputs, self._dtypes, strict=True))  # callers rely on the dtypes
+        return tuple(t.to(dtype) for t, dtype in zip(outputs, self._dtypes, strict=True))  # autocast must not change dtypes
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Records the calls that reach one module while somebody's own program runs."""
+"""Record the inputs of the calls of a module while the user's program runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.tensors.structure import Structure, flatten, unflatten
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a model, positional and keyword arguments in any mixture. As an item of data it is never taken apart."""
+    """One call of a model: positional and keyword arguments. As an item of data it is never split into examples."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -28,7 +28,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The calls that were kept, first the first; ``seen`` counts all; ``dims`` are the sizes that differed between any two."""
+    """The recorded ``calls`` in order; ``seen`` is the number of all calls; ``dims`` are the axes whose sizes differed."""
 
     calls: tuple[Call, ...]
     seen: int
@@ -43,17 +43,17 @@ def record(
     most_calls: int = 64,
     most_mb: float = 512.0,
 ) -> Recording:
-    """Run ``run()`` and record the inputs of every call of ``module`` in it, as they were before the module touched them. Where
-    it gives a generator or another iterator, that is gone through.
+    """Run ``run()`` and record the inputs of each call of ``module``, before the module can modify them. If ``run`` returns an
+    iterator, such as a generator, it is exhausted.
 
-    Tensors are copied to the CPU, detached. At most ``most_calls`` calls and ``most_mb`` megabytes are kept, spread evenly over
-    all calls; the first is always among them. ``keep`` says of each call whether it counts.
+    Inputs are detached and copied to the CPU. At most ``most_calls`` calls and ``most_mb`` megabytes are kept, spread evenly
+    over all calls, with the first call always among them. ``keep`` returns for each call whether it counts.
 
     Raises:
-        UsageError: the module was not called, in training mode, with inputs that cannot cross to another runtime, or with
-            calls of different forms.
-        WorkloadError: ``keep`` raised.
-        Exception: whatever ``run`` raises. The hook is gone in any case.
+        UsageError: the module was not called or was in training mode; its inputs cannot be passed to other runtimes; or its
+            calls have different structures.
+        WorkloadError: ``keep`` raised an error.
+        Exception: any error of ``run``. The hook is removed in every case.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise UsageError(
@@ -66,14 +66,14 @@ def record(
     hook = module.register_forward_pre_hook(recorder, with_kwargs=True, prepend=True)
     try:
         if isinstance(found := run(), Iterator):
-            collections.deque(found, maxlen=0)  # a program that only works as somebody asks for what it gives
+            collections.deque(found, maxlen=0)  # exhaust a generator: it runs only while it is consumed
     finally:
         hook.remove()
     return recorder.finish(type(module).__name__)
 
 
 class _Recorder:
-    """The hook. It must not raise: the program that runs could take that for a failure of its own, and go on."""
+    """The forward hook. It does not raise, because the program could catch the error and go on; :meth:`finish` raises it."""
 
     def __init__(self, parameters: Sequence[str], keep: Callable[[Call], bool] | None, most_calls: int, most_mb: float) -> None:
         self._parameters = parameters
@@ -128,7 +128,7 @@ class _Recorder:
         return (*self._parameters, *(f"input_{i}" for i in range(len(self._parameters), count)))
 
     def _thin(self) -> None:
-        """Drop every second of the kept calls until they fit; later ones are then kept as seldom."""
+        """Drop every second kept call until the limits hold, and record later calls at the new rate."""
         while len(self._kept) > 1 and (len(self._kept) > self._most_calls or self._bytes() > self._most_bytes):
             self._stride *= 2
             self._kept = [(index, leaves) for index, leaves in self._kept if index % self._stride == 0]
@@ -137,7 +137,7 @@ class _Recorder:
         return sum(leaf.nbytes for _, leaves in self._kept for leaf in leaves)
 
     def finish(self, name: str) -> Recording:
-        """What was recorded, or the reason why it is of no use."""
+        """The recording. Raises the error that the hook stored, if there is one."""
         if self._problem is not None:
             raise self._problem
         if not self._seen:
@@ -155,9 +155,9 @@ class _Recorder:
 
 
 def difference(first: Structure, other: Structure, one: int, two: int) -> str:
-    """The first place at which two calls, numbers ``one`` and ``two``, differ, in words."""
-    where, mine, yours = _apart(first, other, "") or ("", first, other)
-    if not where:  # the arguments are the same, so those by keyword came in another order
+    """The first difference between the structures of calls number ``one`` and ``two``, as text."""
+    where, mine, yours = _first_difference(first, other, "") or ("", first, other)
+    if not where:  # equal arguments, so the keyword arguments have another order
         where, mine, yours = "the call", first.items[1], other.items[1]
     if mine is None or yours is None:
         present, absent = (one, two) if yours is None else (two, one)
@@ -167,7 +167,7 @@ def difference(first: Structure, other: Structure, one: int, two: int) -> str:
     return f"{where} is {_word(mine)} in call {one} and {_word(yours)} in call {two}"
 
 
-def _apart(first: Structure, other: Structure, where: str) -> tuple[str, Structure | None, Structure | None] | None:
+def _first_difference(first: Structure, other: Structure, where: str) -> tuple[str, Structure | None, Structure | None] | None:
     if first == other:
         return None
     mine, yours = (_children(found, top=not where) for found in (first, other))
@@ -177,13 +177,13 @@ def _apart(first: Structure, other: Structure, where: str) -> tuple[str, Structu
         path = f"{where}{key}" if where else key.strip("[]'")
         if key not in mine or key not in yours:
             return path, mine.get(key), yours.get(key)
-        if found := _apart(mine[key], yours[key], path):
+        if found := _first_difference(mine[key], yours[key], path):
             return found
     return where, first, other
 
 
 def _children(structure: Structure, *, top: bool) -> dict[str, Structure]:
-    """The parts by their place; at the top those of the arguments, positional ones by number and the others by name."""
+    """The children of ``structure`` by path; at the top, positional arguments by number and keyword arguments by name."""
     if top:
         args, kwargs = structure.items
         numbered = {f"argument {i}": item for i, item in enumerate(args.items)}
@@ -199,7 +199,7 @@ def _word(structure: Structure) -> str:
 
 
 def arranged(call: Call, like: Structure, parameters: Sequence[str]) -> Call:
-    """``call`` with its arguments by position and by keyword as in the call that ``like`` describes, as far as names tell."""
+    """``call`` with its arguments passed by position and keyword as in structure ``like``, as far as their names are known."""
     positional, keyword = (len(like.items[0].items), like.items[1].keys)
     args, rest = list(call.args), dict(call.kwargs)
     for name in parameters[len(args) : positional]:
@@ -213,7 +213,7 @@ def arranged(call: Call, like: Structure, parameters: Sequence[str]) -> Call:
 
 
 def _copied(leaf: torch.Tensor) -> torch.Tensor:
-    """A copy that is no inference tensor even where the program runs in inference mode."""
+    """A CPU copy that is not an inference tensor, even if the program runs in inference mode."""
     with torch.inference_mode(mode=False), torch.no_grad():
         return leaf.detach().clone().cpu()
 

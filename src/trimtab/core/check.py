@@ -1,27 +1,24 @@
-"""Checks look at a workload and report findings."""
+"""The check contract: a check inspects a workload and reports findings."""
 
 from __future__ import annotations
 
 import abc
-import typing
 from typing import Any
 
 from trimtab._internal.registry import Registry
-from trimtab.hardware.environment import Environment
-
-if typing.TYPE_CHECKING:
-    from trimtab.core.finding import Finding
+from trimtab.core.finding import Finding
 from trimtab.core.technique import Technique
+from trimtab.hardware.environment import Environment
 
 
 class Check(Technique):
-    """One finding about a workload: what is slow or risky, with evidence and a remedy."""
+    """One rule about workloads: what is slow or risky, with evidence and a remedy."""
 
     @abc.abstractmethod
     def run(self, subject: Any, environment: Environment) -> list[Finding]:
-        """The findings on ``subject``, a :class:`~trimtab.evaluation.prepared_workload.Subject`; empty if it is fine.
+        """The findings for ``subject``, a :class:`~trimtab.evaluation.prepared_workload.Subject`; empty if there are none.
 
-        It never raises, and looks without measuring: what a remedy gains is for whoever asked to find out, in fresh processes.
+        Must not raise and must not measure. The caller measures the gain of a remedy, in fresh processes.
         """
 
 

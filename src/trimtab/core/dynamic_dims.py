@@ -1,4 +1,4 @@
-"""Dynamic dimensions found from examples: which sizes differ, which differ together, which one counts the examples."""
+"""Infer dynamic dimensions from examples: which sizes differ, which are equal to each other, and which is the batch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from trimtab.errors import UsageError
 
 BATCH = "batch"
 BATCHES = frozenset({BATCH, "batch_size", "batchsize", "bs", "b", "n", "examples"})
-"""What people call the dimension that counts examples, in small letters."""
+"""Usual names of the batch dimension, in lower case."""
 
 MOST_STEPS = 8
-"""Steps that are tried before the largest: each costs a call of the model."""
+"""Most step sizes that are tried; each costs a call of the model."""
 
 Shape = tuple[int, ...]
 Dims = dict[str, dict[int, Dim]]
 
 
 def find_dims(calls: Sequence[Sequence[TensorSpec]], *, batched: bool = True) -> Dims:
-    """The axes whose size is not the same in all ``calls``, as ``{input name: {axis: Dim}}``.
+    """The axes whose sizes differ between ``calls``, as ``{input name: {axis: Dim}}``.
 
-    ``calls`` holds the static specs of the input tensors, call by call. Axes that have the same size as each other in every
-    call are one dimension: that is what a caller must keep. The one that leads most of the tensors is called ``batch``, where
-    the first axis counts examples (``batched``); the others are named after the first tensor that shows them. Sizes have no
-    upper bound, because examples cannot show one.
+    ``calls`` has the static specs of the input tensors of each call. Axes whose sizes are equal to each other in every call are
+    one dimension. If ``batched``, the dimension that is the first axis of most tensors is called ``batch``; the others are
+    named after their first tensor and axis. Sizes have no upper bound, because examples cannot show one.
 
     Raises:
-        UsageError: a tensor has another dtype or another number of axes than in the first call.
+        UsageError: a tensor differs from the first call in its dtype or number of axes.
     """
     sizes: dict[tuple[str, int], list[int]] = {}
     for specs in calls:
@@ -49,16 +48,16 @@ def find_dims(calls: Sequence[Sequence[TensorSpec]], *, batched: bool = True) ->
 
 
 def sizes_of(name: str, dims: Mapping[str, Mapping[int, Dim]], calls: Sequence[Sequence[TensorSpec]]) -> list[int]:
-    """The sizes of the dimension ``name`` in ``calls``, each once, the first call's first."""
+    """The distinct sizes of dimension ``name`` in ``calls``, in order of appearance."""
     place, axis = next((tensor, axis) for tensor, axes in dims.items() for axis, dim in axes.items() if dim.name == name)
     return list(dict.fromkeys(int(spec.shape[axis]) for specs in calls for spec in specs if spec.name == place))
 
 
 def fitting(name: str, sizes: Sequence[int], works: Callable[[int], bool]) -> Dim | None:
-    """The dimension ``name`` with the step and the bound under which a model takes it; ``None`` where it takes no other size.
+    """The dimension ``name`` with the step and bound that a model accepts; ``None`` if it accepts one size only.
 
-    ``sizes`` are those that are known, the one first that is known to work; ``works`` tries another. The step is the smallest
-    one by which the sizes can be told apart and that works; where nothing larger does, the largest of ``sizes`` is the bound.
+    ``sizes`` are the known sizes; the first is known to work. ``works`` tries another size. The step is the smallest divisor of
+    all sizes that works. If no size above the largest of ``sizes`` works, that one is the upper bound.
     """
     others = [size for size in sizes if size != sizes[0]]
     if others and not works(others[0]):
@@ -76,9 +75,10 @@ def fitting(name: str, sizes: Sequence[int], works: Callable[[int], bool]) -> Di
 
 
 def tried(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> tuple[int, int, int]:
-    """Sizes of ``dim`` at which a model shows what its outputs follow: the example's, the next one and about half of it.
+    """Three sizes of ``dim`` that show how outputs depend on it: the example's size, the next one, and about half of it.
 
-    Each is the example's own where no other is allowed. From one size to the next, what is divided and rounded may stay.
+    A size that is not allowed is replaced by the example's. Half the size is needed because outputs whose size is divided and
+    rounded may not change from one size to the next.
 
     Raises:
         UsageError: the example's size is not allowed.
@@ -94,18 +94,18 @@ def tried(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]
 
 
 def following(spec: TensorSpec, name: str, seen: Mapping[int, Sequence[int]]) -> TensorSpec:
-    """``spec`` with the axes marked that change along with the dimension ``name``; ``seen`` are the shapes of that tensor by
-    the size of the dimension."""
+    """``spec`` with the axes marked whose sizes change with dimension ``name``. ``seen`` maps each size of the dimension to the
+    tensor's shape."""
     axes = zip(*seen.values(), strict=True)
     shape = tuple(
-        said if len(set(found)) == 1 else name if isinstance(said, int) and list(found) == list(seen) else "?"
-        for said, found in zip(spec.shape, axes, strict=True)
+        size if len(set(found)) == 1 else name if isinstance(size, int) and list(found) == list(seen) else "?"
+        for size, found in zip(spec.shape, axes, strict=True)
     )
     return dataclasses.replace(spec, shape=shape)
 
 
 def describe_dims(dims: Mapping[str, Mapping[int, Dim]]) -> str:
-    """``batch (axis 0 of images and mask), length (axis 1 of ids)``."""
+    """The dimensions as text: ``batch (axis 0 of images and mask), length (axis 1 of ids)``."""
     places: dict[str, dict[int, list[str]]] = {}
     for name, axes in dims.items():
         for axis, dim in axes.items():
@@ -117,18 +117,18 @@ def describe_dims(dims: Mapping[str, Mapping[int, Dim]]) -> str:
 
 
 def replaced(dims: Mapping[str, Mapping[int, Dim]], by: Mapping[str, Dim]) -> Dims:
-    """``dims`` with the dimensions that ``by`` names in the form that it gives them."""
+    """``dims`` with the dimensions named in ``by`` replaced."""
     return {name: {axis: by.get(dim.name, dim) for axis, dim in axes.items()} for name, axes in dims.items()}
 
 
 def without(dims: Mapping[str, Mapping[int, Dim]], names: set[str]) -> Dims:
-    """``dims`` less the dimensions called ``names``."""
+    """``dims`` without the dimensions in ``names``."""
     kept = {name: {axis: dim for axis, dim in axes.items() if dim.name not in names} for name, axes in dims.items()}
     return {name: axes for name, axes in kept.items() if axes}
 
 
 def dim_names(dims: Mapping[str, Mapping[int, Dim]]) -> list[str]:
-    """The names of the dimensions, each once, in the order of the inputs."""
+    """The distinct names of the dimensions, in the order of the inputs."""
     return list(dict.fromkeys(dim.name for axes in dims.values() for dim in axes.values()))
 
 
@@ -141,7 +141,7 @@ def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:
 
 
 def name_groups(groups: Sequence[Sequence[tuple[str, int]]], *, batched: bool = True) -> list[str]:
-    """A name for each group of ``(tensor, axis)`` that is one dimension; where ``batched``, ``batch`` is what leads most."""
+    """A name for each group of ``(tensor, axis)``. If ``batched``, the group with most first axes is called ``batch``."""
     leads = [sum(axis == 0 for _, axis in places) for places in groups]
     batch = leads.index(max(leads)) if any(leads) and batched else None
     names: list[str] = []
@@ -151,7 +151,7 @@ def name_groups(groups: Sequence[Sequence[tuple[str, int]]], *, batched: bool = 
 
 
 def _named(groups: Mapping[tuple[int, ...], Sequence[tuple[str, int]]], batched: bool) -> Dims:
-    """A dimension for each of ``groups``: places, by the sizes that they have in all calls. It may be 0 where a size is."""
+    """A dimension for each of ``groups``, which maps sizes in all calls to axes. ``min`` is 0 if one of the sizes is."""
     dims: Dims = {}
     for name, (sizes, places) in zip(name_groups([*groups.values()], batched=batched), groups.items(), strict=True):
         for tensor, axis in places:

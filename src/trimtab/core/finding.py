@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trimtab.core.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A datum, not prose: a rule that holds here, the evidence for it, and what to do about it."""
+    """A rule that applies to a workload, with its evidence and a remedy."""
 
     rule: str
     level: Literal["note", "warning", "error"]
     message: str
     evidence: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
     gain: Interval | None = None
-    """Measured speed-up of the remedy on this very subject; ``None`` where it was not measured."""
+    """Measured speed-up of the remedy on this workload; ``None`` if it was not measured."""
     remedy: Recipe | None = None

@@ -1,4 +1,4 @@
-"""Measured values. Never a bare float: every one says how many samples it rests on and how sure it is."""
+"""Measured values, each with its number of samples and its confidence interval."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from trimtab._internal.text import counted
 
 Scalar = None | bool | int | float | str
 VAGUE = 2.0
-"""Bounds of a ratio that are further apart than this factor may not hold, and give no number to quote."""
+"""A ratio whose upper bound is more than this factor above its lower bound is *vague*: no single number is quoted."""
 SLOW_PAIRS, QUIET = 8, 0.05
-"""So few pairs, while others had no more than this share of the CPU, are due to slow calls and not to a busy machine."""
+"""At most this many pairs, with at most this share of the CPU used by others: calls are slow and the machine is not busy."""
 UNLIKE = 0.05
-"""A standard deviation of the ratio from start to start above this share is worth a sentence."""
+"""Standard deviation of the ratio between starts, as a share, above which a report mentions it."""
 LEAST_GAIN = 0.02
-"""Less than this is never called a gain, of speed, memory or size: two processes of one program differ by as much."""
+"""Smallest gain of speed, memory or size that counts: two processes of the same program differ by as much."""
 UNRELIABLE = 0.3
-"""A ratio whose interval is wider than this share of it is said to be unreliable."""
+"""A ratio whose interval is wider than this share of its value is reported as unreliable."""
 MANY = 1e3
-"""An upper bound of a ratio beyond this says only that next to nothing is known, as on a machine that is never quiet."""
+"""An upper bound of a ratio above this carries no information; it is shown as ``over 1000``."""
 Relative = Literal["examples", "output", "size", "one"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A value with the bounds of its confidence interval (95%)."""
+    """A value with its 95% confidence interval."""
 
     value: float
     low: float
@@ -34,47 +34,47 @@ class Interval:
 
     @property
     def width(self) -> float:
-        """Width relative to the value: 0.02 means that the value is known to about plus or minus one percent."""
+        """Width relative to the value: 0.02 means about plus or minus one percent."""
         return (self.high - self.low) / abs(self.value) if self.value else float("inf")
 
     @property
     def vague(self) -> bool:
-        """Whether the bounds are more than a factor of two apart: what was measured beside busy neighbours, whose bounds do not
-        hold either, because they come and go."""
+        """Whether the bounds are more than a factor of :data:`VAGUE` apart. Measurements on a busy machine are; their bounds
+        are not reliable either."""
         return not self.high <= VAGUE * self.low
 
     @property
     def unclear(self) -> bool:
-        """Of a ratio of speeds: whether it is vague and its bounds hold 1, so that not even its direction is known."""
+        """For a ratio of speeds: whether it is vague and its bounds include 1, so that even its direction is unknown."""
         return self.vague and not (self.low > 1 or self.high < 1)
 
     @property
     def doubtful(self) -> bool:
-        """Of a ratio of speeds: whether it is vague, and would not surely be a gain with bounds twice as far apart."""
+        """For a ratio of speeds: whether it is vague, and would not be a sure gain if its bounds were twice as far apart."""
         return self.vague and not self.low * self.low > self.value
 
     @property
     def faster(self) -> bool:
-        """Of a ratio of speeds: whether it is surely a gain, and one of at least :data:`LEAST_GAIN`."""
+        """For a ratio of speeds: whether it is surely a gain, of at least :data:`LEAST_GAIN`."""
         return self.low > 1 and self.value >= 1 + LEAST_GAIN
 
     @property
     def slower(self) -> bool:
-        """Of a ratio of speeds: whether its inverse is :attr:`faster`."""
+        """For a ratio of speeds: whether it is surely a loss, of at least :data:`LEAST_GAIN`."""
         return self.high < 1 and self.value * (1 + LEAST_GAIN) <= 1
 
     def times(self) -> str:
-        """As a ratio: ``2.53x (2.41 to 2.66)``, ``at least 5.64x (5.64 to 32.20)`` or ``unclear (0.11 to 5.64)``; see
-        :meth:`quoted`."""
+        """The ratio with its bounds: ``2.53x (2.41 to 2.66)``, ``at least 5.64x (5.64 to 32.20)`` or
+        ``unclear (0.11 to 5.64)``; see :meth:`quoted`."""
         return f"{self.quoted()} ({self.bounds()})"
 
     def bounds(self, joint: str = " to ") -> str:
-        """Of a ratio: ``2.41 to 2.66``, or ``0.11 to over 1000`` where the upper one says nothing."""
+        """The bounds of a ratio: ``2.41 to 2.66``, or ``0.11 to over 1000`` (see :data:`MANY`)."""
         return f"{self.low:.2f}{joint}" + (f"over {MANY:.0f}" if self.low <= MANY < self.high else f"{self.high:.2f}")
 
     def quoted(self, digits: int = 2) -> str:
-        """As a ratio without its bounds: ``2.53x``. Where the bounds are too far apart for one number (:attr:`vague`), the
-        bound that is nearer to 1: ``at least 5.64x`` or ``at most 0.72x``; and ``unclear`` where they hold 1."""
+        """The ratio without bounds: ``2.53x``. A :attr:`vague` ratio gives the bound nearer to 1, ``at least 5.64x`` or ``at
+        most 0.72x``; or ``unclear`` if the bounds include 1."""
         if not self.vague:
             return f"{self.value:.{digits}f}x"
         if self.unclear:
@@ -82,11 +82,11 @@ class Interval:
         return f"at least {self.low:.{digits}f}x" if self.low > 1 else f"at most {self.high:.{digits}f}x"
 
     def multiple(self) -> str:
-        """As a ratio that a sentence goes on from: ``2.53x (2.41 to 2.66)``, or ``0.11x to 5.64x`` where it is unclear."""
+        """The ratio for use inside of a sentence: ``2.53x (2.41 to 2.66)``, or ``0.11x to 5.64x`` if it is unclear."""
         return self.single() if self.unclear else self.times()
 
     def single(self) -> str:
-        """As :meth:`multiple`, without bounds where one number is enough."""
+        """Like :meth:`multiple`, without the bounds of a clear ratio."""
         return self.bounds("x to ") + "x" if self.unclear else self.quoted()
 
     def __str__(self) -> str:
@@ -95,13 +95,13 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Samples of one quantity, summarized. ``p90`` and ``p99`` are ``None`` where there are too few samples to know them."""
+    """Summary of the samples of one quantity. ``p90`` and ``p99`` are ``None`` if there are too few samples."""
 
     unit: str
     n: int
     median: float
     interval: Interval
-    """Of the median."""
+    """Interval of the median."""
     p90: float | None = None
     p99: float | None = None
     conditions: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
@@ -109,50 +109,50 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two things timed in turns. ``ratio`` above 1 means that the candidate is faster than the rival."""
+    """Two programs timed in alternation. ``ratio`` above 1: the candidate is faster than the baseline (``rival``)."""
 
     ratio: Interval
     pairs: int
     candidate: Measurement
     rival: Measurement
     discarded: int = 0
-    """Blocks thrown away because somebody else had the CPU."""
+    """Blocks discarded because other processes used the CPU."""
     sampling: Interval | None = None
-    """The interval of the ratio that the spread of the quads alone gives, where ``ratio`` is wider because of neighbours."""
+    """Interval of the ratio from the spread of the samples alone, if ``ratio`` was widened because of other load."""
     noise: float | None = None
-    """Spread of the rival against itself: half the width of the central 95% of its block ratios."""
+    """Spread of the baseline against itself: half the width of the central 95% of its block ratios."""
     foreign: float = 0.0
-    """Share of CPU time that other processes took during the blocks that were kept."""
+    """Share of CPU time that other processes used during the kept blocks."""
     stolen: float = 0.0
-    """Share of CPU time that the hypervisor took during the blocks that were kept."""
+    """Share of CPU time that the hypervisor took during the kept blocks."""
     slowed: float = 0.0
-    """Share of the blocks that were kept in which the core was slower than usual, as where another machine has half of it."""
+    """Share of the kept blocks in which the core was slower than usual, for example because another machine shares it."""
     process_noise: float = 0.0
-    """Standard deviation of the ratio, relative to it, from one start of both sides to the next; the interval includes it."""
+    """Relative standard deviation of the ratio between starts of both programs. The interval includes it."""
     starts: int = 1
-    """Starts of both sides, each in a pair of processes of its own."""
+    """Number of starts. Each start runs both programs in new processes."""
     rival_ms: tuple[float, float] | None = None
-    """Shortest and longest median time of the rival over all starts, and over the trials of a study."""
+    """Shortest and longest median time of the baseline in milliseconds, over all starts and over the trials of a study."""
     stopped_by: Literal["width", "time", "pairs"] = "width"
-    """What ended the sampling: the interval was narrow enough, the time was up, or the pairs asked for were done."""
+    """Why sampling ended: the interval was narrow enough, the time was up, or the requested pairs were done."""
 
     @property
     def few(self) -> bool:
-        """Whether calls were too slow for more than a few pairs, and nobody else was to blame."""
+        """Whether only few pairs were measured because the calls are slow, on a machine that was not busy."""
         return self.pairs <= SLOW_PAIRS and self.foreign + self.stolen + self.slowed <= QUIET
 
     @property
     def differs(self) -> str | None:
-        """In words, how much the ratio differs from one start to the next, where nobody else was to blame."""
+        """How much the ratio differs between starts, as text; ``None`` if little, or if the machine was busy."""
         if self.starts == 1 or self.process_noise <= UNLIKE or self.foreign + self.stolen + self.slowed > QUIET:
             return None
-        told = f"each time they start the two run at another ratio, by {self.process_noise:.0%} over {self.starts} starts"
+        text = f"each time they start the two run at another ratio, by {self.process_noise:.0%} over {self.starts} starts"
         low, high = self.rival_ms or (0.0, 0.0)
-        return told + (f"; the baseline took {low:.3g} to {high:.3g} ms" if high > (1 + UNLIKE) * low else "")
+        return text + (f"; the baseline took {low:.3g} to {high:.3g} ms" if high > (1 + UNLIKE) * low else "")
 
     @property
     def doubt(self) -> str | None:
-        """A sentence where the machine was too busy, or the calls too slow, for a figure that can be relied on."""
+        """Why the ratio is unreliable (busy machine, slow calls, or starts that differ), as a sentence; else ``None``."""
         if self.ratio.width <= UNRELIABLE:
             return None
         if self.few:
@@ -170,10 +170,10 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drop:
-    """How much score was lost, in the score's own units; negative if the candidate scored better.
+    """Loss of score, in the score's own unit; negative if the candidate scored better.
 
-    ``decided`` is ``True`` when the upper bound is within the limit, ``False`` when even the lower bound is beyond it, ``None``
-    when the data cannot tell; ``n_needed`` then estimates the examples that would.
+    ``decided``: ``True`` if the upper bound keeps the limit, ``False`` if the lower bound exceeds it, ``None`` if the data does
+    not decide. ``n_needed`` then estimates how many examples would.
     """
 
     value: float
@@ -185,32 +185,66 @@ class Drop:
     n_needed: int | None = None
     method: str = "paired"
     share: bool = False
-    """Whether the score is a share, such as an accuracy, so that a drop of it reads best in percent."""
+    """Whether the score is a share, such as an accuracy. Its drop is then shown in percent."""
     of: Literal["score", "loss"] = "score"
-    """Of a model's score over examples, or of a training's loss over updates, which is worse where it rises."""
+    """``score``: of a model over examples. ``loss``: of a training over updates; a higher loss is worse."""
 
     @property
     def unclear(self) -> str:
-        """Why the data cannot tell whether the limit is kept, to stand behind "undecidable"."""
+        """Why the data does not decide whether the limit is kept, as text that follows "undecidable"."""
         assert self.limit is not None
         more = "more of them would hardly help, for the drop itself is too close"
         return (
-            f"with {counted(self.n, 'example')}: its drop is {self.show(self.value)}, but up to {self.show(self.upper)} "
-            "cannot be "
-            f"excluded and the limit is {self.show(self.limit)}; {f'about {self.n_needed} would' if self.n_needed else more}"
+            f"with {counted(self.n, 'example')}: its score {self.change()}, but a drop of up to {self.show(self.upper)} "
+            f"cannot be excluded and the limit is {self.show(self.limit)}; "
+            f"{f'about {self.n_needed} would' if self.n_needed else more}"
         )
 
+    def change(self, digits: int = 3) -> str:
+        """The change as a verb phrase: the score ``drops by 0.5%``, ``improves by 1.1%`` or ``does not change``.
+
+        A loss ``ends up 0.02 higher`` or ``ends up 0.02 lower``. ``digits`` are those behind the point of a percentage.
+        """
+        amount = self.show(abs(self.value), digits)
+        if amount == self.show(0.0, digits):
+            return "does not change"
+        if self.value > 0:
+            return self._worse(amount)
+        return f"improves by {amount}" if self.of == "score" else f"ends up {amount} lower"
+
+    def bound(self, digits: int = 3) -> str:
+        """The upper bound of the drop, to stand in brackets behind ``change``: ``at most 2%``, ``drops by 2% at most`` behind
+        an improvement, ``at least 1%`` behind one that is certain."""
+        amount = self.show(abs(self.upper), digits)
+        if self.upper < 0:
+            return f"at least {amount}"
+        if self.value > 0:
+            return f"at most {amount}"
+        return f"{self._worse(amount)} at most"
+
+    def short(self, digits: int = 3) -> str:
+        """Change and bound for a line of figures: ``drop 0.5% (up to 1%)``, ``gain 1.1% (drop up to 2%)``, and of a loss
+        ``rise`` and ``fall``."""
+        worse, better = ("drop", "gain") if self.of == "score" else ("rise", "fall")
+        amount, upper = self.show(abs(self.value), digits), self.show(abs(self.upper), digits)
+        if self.value >= 0 or amount == self.show(0.0, digits):
+            return f"{worse} {amount} (up to {upper})"
+        return f"{better} {amount} ({self.bound(digits) if self.upper < 0 else f'{worse} up to {upper}'})"
+
+    def _worse(self, amount: str) -> str:
+        return f"drops by {amount}" if self.of == "score" else f"ends up {amount} higher"
+
     def show(self, amount: float, digits: int = 3) -> str:
-        """``amount`` of this score in words: percent of a share, with so many ``digits``, else a number in its own units."""
+        """``amount`` of the score as text: percent with ``digits`` decimals for a share, else a number."""
         return f"{amount:.{digits}%}" if self.share else f"{amount:.4g}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parity:
-    """How far outputs are from the reference, over all outputs and examples that were compared; the worst output counts.
+    """Errors of outputs against the reference, over all compared outputs and examples. The worst output counts.
 
-    ``centred_error`` is the root mean square error relative to what the reference *varies* by over the examples, so that a
-    constant predictor scores 1.0 and not 0.02. ``tail_error`` is the largest single error on the same scale.
+    ``centred_error`` is the root mean square error divided by the reference's standard deviation over the examples; a constant
+    predictor has 1.0. ``tail_error`` is the largest single error, divided likewise.
     """
 
     ok: bool
@@ -223,38 +257,38 @@ class Parity:
     centred_error: float | None = None
     tail_error: float | None = None
     relative_to: Relative = "examples"
-    """What these two are relative to: what the reference varies by over the examples or, where it does not vary over them (one
-    example only), within the output; else its size; else 1."""
+    """What these two errors are relative to: the reference's variation over the examples; else (one example) its variation
+    within the output; else its size; else 1."""
     unrelated: int = 0
-    """Examples whose error reaches what the reference varies by over them, so that any other example's outputs are as near."""
+    """Examples whose error is as large as the reference's variation: another example's outputs would be as close."""
     left_out: int = 0
-    """Batches with other sizes than the reference's, where these follow from data: the score alone judges them."""
+    """Batches whose data-dependent sizes differ from the reference's. They are not compared; only the score judges them."""
     still: bool = False
-    """Whether random numbers, as those of dropout, fall differently, so that trainings were compared that draw none."""
+    """Whether trainings were compared with dropout and other random numbers switched off, because these differ."""
 
     @property
     def of(self) -> str:
-        """What its errors are a share of, in words that follow ``off by 2% of``."""
+        """What the errors are relative to, as text that follows ``off by 2% of``."""
         return {"size": "their size", "one": "1, as they are zero"}.get(self.relative_to, "what they vary by")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperatorTime:
-    """One operator in one call of the model, on average."""
+    """Average time of one operator per call of the model."""
 
     name: str
-    """As the runtime calls it, such as ``aten::addmm`` or ``Convolution (brgconv_avx512_1x1_I8)``."""
+    """The runtime's name for it, such as ``aten::addmm`` or ``Convolution (brgconv_avx512_1x1_I8)``."""
     calls: float
-    """How often it runs in one call; not whole where the model takes turns."""
+    """Runs of the operator per call; fractional if calls differ."""
     self_ms: float
-    """Milliseconds in one call, without the operators that it calls itself; on the GPU where one computes."""
+    """Milliseconds per call, without the operators that it calls. On a GPU: GPU time."""
     share: float
-    """Of the time of all operators. Shares sum to 1."""
+    """Share of the time of all operators. Shares sum to 1."""
 
 
 def operator_shares(rows: Iterable[tuple[str, int, float]], repeats: int) -> list[OperatorTime]:
-    """Operators from ``(name, calls, milliseconds)`` over ``repeats`` calls of the model; the slowest first, equal names added
-    up, those without any time left out."""
+    """Summarize ``(name, calls, milliseconds)`` rows that were measured over ``repeats`` calls of the model. Rows of equal name
+    are added up, rows without time are dropped; the slowest operator is first."""
     calls: dict[str, int] = {}
     times: dict[str, float] = {}
     for name, count, ms in rows:

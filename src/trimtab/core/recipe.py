@@ -1,4 +1,4 @@
-"""A recipe: ordered passes and one backend, with all their fields."""
+"""A recipe: ordered passes and one backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What to do to a candidate. Two recipes with the same steps are equal and have the same :attr:`hash`."""
+    """The steps to apply to a candidate. Recipes with equal steps are equal and have equal :attr:`hash`."""
 
     passes: tuple[Pass, ...] = ()
     backend: Backend
@@ -34,23 +34,23 @@ class Recipe:
 
     @property
     def exact(self) -> bool:
-        """Whether every step keeps the outputs within floating-point noise."""
+        """Whether every step keeps the outputs equal up to floating-point rounding."""
         return all(step.exact for step in (*self.passes, self.backend))
 
     @property
     def hash(self) -> str:
-        """Twelve hexadecimal digits that name this recipe."""
+        """Twelve hexadecimal digits that identify this recipe."""
         return hashlib.sha256(dumps(self, indent=None).encode()).hexdigest()[:12]
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """The first reason against this recipe on ``candidate`` as it comes in, in a sentence; ``None`` if there is none."""
+        """Why this recipe cannot be applied to ``candidate``, as a sentence; ``None`` if it can."""
         for step in self.passes:
             if ignored := sorted(step.sets - self.backend.honours):
                 return f"{self.backend.name} does not carry out {ignored[0]}, which {step.name} sets."
         return next((reason for step in (*self.passes, self.backend) if (reason := step.blocked(candidate))), None)
 
     def describe(self) -> str:
-        """The recipe in the words of a person: the runtime first, then what is done to the model."""
+        """The recipe as text for people: the runtime first, then the passes."""
         return ", ".join(step.describe() for step in (self.backend, *self.passes))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The search space, read off the fields of passes and backends."""
+"""The search space, derived from the fields of passes and backends."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ COSTS = ("seconds", "minute", "minutes")
 
 
 def passes(*, exact: bool) -> list[Pass]:
-    """A default instance of every pass for inference that is, or is not, exact."""
+    """A default instance of each inference pass whose ``exact`` has the given value."""
     found = [PASSES[name]() for name in PASSES if "infer" in PASSES[name].modes]
     return [step for step in found if step.exact == exact]
 
 
 def rewrites() -> list[Pass]:
-    """The exact passes that there is nothing to choose about."""
+    """The exact passes without fields to choose."""
     return [step for step in passes(exact=True) if not step.choices()]
 
 
 def knobs() -> list[Pass]:
-    """Every value of the exact passes whose fields are to be chosen, such as the number of threads, that this machine has."""
+    """Every variant of the exact passes with fields to choose, such as the number of threads, that this machine supports."""
     chosen = [variant for step in passes(exact=True) if step.choices() for variant in (step, *variants(step))]
     return [variant for variant in chosen if variant.exact and variant.blocked_here() is None]
 
 
 def backends() -> list[Backend]:
-    """A default instance of every backend, the cheapest to compile first."""
+    """A default instance of every backend, cheapest to compile first."""
     return sorted((BACKENDS[name]() for name in BACKENDS), key=lambda backend: (COSTS.index(backend.cost), backend.name))
 
 
 def training() -> list[Pass]:
-    """Every value of the passes for training that a search may try."""
+    """Every variant of the passes for training."""
     found = [PASSES[name]() for name in PASSES if "train" in PASSES[name].modes]
     return [variant for step in found for variant in (step, *variants(step))]
 
 
 def variants(technique: Any, *, without: Collection[str] = ()) -> list[Any]:
-    """``technique`` with one field at a time set to each other value that a search may try and that the technique takes."""
+    """Copies of ``technique`` in which one field has another value of its choices. Refused combinations are skipped."""
     found = []
     for field, values in technique.choices().items():
         if field in without:
             continue
         for value in values:
             if value != getattr(technique, field):
-                with contextlib.suppress(UsageError):  # a combination that means nothing is refused when it is made
+                with contextlib.suppress(UsageError):  # the technique refuses this combination
                     found.append(dataclasses.replace(technique, **{field: value}))
     return found
 
 
 def techniques() -> Iterator[Technique]:
-    """Everything that a ladder may put into a recipe, so that reasons against it can be known before it is tried."""
+    """Every technique, in every variant, that the ladder may use; for looking up in advance why some cannot run."""
     for name in PASSES:
         if "infer" in PASSES[name].modes:
             step = PASSES[name]()
@@ -70,15 +70,15 @@ def techniques() -> Iterator[Technique]:
 
 
 def options(technique: type[Technique], field: str) -> tuple[Any, ...]:
-    """All values of ``field`` that a search may meet: its choices, and its default."""
+    """All values of ``field`` in the search space: its choices and its default."""
     default = next(f.default for f in dataclasses.fields(technique) if f.name == field)
     values = technique.choices()[field]
     return values if default in values else (*values, default)
 
 
 def parameters(recipe: Recipe) -> tuple[dict[str, Any], dict[str, CategoricalDistribution]]:
-    """``recipe`` as the parameters and distributions that optuna stores and its dashboard shows."""
-    from optuna.distributions import CategoricalDistribution  # workers come by here too, which store nothing
+    """``recipe`` as optuna's parameters and distributions, for storage and its dashboard."""
+    from optuna.distributions import CategoricalDistribution  # imported late: workers do not need it
 
     values: dict[str, Any] = {"backend": recipe.backend.name}
     spaces = {"backend": CategoricalDistribution(sorted(BACKENDS))}

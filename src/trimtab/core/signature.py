@@ -1,4 +1,4 @@
-"""What a model takes and gives: names, dtypes, shapes with dynamic dimensions, and the structure around them."""
+"""The signature of a model: names, dtypes and shapes of inputs and outputs, dynamic dimensions, and nested structure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.errors import InputError, UsageError
 from trimtab.tensors.structure import Structure, difference, flatten, names, rearranged
 
 MOST_PASSED = 256
-"""Combinations of shapes that are remembered to fit."""
+"""Most combinations of shapes whose check is cached."""
 _KIND = operator.attrgetter("dtype", "shape")
 
 STORED = frozenset(
@@ -26,15 +26,15 @@ STORED = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     }
 )
-"""Dtypes that safetensors holds."""
+"""Dtypes that safetensors can store."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """A dimension whose size may differ from call to call, between bounds and in multiples of ``step``.
+    """A dimension whose size may differ between calls: a multiple of ``step`` from ``min`` to ``max``.
 
-    Bounds that are no multiples are drawn in to the next ones. ``min=0`` allows empty tensors, such as the cache of a decoder's
-    first step.
+    Bounds that are not multiples of ``step`` are moved inwards. ``min=0`` allows empty tensors, such as a decoder's cache
+    in its first step.
     """
 
     name: str
@@ -63,24 +63,24 @@ class Dim:
 
     @property
     def bounds(self) -> str:
-        """The sizes in words: ``1 to 512``, ``32 to any in multiples of 32``."""
+        """The allowed sizes as text: ``1 to 512``, ``32 to any in multiples of 32``."""
         most, steps = "any" if self.max is None else self.max, f" in multiples of {self.step}" if self.step > 1 else ""
         return f"{self.min} to {most}{steps}"
 
     def holding(self, size: int) -> int:
-        """The smallest of its sizes, whatever the upper bound, that is no less than ``size``."""
+        """The smallest multiple of ``step`` that is at least ``size`` and ``min``. The upper bound is ignored."""
         return max(-(-size // self.step) * self.step, self.min)
 
     def near(self, now: int, *steps: int) -> int:
-        """The first of the sizes so many ``steps`` from ``now`` that is allowed; ``now`` itself if none is."""
+        """The first allowed size among ``now + step * self.step`` for ``step`` in ``steps``; ``now`` if there is none."""
         return next((size for step in steps if (size := now + step * self.step) in self), now)
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """Name, dtype (``"float32"``) and shape of one tensor.
+    """Name, dtype (such as ``"float32"``) and shape of one tensor.
 
-    A size is a number, the name of a :class:`Dim`, or ``"?"`` for an output size that depends on the input in some other way.
+    A size is a number, the name of a :class:`Dim`, or ``"?"`` for an output size that depends on the inputs in another way.
     """
 
     name: str
@@ -93,12 +93,12 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The contract between a caller and an executable.
+    """The inputs and outputs that a caller and an executable agree on.
 
-    ``inputs`` and ``outputs`` list the tensors in flat order. ``input_structure`` is a tuple of two structures: the positional
-    arguments (a tuple) and the keyword arguments (a dict). ``parameters`` names the positional ones, so that a caller may pass
-    them by keyword as the model itself allows. ``batched`` is false where the first axis of the inputs counts something else
-    than examples, such as the time of a sequence. ``writes`` names the inputs that a call writes to, as into a cache.
+    ``inputs`` and ``outputs`` are the tensors in flat order. ``input_structure`` is a tuple of the structures of the positional
+    arguments (a tuple) and of the keyword arguments (a dict). ``parameters`` are the names of the positional arguments, which
+    may be passed by keyword too. ``batched`` is false if the first axis of the inputs is not the batch, but for example time.
+    ``writes`` names the inputs that a call modifies in place, such as a cache.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -112,12 +112,12 @@ class Signature:
 
     @cached_property
     def written(self) -> tuple[int, ...]:
-        """The places among the inputs of those that a call writes to."""
+        """Indices of the inputs that a call modifies."""
         return tuple(i for i, spec in enumerate(self.inputs) if spec.name in self.writes)
 
     @cached_property
     def _flat(self) -> bool:
-        """Whether a call is just tensors in a row, which is by far the most common and takes the short way."""
+        """Whether all arguments are positional tensors. This common case has a fast path."""
         args, kwargs = self.input_structure.items
         return not kwargs.items and all(item.kind == "tensor" for item in args.items)
 
@@ -130,32 +130,32 @@ class Signature:
 
     @property
     def batch(self) -> str | None:
-        """The dynamic dimension that counts the examples of a call: the one that leads the first input, if it has one."""
+        """The name of the batch dimension: the dynamic first axis of the first input. ``None`` if there is none."""
         if not self.batched:
             return None
         lead = self.inputs[0].shape[0] if self.inputs and self.inputs[0].shape else None
         return lead if isinstance(lead, str) else None
 
     def accept(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """The flat tensors of a call ``(*args, **kwargs)``, checked: what :meth:`bind` and :meth:`check` do.
+        """The flat tensors of a call ``(*args, **kwargs)``, checked: :meth:`bind`, then :meth:`check`.
 
         Raises:
-            InputError: the arguments do not fit, in number, structure, dtype or shape.
+            InputError: the arguments do not fit in number, structure, dtype or shape.
         """
         try:
             if self._flat and not kwargs and tuple(map(_KIND, args)) in self._passed:
                 return args
-        except AttributeError:  # something that is no tensor; the long way says what
+        except AttributeError:  # not a tensor; the slow path raises the error
             pass
         leaves = self.bind(args, kwargs)
         self.check(leaves)
         return leaves
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """The flat tensors of a call ``(*args, **kwargs)``.
+        """The flat tensors of a call ``(*args, **kwargs)``, not yet checked.
 
         Raises:
-            InputError: arguments are missing, unknown, or structured differently from the example they were built for.
+            InputError: arguments are missing or unknown, or their structure differs from the example's.
         """
         if self._flat and not kwargs and len(args) == len(self.inputs):
             return args
@@ -164,16 +164,16 @@ class Signature:
         if structure != self.input_structure:
             structure, leaves = rearranged(structure, leaves, self.input_structure)
         if structure != self.input_structure:
-            raise InputError(self._unlike(structure))
+            raise InputError(self._structure_difference(structure))
         return leaves
 
     @cached_property
     def _passed(self) -> set[Any]:
-        """Dtypes and shapes that passed the check before; small networks take less time than checking them anew."""
+        """Combinations of dtypes and shapes that passed :meth:`check`. A small network can run faster than the check."""
         return set()
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Raise :class:`InputError` unless every tensor has the dtype and shape that this was built for."""
+        """Raise :class:`InputError` unless each tensor has the dtype and shape of its spec."""
         try:
             key = tuple(map(_KIND, leaves))
         except AttributeError:
@@ -189,7 +189,7 @@ class Signature:
             self._passed.add(key)
 
     def fits(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether :meth:`check` has nothing against ``leaves``."""
+        """Whether ``leaves`` pass :meth:`check`."""
         try:
             self.check(leaves)
         except InputError:
@@ -197,10 +197,10 @@ class Signature:
         return True
 
     def sizes(self, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
-        """The size of every dynamic dimension in this call.
+        """The size of each dynamic dimension in this call.
 
         Raises:
-            InputError: two tensors disagree about a dimension, or a size is out of its bounds.
+            InputError: two tensors have different sizes for one dimension, or a size is not allowed.
         """
         known: dict[str, int] = {}
         dims = {dim.name: dim for dim in self.dims}
@@ -222,13 +222,13 @@ class Signature:
     def without_dims(
         self, example: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, but: Collection[str] = ()
     ) -> Signature:
-        """The same signature with every dynamic size frozen to that of ``example`` and its ``outputs``, ``but`` those of the
-        dimensions named; an output size that may follow one of these in some other way stays open."""
+        """This signature with dynamic sizes frozen to those of ``example`` and ``outputs``, except the dimensions in ``but``.
+        With ``but``, output sizes marked ``"?"`` stay open, because they may depend on a kept dimension."""
         kept = {*but, "?"} if but else set()
 
         def fixed(spec: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
             pairs = zip(spec.shape, tensor.shape, strict=True)
-            return dataclasses.replace(spec, shape=tuple(said if said in kept else size for said, size in pairs))
+            return dataclasses.replace(spec, shape=tuple(dim if dim in kept else size for dim, size in pairs))
 
         return dataclasses.replace(
             self,
@@ -238,7 +238,7 @@ class Signature:
         )
 
     def describe(self, leaves: Sequence[torch.Tensor] = ()) -> str:
-        """The inputs in words: ``images: float32[batch, 1, 8, 8]``; of ``leaves``: ``images: float32[batch=2, 1, 8, 8]``."""
+        """The inputs as text: ``images: float32[batch, 1, 8, 8]``; with ``leaves``: ``images: float32[batch=2, 1, 8, 8]``."""
         sizes = self.sizes(leaves) if leaves else {}
         named = {name: f"{name}={size}" for name, size in sizes.items()}
         known = (
@@ -247,7 +247,7 @@ class Signature:
         return ", ".join(map(str, known)) or "no tensors"
 
     def _reorder(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Move positional arguments that came by keyword, and the keyword ones into the order of the example."""
+        """Move arguments between position and keyword as in the example, and put keyword arguments into the example's order."""
         positional, keyword = self.input_structure.items
         args, rest = list(args), dict(kwargs)
         for name, item in list(zip(self.parameters, positional.items, strict=False))[len(args) :]:
@@ -265,12 +265,13 @@ class Signature:
         return args, {name: rest[name] for name in keyword.keys}
 
     def _missing(self, name: str, structure: Structure) -> InputError:
-        """A constant is not filled in: what the model takes by itself may be another."""
+        """The error for a missing input. Constants are not filled in, because the model's default may differ from the
+        example's."""
         constant = f" with {name}={structure.value!r}" if structure.kind == "constant" else ""
         return InputError(f"The input {name!r} is missing. This was built for {self.describe()}{constant}.")
 
-    def _unlike(self, structure: Structure) -> str:
-        """Where ``structure`` is another than that of the inputs that this was built for."""
+    def _structure_difference(self, structure: Structure) -> str:
+        """How ``structure`` differs from the structure of the example's inputs, as text."""
         (args, kwargs), (own, named) = structure.items, self.input_structure.items
         if len(args.items) != len(own.items):
             return f"{len(args.items)} inputs were given by position; this was built for {len(own.items)}: {self.describe()}."
@@ -298,15 +299,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def specs(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str]) -> tuple[TensorSpec, ...]:
-    """The static specs of ``leaves``."""
+    """The static specs of ``leaves``, with the names ``leaf_names``."""
     return tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in zip(leaf_names, leaves, strict=True))
 
 
 def require_plain(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str], what: str) -> None:
-    """Refuse tensors that no runtime takes and no file holds.
+    """Refuse tensors that other runtimes or safetensors do not support.
 
     Raises:
-        UsageError: one is sparse, or has a dtype that safetensors lacks.
+        UsageError: a tensor is sparse, or has a dtype that safetensors cannot store.
     """
     for leaf, name in zip(leaves, leaf_names, strict=True):
         if leaf.layout is not torch.strided:
@@ -324,17 +325,17 @@ def require_plain(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str], wha
 
 
 def parameter_names(forward: Any, count: int) -> tuple[str, ...]:
-    """Names of the first ``count`` positional parameters of ``forward``; ``input_0`` and so on where it takes ``*args``."""
+    """Names of the positional parameters of ``forward``, padded with ``input_0`` and so on to ``count`` names."""
     try:
         parameters = inspect.signature(forward).parameters.values()
-    except ValueError:  # TorchScript methods do not tell
+    except ValueError:  # TorchScript methods have no signature
         parameters = {}.values()
     found = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return tuple(found) + tuple(f"input_{i}" for i in range(len(found), count))
 
 
 def input_names(parameters: Sequence[str], structure: Structure) -> list[str]:
-    """A unique name for every input tensor, taken from the model's own parameter names."""
+    """A unique name for each input tensor, from the parameter names of the model's ``forward``."""
     args, kwargs = structure.items
     found = [leaf for name, item in zip(parameters, args.items, strict=False) for leaf in names(item, name)]
     return found + names(kwargs, "")

@@ -1,8 +1,7 @@
-"""What every technique keeps: a name, documented fields, the packages and data that it needs; and passes, which rewrite a
-candidate.
+"""The technique contract, which passes, backends and checks share; and the pass contract: a pass rewrites a candidate.
 
-A technique is written in one file, whose name registers it. ``trimtab.testing`` holds a suite for each contract, used on
-everything here and meant for plug-ins too.
+A technique is one file; the file name registers it. :mod:`trimtab.testing` has a test suite for each contract, for trimtab's
+own techniques and for plug-ins.
 """
 
 from __future__ import annotations
@@ -17,21 +16,17 @@ from typing import Any, ClassVar, Literal, get_type_hints
 
 from trimtab._internal.registry import Registry
 from trimtab._internal.serialization import fields_from_json, fields_to_json, type_hints
-from trimtab._internal.text import said, shortened
+from trimtab._internal.text import error_text, shortened
 from trimtab._internal.user_code import user_code
 from trimtab.core.candidate import Candidate
 from trimtab.errors import MissingPackageError, UsageError, WorkloadError
 from trimtab.hardware.environment import IMPORT_ERRORS, OPTIONAL
 
-if typing.TYPE_CHECKING:
-    pass
-
-
 Mode = Literal["infer", "train"]
 
 
 class Choice:
-    """The values of a field that a search may try: ``Annotated[int, Choice(8, 4)] = 8``."""
+    """The search space of a field: ``Annotated[int, Choice(8, 4)] = 8``."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -39,21 +34,21 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Technique(abc.ABC):
-    """What passes and backends share: a name, documented fields, and what they need in order to run.
+    """Base of passes, backends and checks: a name, typed fields, and requirements.
 
-    Subclasses are keyword-only frozen dataclasses. A field's type is its rule: a ``Literal`` is checked when the object is
-    made, and is the search space too; ``Annotated[..., Choice(...)]`` gives the search space of a field with an open type.
+    Subclasses are keyword-only frozen dataclasses. A field of type ``Literal`` is checked on construction, and its values are
+    its search space. ``Annotated[..., Choice(...)]`` gives the search space of any other field.
     """
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]] = frozenset({"infer"})
-    """What it is for. In training only the settings that a pass changes count, and not what it makes of the model."""
+    """What it is for. In training only the settings that a pass changes are used, not the model that it returns."""
     verbose: ClassVar[bool] = False
-    """Whether ``str()`` shows the fields that have their default value too."""
+    """Whether ``str()`` shows fields with default values too."""
     requires: ClassVar[tuple[str, ...]] = ()
-    """Import names of optional packages, each in :data:`~trimtab.hardware.environment.OPTIONAL` or a plug-in's own affair."""
+    """Import names of optional packages; see :data:`~trimtab.hardware.environment.OPTIONAL`. Plug-ins may name others."""
     tries: ClassVar[bool] = False
-    """Whether :meth:`why_not` has the model run, so that a search asks only once it comes to a recipe with this."""
+    """Whether :meth:`why_not` runs the model. A search then calls it only when it is about to try the technique."""
 
     def __post_init__(self) -> None:
         hints = type_hints(type(self))
@@ -65,26 +60,26 @@ class Technique(abc.ABC):
 
     @property
     def exact(self) -> bool:
-        """Whether outputs must match eager within floating-point noise; if not, the accuracy limit judges them."""
+        """Whether outputs must equal eager's up to floating-point rounding. If not, the accuracy limit applies."""
         return True
 
     @property
     def needs(self) -> frozenset[str]:
-        """The data this asks for beside the example inputs: ``"calibration"``, or nothing."""
+        """Data needed besides the example inputs: ``"calibration"``, or nothing."""
         return frozenset()
 
     def why_not_here(self) -> str | None:
-        """Why this cannot run on this machine, whatever the candidate, in such a sentence as :meth:`why_not` gives."""
+        """Why this cannot run on this machine, as a sentence; ``None`` if it can."""
         return None
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Why this cannot run on ``candidate``, in a sentence that a person can act on; ``None`` if it can. Never raises."""
+        """Why this cannot run on ``candidate``, as a sentence with a remedy; ``None`` if it can. Must not raise."""
         return None
 
     def blocked(self, candidate: Candidate) -> str | None:
-        """The first reason of all against running this on ``candidate``: packages, machine, data, then :meth:`why_not`.
+        """The first reason why this cannot run on ``candidate``: packages, machine, data, then :meth:`why_not`.
 
-        Never raises: a look at the model may run its code, and whatever that raises is a reason too.
+        Never raises: an error of the model's code, which :meth:`why_not` may run, is returned as a reason.
         """
         if package := missing_package(self.requires):
             return f"{self.name} needs {package}, which is not installed: {install_hint(package)}."
@@ -92,22 +87,22 @@ class Technique(abc.ABC):
             return reason
         if "calibration" in self.needs and not candidate.calibration:
             return f"{self.name} needs calibration data: give the workload calibration=... or an evaluation to take some from."
-        return _asked(f"{self.name} cannot look at this model", lambda: self.why_not(candidate))
+        return _reason_or_error(f"{self.name} cannot look at this model", lambda: self.why_not(candidate))
 
     def blocked_here(self) -> str | None:
-        """What :meth:`why_not_here` says. Never raises: a package that is installed may be one that cannot be imported."""
-        return _asked(f"{self.name} cannot look at this machine", self.why_not_here)
+        """The result of :meth:`why_not_here`. Never raises: an installed package may fail to import."""
+        return _reason_or_error(f"{self.name} cannot look at this machine", self.why_not_here)
 
     @classmethod
     def choices(cls) -> dict[str, tuple[Any, ...]]:
-        """The values of every field that a search may try."""
+        """The search space: field name -> values."""
         hints = get_type_hints(cls, include_extras=True)
         return {f.name: found for f in dataclasses.fields(cls) if (found := _choices(hints[f.name]))}
 
     def describe(self) -> str:
-        """What this is in the words of a person, such as ``OpenVINO, int8 weights``: a few, without a full stop.
+        """A short description for people, without a full stop, such as ``OpenVINO, int8 weights``.
 
-        Made of the name and of the fields that are not at their default; override it where these do not speak for themselves.
+        By default the name and the fields with non-default values. Override it if these are not clear enough.
         """
         fields = dataclasses.fields(self)
         shown = [f.name for f in fields if self.verbose or getattr(self, f.name) != f.default]
@@ -128,14 +123,14 @@ class Pass(Technique):
 
     verbose = True
     sets: ClassVar[frozenset[str]] = frozenset()
-    """Names of the :class:`Settings` fields that this pass changes; a backend that ignores them refuses the recipe."""
+    """Names of the :class:`Settings` fields that this pass changes. A backend that ignores one of them refuses the recipe."""
 
     @abc.abstractmethod
     def apply(self, candidate: Candidate) -> Candidate:
-        """The rewritten candidate. Pure: the one that came in still works, and gives the same outputs, afterwards.
+        """The rewritten candidate. The given candidate must stay unchanged.
 
         Raises:
-            CompileError: the rewrite turned out to be impossible, or its own check of the outputs failed.
+            CompileError: the rewrite is impossible, or its own check of the outputs failed.
         """
 
 
@@ -143,10 +138,10 @@ PASSES: Registry[Pass] = Registry("pass", "trimtab.passes", Pass)  # type: ignor
 
 
 def technique_from_json(registry: Mapping[str, type[Any]], data: Any) -> Any:
-    """Make the pass, backend or check that :meth:`Technique.to_json` described.
+    """Make the technique that :meth:`Technique.to_json` wrote.
 
     Raises:
-        UsageError: unknown name or field, or a value that the field does not take.
+        UsageError: an unknown name or field, or a value that the field does not allow.
     """
     if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
         raise UsageError(f"A technique is written as an object with a name, got {data!r}.")
@@ -155,17 +150,17 @@ def technique_from_json(registry: Mapping[str, type[Any]], data: Any) -> Any:
 
 
 def missing_package(requires: Sequence[str]) -> str | None:
-    """The first of ``requires`` that cannot be imported here."""
+    """The first of ``requires`` that is not installed; ``None`` if all are."""
     return next((name for name in requires if importlib.util.find_spec(name) is None), None)
 
 
 def install_hint(package: str) -> str:
-    """The command that brings ``package``."""
+    """The command that installs ``package``."""
     return next((item.command for item in OPTIONAL if item.package == package), f"pip install {package}")
 
 
 def broken_package(requires: Sequence[str]) -> str | None:
-    """Why the first of ``requires`` that cannot be imported here cannot be, in a sentence."""
+    """Why the first of ``requires`` that fails to import fails, as a sentence; ``None`` if all can be imported."""
     for package in requires:
         try:
             require(package)
@@ -175,33 +170,33 @@ def broken_package(requires: Sequence[str]) -> str | None:
 
 
 def require(package: str) -> Any:
-    """Import optional ``package`` and return it.
+    """Import the optional ``package`` and return it.
 
     Raises:
-        MissingPackageError: it is not installed, and the message names the extra that brings it; or what is installed is
-            broken, and the message says why.
+        MissingPackageError: the package is not installed; the message gives the command that installs it. Or it is broken; the
+            message gives the error.
     """
     try:
         return importlib.import_module(package)
     except IMPORT_ERRORS as error:
         whole = package.partition(".")[0]
         if missing_package((whole,)):
-            told = f"{package} cannot be imported ({error}). Install it: {install_hint(package)}."
+            message = f"{package} cannot be imported ({error}). Install it: {install_hint(package)}."
         else:
-            why = " ".join(said(error).split())
-            told = f"{package} is installed but cannot be imported ({type(error).__name__}: {shortened(why, 300)}). Install it "
-            told += f"again: pip install --force-reinstall {whole}."
-        raise MissingPackageError(told) from error
+            why = " ".join(error_text(error).split())
+            message = f"{package} is installed but cannot be imported ({type(error).__name__}: {shortened(why, 300)}). "
+            message += f"Install it again: pip install --force-reinstall {whole}."
+        raise MissingPackageError(message) from error
 
 
-def _asked(what: str, why_not: Callable[[], str | None]) -> str | None:
-    """The answer of ``why_not``, or what it raised: one technique must not end a whole study."""
+def _reason_or_error(what: str, why_not: Callable[[], str | None]) -> str | None:
+    """The result of ``why_not``, or the text of its error: one technique must not end a study."""
     try:
         with user_code(what):
             return why_not()
     except (UsageError, WorkloadError) as error:
-        said = " ".join(str(error).split())
-        return f"{said[:400].rstrip('.')}."
+        reason = " ".join(str(error).split())
+        return f"{reason[:400].rstrip('.')}."
 
 
 def _spoken(name: object) -> str:
@@ -209,7 +204,7 @@ def _spoken(name: object) -> str:
 
 
 def _spoken_field(name: str, value: Any) -> str:
-    """``precision int8``, or ``spinning`` and ``no spinning`` for a flag."""
+    """A field as text: ``precision int8``; for a flag ``spinning`` or ``no spinning``."""
     if isinstance(value, bool):
         return _spoken(name) if value else f"no {_spoken(name)}"
     return f"{_spoken(name)} {_spoken(value)}"

@@ -1,4 +1,4 @@
-"""One recipe, evaluated once."""
+"""A trial: one recipe and its measured results."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from trimtab.core.recipe import Recipe
 
 
 class State(enum.StrEnum):
-    """How a trial ended."""
+    """The outcome of a trial."""
 
     COMPLETE = "COMPLETE"
-    """Measured to the end. Whether it keeps the limits is another question."""
+    """Measured completely. It may still miss a limit."""
     SKIPPED = "SKIPPED"
-    """Cannot run here, for a reason that was known before it was tried."""
+    """Not tried, because it cannot run on this machine or model."""
     FAILED = "FAILED"
-    """Broke: an exception, a crash, a hang or too much memory. The log is kept."""
+    """Ended by an exception, a crash, a time-out or too much memory. The log is kept."""
     MISMATCH = "MISMATCH"
-    """Its outputs are not the model's: NaN, another shape or dtype, or beyond the tolerance of an exact recipe."""
+    """The outputs are wrong: NaN, another shape or dtype, or beyond the tolerance of an exact recipe."""
     STOPPED = "STOPPED"
-    """Ended early by a rule, because more measuring could not have made it win."""
+    """Ended early, because it could no longer win."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Frozen when it ends. Figures that were not measured are ``None``."""
+    """The result of one recipe. Frozen; values that were not measured are ``None``."""
 
     schema: ClassVar[int] = 1
 
     recipe: Recipe
     state: State
     reason: str | None = None
-    """For a state other than COMPLETE, and for a complete trial that misses a limit: a sentence that a person can act on."""
+    """Why the state is not COMPLETE, or which limit a complete trial misses: a sentence with a remedy."""
     number: int = 0
     stage: str = ""
-    """The stage of the search that asked for it, such as ``lossless`` or ``precision``."""
+    """The stage of the search, such as ``lossless`` or ``precision``."""
     speedup: Interval | None = None
-    """Against the model as written, in the study's objective; above 1 is better."""
+    """Speed-up against the baseline in the study's objective; above 1 is faster."""
     comparison: Comparison | None = None
-    """The timing in turns that ``speedup`` comes from."""
+    """The timing against the baseline that gives ``speedup``."""
     latency_ms: Measurement | None = None
-    """Of one call on the example; in training, of one update."""
+    """Latency of one call on the example; in training, of one update."""
     throughput: Measurement | None = None
-    """Examples per second, where that is the objective, and in training."""
+    """Examples per second; measured in training, or if it is the objective."""
     score: float | None = None
-    """On the data that the search sees; in training, the loss that it ends with."""
+    """Score on the data of the search; in training, the final loss."""
     drop: Drop | None = None
-    """Of the score, against the original's on the same data; in training, how much higher the loss ends up."""
+    """Loss of score against the baseline on the same data; in training, the increase of the final loss."""
     parity: Parity | None = None
-    """How far the outputs are from the original's; in training, the losses from those as written."""
+    """Errors of the outputs against the baseline's; in training, of the losses."""
     size_mb: float | None = None
-    """Of the runtime's files, in MB (10**6 bytes); ``None`` where it has no form that stands alone, and in training."""
+    """Size of the runtime's files in MB (10**6 bytes); ``None`` if it cannot be saved, and in training."""
     peak_mb: float | None = None
-    """Peak memory, in MB (10**6 bytes), of a fresh process that loads the files and calls them, above what it has with torch
-    imported; in training, what the updates need above that."""
+    """Peak memory in MB (10**6 bytes) of a fresh process that loads and calls the model, above its memory after importing
+    torch; in training, of the updates."""
     cold_s: float | None = None
-    """Seconds until the first answer of a fresh process that loads the files, imports aside; in training, the first update."""
+    """Seconds from start to first result in a fresh process, without imports; in training, to the end of the first update."""
     seconds: float = 0.0
-    """What the trial took in all."""
+    """Duration of the whole trial."""
     dims: tuple[str, ...] = ()
-    """The dynamic dimensions that it kept."""
+    """Dynamic dimensions that the executable supports."""
     notes: tuple[str, ...] = ()
     log: str | None = None
-    """Path of the kept log, relative to the run folder."""
+    """Path of the log, relative to the run folder."""
     traceback: str | None = None
     ended_by: Literal["time", "memory"] | None = None
-    """The limit of a worker that ended it, if one did: with more of that it deserves another try."""
+    """The worker limit that ended the trial, if any. The trial may succeed with a higher limit."""
     limit: float | None = None
-    """How much that was, in seconds or megabytes."""
+    """Value of that limit, in seconds or megabytes."""

@@ -1,4 +1,4 @@
-"""What must run and what counts as right, as its owner states it."""
+"""The workload: what runs, and how its results are judged, as the user states it."""
 
 from __future__ import annotations
 
@@ -26,46 +26,55 @@ from trimtab.tensors.torchscript_modules import allow_modes
 __all__ = ["BY_HAND", "PRESETS", "Evaluation", "Limits", "Training", "Workload", "as_call", "user_code"]
 
 PRESETS = {"mlperf-99": 0.01, "mlperf-99.9": 0.001}
-"""Accuracy limits by name: the share of the model's own score that may be lost, as MLPerf Inference's targets state it."""
+"""Accuracy limits by name: the share of the model's own score that may be lost. The values are those of MLPerf Inference."""
 
 
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Labelled data and how to judge outputs on it. Give either ``score`` or ``metric``."""
+    """Labelled data and a function that judges outputs. Takes either ``score`` or ``metric``.
+
+    Example:
+
+        >>> import torch, trimtab
+        >>> images, labels = torch.randn(100, 64), torch.randint(10, (100,))
+        >>> evaluation = trimtab.Evaluation(
+        ...     data=(images, labels),
+        ...     score=lambda output, target: output.argmax(-1) == target,  # 100 booleans: the accuracy
+        ... )
+    """
 
     data: Any
-    """A :class:`torch.utils.data.Dataset` of single examples, or an iterable of batches; each item is ``(inputs, target)``.
-    ``inputs`` is a tensor, a tuple of positional arguments or a dict of keyword arguments. A ``(inputs, target)`` tuple of
-    tensors that hold all examples works too. A batch is taken apart only where the model's answer for a row does not depend on
-    the other rows; where it does, as in a sequence whose first axis is time, items stay whole."""
+    """A :class:`torch.utils.data.Dataset` of single examples, an iterable of batches, or a tuple ``(inputs, targets)`` of
+    tensors with all examples. Each item is ``(inputs, target)``; ``inputs`` is a tensor, a tuple of positional arguments or a
+    dict of keyword arguments. Batches are split into examples only if the model treats the rows independently; otherwise, as
+    for a sequence whose first axis is time, items stay whole."""
     score: Callable[[Any, Any], Any] | None = None
-    """``score(output, target)`` -> n per-example scores (numbers or booleans, shape ``(n,)``) for a batch of n. Of an item
-    whose rows are no examples the mean of its scores counts, as one, unless ``dynamic`` says which of its axes is the batch."""
+    """``score(output, target)`` -> the scores of the n examples of a batch: numbers or booleans, shape ``(n,)``. If an item's
+    rows are not examples, the mean of its scores counts as one score, unless ``dynamic`` names the batch axis."""
     metric: Callable[[Any, Any], float] | None = None
-    """``metric(outputs, targets)`` -> one number for the whole set, such as F1 or a correlation. Outputs and targets
-    keep the structure that the model and the data give them; their tensors are joined over the batches along the axis of the
-    examples, and what has none (a recurrent state, a constant) is a list with the value of every batch, or the value itself
-    where it is the same in all. Intervals come from resampling the examples, or the items where their rows are none; so it is
-    called many times, and must keep nothing from call to call."""
+    """``metric(outputs, targets)`` -> one number for the whole set, such as F1 or a correlation. Outputs and targets have the
+    structure of the model's and the data's; tensors are concatenated over the batches along the batch axis. A value without
+    that axis (a recurrent state, a constant) becomes a list with one entry per batch, or stays as it is if equal in all
+    batches. Confidence intervals come from resampling the examples (or items), so the function is called many times and must be
+    free of state."""
     run: Callable[[Callable[..., Any], Any], Any] | None = None
-    """``run(model, inputs)`` -> output for one item, for a model that is called more than once for it (a recurrent model
-    over frames, a Siamese pair). Items are then never taken apart."""
+    """``run(model, inputs)`` -> output for one item, for a model that is called several times per item (a recurrent model over
+    frames, a Siamese pair). Items then stay whole."""
     test: Any = None
-    """Data kept for what is confirmed alone; without it a part of ``data`` is set aside."""
+    """Held-out data for the final confirmation only. Without it, a part of ``data`` is held out."""
     outputs: Sequence[str] | None = None
-    """Names of the floating-point outputs that must not be lost, whatever the score says of them, such as ``("logits",)``: a
-    recipe that may lose accuracy is refused where the error of one reaches what it varies by, in all of it or in a tenth of its
-    slices. ``None``: all, if the model has several, but for those whose sizes follow from data, and for what ``run`` makes.
-    ``()``: none, so that the score alone judges. Exact recipes are held to the model's own values in every output. A name
-    is that of the signature, without ``output.``: a key, a field or a position such as ``"0"``; a single tensor is
-    ``"output"``."""
+    """Names of the floating-point outputs that a lossy recipe must preserve, whatever the score, such as ``("logits",)``. A
+    recipe is refused if the error of one of them is as large as the output's variation, in total or in a tenth of its slices.
+    ``None``: all, if the model has several, except outputs with data-dependent sizes and the results of ``run``. ``()``: none,
+    only the score counts. Exact recipes must reproduce every output. A name is that of the signature without ``output.``: a
+    key, a field or a position such as ``"0"``; a single tensor is ``"output"``."""
     higher_is_better: bool = True
-    """False for an error, of which less is better."""
+    """False for an error measure."""
     batch_size: int = 64
-    """Examples per batch where ``data`` is a Dataset or a tuple of tensors."""
+    """Examples per batch if ``data`` is a Dataset or a tuple of tensors."""
     max_examples: int = 4096
-    """At most so many examples are read from ``data``; more would make every trial slow and seldom change a verdict."""
+    """Most examples that are read from ``data``. More make each trial slower and seldom change the result."""
 
     def __post_init__(self) -> None:
         if (self.score is None) == (self.metric is None):
@@ -87,18 +96,18 @@ class Evaluation:
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained, as its script says it: what :class:`~trimtab.train.trainer.Trainer` is given."""
+    """How a model is trained: the arguments of :class:`~trimtab.train.trainer.Trainer`."""
 
     data: Any
-    """A loader of batches that can be gone through again and again, or a function without arguments that makes one."""
+    """A loader of batches that can be iterated repeatedly, or a function without arguments that makes one."""
     optimizer: Callable[[Any], Any]
-    """``optimizer(parameters)`` -> one of :mod:`torch.optim`."""
+    """``optimizer(parameters)`` -> a :class:`torch.optim.Optimizer`."""
     loss: Callable[..., Any] | None = None
-    """As the Trainer takes it; ``None`` for a model that computes its own."""
+    """The loss function, as the Trainer takes it; ``None`` if the model returns its loss."""
     schedule: Callable[[Any, int], Any] | None = None
     """``schedule(optimizer, updates)`` -> a scheduler, as the Trainer takes it."""
     settings: Settings = Settings()
-    """As written: what anything else has to beat."""
+    """The baseline's settings, which other settings are compared with."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, Settings):
@@ -119,18 +128,18 @@ class Training:
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a recipe must keep. ``None`` leaves a quantity free, but for the score, of which ``mlperf-99`` then is the limit."""
+    """Limits that a recipe must keep. ``None`` means no limit, except that ``max_drop=None`` means ``"mlperf-99"``."""
 
     max_drop: float | str | None = None
-    """Largest drop of the score, in its own units (0.005 is half a point of accuracy), or ``"mlperf-99"`` or ``"mlperf-99.9"``;
-    held against the *upper* bound of the drop. In training, how much higher the loss may end up."""
+    """Largest drop of the score, in its own unit (0.005 is half a point of accuracy), or ``"mlperf-99"`` or ``"mlperf-99.9"``.
+    The *upper* bound of the drop must keep it. In training: the largest increase of the final loss."""
     max_error: float = 0.05
-    """Largest root mean square error of the outputs, relative to what they vary by; used where there are no labels."""
+    """Largest root mean square error of the outputs, relative to their standard deviation. Used if there are no labels."""
     latency_ms: float | None = None
-    """Largest median time of one call on the example, in milliseconds."""
+    """Largest median latency of one call on the example, in milliseconds."""
     memory_mb: float | None = None
-    """Largest peak memory, in MB (10**6 bytes), of a fresh process that loads the files and calls them, or that trains, above
-    what it has with torch imported."""
+    """Largest peak memory in MB (10**6 bytes) of a fresh process that loads and calls the model, or trains it, above its memory
+    after importing torch."""
     size_mb: float | None = None
     """Largest size of the runtime's files, in MB (10**6 bytes)."""
 
@@ -142,7 +151,7 @@ class Limits:
             preset = field.name == "max_drop" and isinstance(value, str)
             if value is not None and not preset and not isinstance(value, numbers.Real):
                 raise UsageError(f"{field.name} is {value!r}; a limit is a plain number, without a unit.")
-            if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):  # such as one of numpy
+            if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):  # such as a numpy number
                 object.__setattr__(self, field.name, value := float(value))
             if isinstance(value, float) and not math.isfinite(value):
                 way_out = "Give a large one, such as 1e9" if field.name.startswith("max_") else "Leave it out for none"
@@ -160,10 +169,10 @@ class Limits:
         memory: str | None = None,
         size: str | None = None,
     ) -> Limits:
-        """Limits from text with units: ``0.5%``, ``4ms``, ``500MB``.
+        """Limits from texts with units: ``0.5%``, ``4ms``, ``500MB``.
 
         Raises:
-            UsageError: a number without its unit, a wrong unit, or not a number.
+            UsageError: a unit is missing or wrong, or a text is not a number.
         """
         drop = max_drop if max_drop is None or max_drop in PRESETS else units.fraction(max_drop, "--max-drop")
         return cls(
@@ -175,14 +184,14 @@ class Limits:
         )
 
     def drop_limit(self, baseline_score: float) -> float:
-        """The largest drop in score units; a preset is a share of the baseline's score; nothing stated means ``mlperf-99``."""
+        """The largest drop in score units. A preset is a share of ``baseline_score``; the default preset is ``mlperf-99``."""
         if isinstance(self.max_drop, (int, float)):
             return float(self.max_drop)
         return PRESETS[self.max_drop or "mlperf-99"] * abs(baseline_score)
 
 
 def _error(text: str) -> float:
-    """A largest error from text; 100 and more, which no percent is that lost its sign, holds the outputs to nothing."""
+    """Parse ``--max-error``. Numbers from 1 to 100 without ``%`` are refused as forgotten percent signs."""
     found = units.fraction(text, "--max-error")
     if "%" not in text and 1 <= found < 100:
         raise UsageError(
@@ -195,35 +204,35 @@ def _error(text: str) -> float:
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, the inputs it is called with, and what counts as right. Immutable; its model is never modified."""
+    """A model, its example inputs, and how its results are judged. Immutable; the model is never modified."""
 
     model: nn.Module | Callable[[], nn.Module]
-    """The model, or a function that builds it with its weights."""
+    """The model, or a function that builds it and loads its weights."""
     inputs: Any = None
-    """Example inputs of the shape that must be fast: a tensor, a tuple of positional or a dict of keyword arguments, or a
+    """Example inputs with the shape to optimize for: a tensor, a tuple of positional or a dict of keyword arguments, or a
     :class:`~trimtab.core.capture.Call` with both."""
     name: str = "workload"
-    """Of letters, digits, ``.``, ``_`` and ``-``: it names the run folder, ``runs/NAME``."""
+    """Letters, digits, ``.``, ``_`` and ``-``. The run folder is ``runs/NAME``."""
     evaluation: Evaluation | None = None
-    """What counts as right; without it recipes are held to the model's own outputs."""
+    """How results are judged. Without it, outputs are compared with the model's own."""
     calibration: Any = None
-    """Unlabelled batches of real inputs that quantizers may look at; without it some of the evaluation's data is set aside."""
+    """Unlabelled batches of real inputs for quantizers. Without it, some of the evaluation's data is set aside for them."""
     dynamic: Mapping[str, Mapping[int, str | Dim]] | None = None
-    """Sizes that may differ from call to call: ``{"input_ids": {0: "batch", 1: "length"}}``. ``None``: what ``examples``
-    and the data show. A :class:`~trimtab.core.signature.Dim` in place of a name states bounds, or that sizes are multiples."""
+    """Sizes that may differ between calls: ``{"input_ids": {0: "batch", 1: "length"}}``. ``None``: inferred from ``examples``
+    and the data. A :class:`~trimtab.core.signature.Dim` instead of a name states bounds or a step."""
     examples: Sequence[Any] = ()
-    """More example inputs, of other sizes: the axes that differ are dynamic, those that differ alike are one dimension."""
+    """Example inputs of other sizes. Axes that differ are dynamic; axes that are equal in all examples are one dimension."""
     mode: Literal["infer", "train"] = "infer"
-    """What is to be made fast: the model's calls (:func:`trimtab.optimize`), or its training (:func:`trimtab.tune`)."""
+    """What to optimize: calls of the model (:func:`trimtab.optimize`) or its training (:func:`trimtab.tune`)."""
     training: Training | None = None
-    """How the model is trained, for :func:`trimtab.tune`; ``mode="train"`` needs this and no inputs."""
+    """How the model is trained, for :func:`trimtab.tune`. Required with ``mode="train"``, which needs no ``inputs``."""
     seed: int = 0
-    """Of the split of the data; in training, of the parameters and of the order of the data."""
+    """Seed for splitting the data; in training also for the parameters and the order of the data."""
     notes: tuple[str, ...] = ()
-    """Sentences about what was assumed when this was made; they are shown with the results."""
+    """Assumptions that were made for this workload, as sentences that are shown with the results."""
     reference: tuple[str, ...] = dataclasses.field(default=(), init=False)
-    """The words of the command line that stand for this, as :func:`trimtab.load_workload` gave it for a file that is no Python;
-    ``dataclasses.replace`` makes something else of it, which they do not stand for."""
+    """Command-line words that reproduce this workload, set by :func:`trimtab.load_workload` for files that are not Python.
+    ``dataclasses.replace`` clears it, because the words no longer apply."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
@@ -261,27 +270,38 @@ class Workload:
         most_mb: float = 512.0,
         seed: int = 0,
     ) -> Workload:
-        """The workload of ``module`` as ``run()``, your own program, calls it: perhaps one model of several in a pipeline.
+        """Record a workload from ``run()``, a program of yours that calls ``module``, for example one model of a pipeline.
 
-        The first call becomes the example inputs and the others the calibration data, copied to the CPU; at most ``most_calls``
-        of them and ``most_mb`` megabytes, spread evenly over all. Sizes that differ between any two calls are dynamic. What
-        the module answers is not kept: without an ``evaluation`` lossy recipes are judged by how far their outputs are from
-        the module's own, and no label is made up.
+        The first call gives the example inputs, the others the calibration data; all are copied to the CPU. Sizes that differ
+        between calls are dynamic. Outputs are not recorded: without an ``evaluation``, lossy recipes are judged by the error of
+        their outputs against the module's.
 
         Args:
-            module: the very object that the program calls, in evaluation mode.
-            run: called once, without arguments; it may call the module as often as it likes. An iterator that it returns, such
-                as a generator, is gone through.
-            model: what is optimised, where that is not ``module`` itself, such as a function that builds it; worker processes
-                get it pickled.
-            name, evaluation, calibration, dynamic, seed: as in the constructor; they go before what was recorded.
-            keep: says of each :class:`~trimtab.core.capture.Call` whether it counts, where the calls have different forms.
-            most_calls: how many calls are kept.
-            most_mb: how many megabytes of inputs are kept.
+            module: the object that the program calls, in evaluation mode.
+            run: called once, without arguments; it may call the module any number of times. If it returns an iterator, such as
+                a generator, the iterator is exhausted.
+            model: what to optimize, if not ``module`` itself, such as a function that builds it. It is pickled for worker
+                processes.
+            name, evaluation, calibration, dynamic, seed: as in the constructor; they take precedence over what was recorded.
+            keep: returns for a :class:`~trimtab.core.capture.Call` whether to record it; for modules whose calls differ in
+                structure.
+            most_calls: most calls that are kept, spread evenly over all calls.
+            most_mb: most megabytes of inputs that are kept.
 
         Raises:
-            UsageError: the module was never called, was in training mode, or its calls cannot be used; says why.
-            WorkloadError: ``run`` or ``keep`` raised; its exception is the cause.
+            UsageError: the module was never called or was in training mode, or its calls cannot be used.
+            WorkloadError: ``run`` or ``keep`` raised an error, which is the cause.
+
+        Example:
+
+            >>> import torch, trimtab
+            >>> encoder, head = torch.nn.Linear(64, 32).eval(), torch.nn.Linear(32, 10).eval()
+            >>> def program():
+            ...     for size in (1, 4, 16):
+            ...         head(encoder(torch.randn(size, 64)))
+            >>> workload = trimtab.Workload.capture(encoder, program, name="encoder")
+            >>> workload.notes[1]
+            'Dynamic dimensions, as the calls show them: batch (axis 0 of input).'
         """
         with user_code("The program to capture raised", "Let it run to its end by itself first."):
             found = record(module, run, keep=keep, most_calls=most_calls, most_mb=most_mb)
@@ -301,10 +321,10 @@ class Workload:
         )
 
     def build_model(self) -> nn.Module:
-        """The model itself; calls the building function if there is one.
+        """The model; if :attr:`model` is a function, its result.
 
         Raises:
-            WorkloadError: the function gave something that is no module.
+            WorkloadError: the function returned something else than a module.
         """
         model = self.model if isinstance(self.model, nn.Module) else self.model()
         if not isinstance(model, nn.Module):
@@ -316,7 +336,7 @@ class Workload:
 
     @property
     def stated_dims(self) -> dict[str, dict[int, Dim]] | None:
-        """:attr:`dynamic` with plain names turned into dimensions of any size."""
+        """:attr:`dynamic` with names replaced by dimensions without bounds."""
         if self.dynamic is None:
             return None
         return {
@@ -326,7 +346,7 @@ class Workload:
 
 
 def _check_inputs(inputs: Any) -> None:
-    """Refuse what a model cannot be called with in any runtime: something without a tensor, or with what is no value of one."""
+    """Refuse inputs without a tensor, and values that no runtime can be called with."""
     if not flatten(as_call(inputs), "the example inputs")[0]:
         given = repr(inputs)
         raise UsageError(
@@ -336,7 +356,7 @@ def _check_inputs(inputs: Any) -> None:
 
 
 def _check_dynamic(dynamic: Any) -> None:
-    """Refuse what is no ``{"name of an input": {axis: "name of a dimension"}}``, such as torch's own forms of it."""
+    """Refuse anything but ``{"input name": {axis: "dimension name" or Dim}}``, such as torch's own forms."""
     form = 'Give {"name of the input": {0: "batch"}}, where a trimtab.Dim in place of the text states bounds.'
     if dynamic is None:
         return
@@ -358,7 +378,7 @@ def _check_dynamic(dynamic: Any) -> None:
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` of inputs in any of the forms that a workload takes."""
+    """Inputs in any form that a workload accepts, as ``(args, kwargs)``."""
     if isinstance(inputs, Call):
         return inputs.args, dict(inputs.kwargs)
     if isinstance(inputs, tuple):

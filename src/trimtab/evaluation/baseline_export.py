@@ -1,4 +1,4 @@
-"""How fast the original is as it travels with an artifact: an exported program, which need not be as fast as the module was."""
+"""Speed of the baseline as an exported program, which an artifact carries; it may differ from that of the original module."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from trimtab.evaluation.prepared_workload import Subject
 from trimtab.measure.pairs import compare
 
 SECONDS = 2.0
-"""Most time for the comparison; less where the study was given less for each of its own."""
+"""Maximum seconds for the comparison; less if the study times its trials for less."""
 SLOW_MS = 500.0
-"""Calls that take longer spend their time in kernels, which are the same in both forms."""
+"""Milliseconds. Longer calls spend their time in kernels, which are the same in both forms."""
 
 
 def baseline_speedup(
-    subject: Subject, original: Backend, found: Comparison | None, *, plan: Plan, folder: pathlib.Path
+    subject: Subject, backend: Backend, found: Comparison | None, *, plan: Plan, folder: pathlib.Path
 ) -> Interval | None:
-    """How many times faster the original is in its saved form than as written, both in this process, so that speed-ups over the
-    one can be held against those over the other. ``folder`` is where it is saved meanwhile.
+    """How many times faster the exported baseline is than the module as written, both timed in this process.
 
-    ``None`` where it has no saved form that loads, or where ``found``, what was measured against it, says that its calls are
-    slow.
+    With it, speed-ups over one form can be converted to speed-ups over the other. ``folder`` holds the export meanwhile.
+    Returns ``None`` if the baseline cannot be exported and loaded, or if its calls in the comparison ``found`` are slow.
     """
     if found is None or found.rival.median > SLOW_MS:
         return None
-    written = original.compile(subject.candidate)
-    runner = runner_for(written, subject.candidate, subject, plan.objective)
+    baseline = backend.compile(subject.candidate)
+    runner = runner_for(baseline, subject.candidate, subject, plan.objective)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         try:
             with writing():
-                written.save(pathlib.Path(name))
-            travels = original.load(pathlib.Path(name), written.signature, written.settings)
-        except (CompileError, ArtifactError):  # of which the artifact has its own words
+                baseline.save(pathlib.Path(name))
+            exported = backend.load(pathlib.Path(name), baseline.signature, baseline.settings)
+        except (CompileError, ArtifactError):  # the artifact reports these itself
             return None
-        other = runner_for(travels, subject.candidate, subject, plan.objective)
+        other = runner_for(exported, subject.candidate, subject, plan.objective)
         return compare(other, runner, width=0.02, seconds=min(SECONDS, plan.seconds), process_noise=0.0).ratio

@@ -1,6 +1,6 @@
-"""Of which code a study's figures are: equal weights and outputs may come of code that takes another time.
+"""Fingerprints of the code that a study's figures belong to: other code can take another time for the same outputs.
 
-Files are compared as they lie, but for what they do only where they are run as a program. A comment counts as a change.
+Files are hashed as they are, without their ``if __name__ == "__main__"`` blocks. A comment counts as a change.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from trimtab.core.backend import BACKENDS
 from trimtab.core.technique import PASSES
 
 MODEL = "the model's classes"
-"""What the code that lies in no file of the user's is called: an installed package's, a graph's, a notebook's."""
+"""Name of code that is in none of the user's files: an installed package's, a graph's, a notebook's."""
 _PROGRAM = re.compile(rb"""^if __name__ == ["']__main__["']:.*(?:\r?\n(?:[ \t].*)?)*""", re.MULTILINE)
-"""The block that is not run where a file is read."""
+"""The block that is skipped when a file is imported."""
 
 
 def code_of(model: nn.Module, files: Mapping[str, str]) -> dict[str, str]:
-    """Sixteen hexadecimal digits of each of ``files`` and of the plug-ins, by name, and of the code of the classes of
-    ``model``."""
-    found = {name: _digest([_read(path)]) for name, path in sorted({**_of_plugins(), **files}.items())}
-    return found | {MODEL: _digest(_of_model(model))}
+    """Sixteen hexadecimal digits of each of ``files``, of each plug-in, and of the classes of ``model``, by name."""
+    found = {name: _digest([_read(path)]) for name, path in sorted({**_plugin_files(), **files}.items())}
+    return found | {MODEL: _digest(_model_code(model))}
 
 
-def _of_plugins() -> dict[str, str]:
-    """Names and files of the modules that are loaded of each package which brings passes or backends."""
+def _plugin_files() -> dict[str, str]:
+    """Names and files of the loaded modules of each package that registers passes or backends."""
     classes = [*PASSES.plugins.values(), *BACKENDS.plugins.values()]
     packages = {cls.__module__.partition(".")[0] for cls in classes}
     modules = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items())]
     return {name: file for name, file in modules if file and name.partition(".")[0] in packages and os.path.isfile(file)}
 
 
-def _of_model(model: nn.Module) -> Iterator[bytes]:
+def _model_code(model: nn.Module) -> Iterator[bytes]:
     seen, files = set[Any](), set[str]()
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)):
-        if cls.__module__.partition(".")[0] in ("torch", "builtins"):  # whose version is compared anyway
+        if cls.__module__.partition(".")[0] in ("torch", "builtins"):  # torch's version is compared elsewhere
             continue
         yield cls.__qualname__.encode()
         home = sys.modules.get(cls.__module__)
@@ -54,15 +53,15 @@ def _of_model(model: nn.Module) -> Iterator[bytes]:
         if getattr(home, cls.__qualname__, None) is cls and file is not None and os.path.isfile(file):
             files.add(file)
         else:
-            yield from _of_value(cls, cls.__module__, seen)
+            yield from _code_without_file(cls, cls.__module__, seen)
     yield from map(_read, sorted(files))
     for module in model.modules():
         if isinstance(module, (torch.fx.GraphModule, torch.jit.ScriptModule)):
             yield str(getattr(module, "code", "")).encode()
 
 
-def _of_value(value: Any, module: str, seen: set[Any]) -> Iterator[bytes]:
-    """What a class or function of ``module`` does that came without its file, as a notebook's, with what it uses beside it."""
+def _code_without_file(value: Any, module: str, seen: set[Any]) -> Iterator[bytes]:
+    """Code and constants of a class or function of ``module`` without a file, such as a notebook's, and of what it uses."""
     if isinstance(value, (property, staticmethod, classmethod)):
         value = value.fget if isinstance(value, property) else value.__func__
     if isinstance(value, types.FunctionType):
@@ -73,7 +72,7 @@ def _of_value(value: Any, module: str, seen: set[Any]) -> Iterator[bytes]:
     if isinstance(value, types.FunctionType):
         yield from _of_code(value.__code__)
     for _, each in sorted((vars(value) if isinstance(value, type) else value.__globals__).items()):
-        yield from _of_value(each, module, seen)
+        yield from _code_without_file(each, module, seen)
 
 
 def _of_code(code: types.CodeType) -> Iterator[bytes]:

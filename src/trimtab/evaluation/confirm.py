@@ -1,6 +1,7 @@
-"""The winner, measured again: fresh processes, fresh inputs, the files that ship, the test data. That number is the headline.
+"""Confirmation: the winner measured again in fresh processes, with fresh inputs, the files that ship, and the test data.
 
-Whoever is picked as the fastest of many noisy measurements was lucky too (the winner's curse); luck does not reach this far.
+The fastest of many noisy measurements is partly lucky (the winner's curse). The confirmation is not selected by luck, so its
+figures are the headline.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from trimtab.measure.timer import Runner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confirmation:
-    """What the winner showed when it was measured again. ``reason`` says why it did not hold, if it did not."""
+    """The figures of the second measurement. ``reason`` says why the winner was refused; ``None`` if it was confirmed."""
 
     schema: ClassVar[int] = 1
 
@@ -46,26 +47,26 @@ class Confirmation:
     parity: Parity | None = None
     cold_s: float | None = None
     peak_mb: float | None = None
-    """Of a fresh process that loads the files, measured anew in the way of the search; unknown where there are none."""
+    """Peak memory of a fresh process that loads the files, measured as in the search; ``None`` without files."""
     original_mb: float | None = None
-    """Peak memory of the tuned original, which that of the winner was held against; where memory is the objective."""
+    """Peak memory of the tuned original, if memory is the objective."""
     loaded: bool = True
-    """Whether the files that ship were measured, and not a build in memory because no such files exist."""
+    """Whether the files that ship were measured; ``False`` for a build in memory because there are no such files."""
     again: bool = True
-    """Whether anything was measured again. Where the settings of a training stay nothing is: the figures are the search's."""
+    """Whether anything was measured again; ``False`` if the settings of a training stay: the figures are then the search's."""
 
     measured_at: str | None = None
-    """Date and time in UTC, ISO 8601; a study that goes on another day keeps what was confirmed."""
+    """Date and time in UTC, ISO 8601. A study that is resumed later keeps the confirmation."""
     undecided: bool = False
-    """Whether it was refused only because neighbours disturbed the measurement, so that another try is fair."""
+    """Whether only a busy machine caused the refusal, so that the confirmation may be repeated."""
     log: str | None = None
-    """What its process said, as a path in the run folder."""
+    """The log of its process, as a path in the run folder."""
     traceback: str | None = None
-    """Of the exception that ended it, where one did."""
+    """Traceback of the exception that ended it, if any."""
 
     @property
     def before(self) -> float | None:
-        """The score as written on the data of the confirmation; ``None`` where that is what the search saw, or has no score."""
+        """The baseline's score on the data of the confirmation; ``None`` without a score, or if the search saw that data."""
         return self.baseline_score if self.again and self.score is not None else None
 
 
@@ -84,11 +85,11 @@ def confirm(
 ) -> tuple[Confirmation, Executable]:
     """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``).
 
-    ``costs`` are what only other processes can tell: ``cold_s`` and ``peak_mb``, and ``original_mb``, the peak memory of the
-    tuned original. With ``must_win`` it holds only if it is surely faster than the tuned original, and not surely slower than
-    as written; where memory is the objective, if it needs less than that. ``earlier`` are the comparisons with each rival in
-    starts of other processes, which count as much as what is timed now, ``judged`` is what :func:`judge` found in the first of
-    them, and ``seen`` are the comparisons of the search with the model as written.
+    ``costs`` come from other processes: ``cold_s``, ``peak_mb``, and ``original_mb``, the peak memory of the tuned original.
+    With ``must_win`` the winner is confirmed only if it is surely faster than the tuned original and not surely slower than as
+    written; if memory is the objective, only if it needs less memory than the tuned original. ``earlier`` are comparisons with
+    each rival in starts of other processes, which count as much as those timed now. ``judged`` is the result of :func:`judge`
+    in the first of these starts. ``seen`` are the comparisons of the search with the model as written.
     """
     figures: dict[str, Any] = {"loaded": (files / BUILT).exists(), **(costs or {})}
     executable, candidate = load(recipe, files, fresh(subject))
@@ -98,19 +99,19 @@ def confirm(
 
 
 def load(recipe: Recipe, files: pathlib.Path, candidate: Candidate) -> tuple[Executable, Candidate]:
-    """``recipe`` from its saved ``files``, built where there are none, after its first call; and the inputs that it runs on."""
+    """The executable of ``recipe`` after its first call, from its saved ``files`` or built, and the inputs that it runs on."""
     if not (files / BUILT).exists():
         candidate = apply_passes(recipe, candidate)
         return start(recipe, candidate)[0], candidate
     executable = load_saved(recipe, files)
     candidate = _resized(recipe, candidate)
-    args, kwargs = candidate.own_inputs()  # which it may write to
+    args, kwargs = candidate.own_inputs()  # copies, because the call may write to them
     executable(*args, **kwargs)
     return executable, candidate
 
 
 def _resized(recipe: Recipe, candidate: Candidate) -> Candidate:
-    """The candidate with the inputs that ``recipe`` runs on; its model is not rewritten again."""
+    """The candidate with the inputs that ``recipe`` runs on; passes are not applied to the model again."""
     for step in recipe.passes:
         if "data.batch" in step.sets:
             candidate = step.apply(candidate)
@@ -118,7 +119,7 @@ def _resized(recipe: Recipe, candidate: Candidate) -> Candidate:
 
 
 def judge(recipe: Recipe, executable: Executable, candidate: Candidate, subject: Subject, plan: Plan) -> Confirmation:
-    """What the outputs for the test data say of ``recipe``, of which nothing is timed."""
+    """Compare outputs and score on the test data; nothing is timed."""
     figures: dict[str, Any] = {}
     reason = _faithful(recipe, executable, candidate, subject, plan, figures)
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures)
@@ -146,10 +147,7 @@ def _faithful(
         if lost.decided is None and not recipe.exact:
             return f"On the test data it is undecidable {lost.unclear}."
         if lost.decided is False:
-            return (
-                f"On the test data its drop is {lost.show(lost.value)} (up to {lost.show(lost.upper)}); the limit is "
-                f"{lost.show(limit)}."
-            )
+            return f"On the test data its score {lost.change()} ({lost.bound()}); the limit is {lost.show(limit)}."
     if not parity.ok:
         return f"On the test data: {parity.reason}"
     return writes_otherwise(executable, subject.model, candidate, exact=recipe.exact, max_error=most)
@@ -181,12 +179,12 @@ def _fast(
 
 
 def in_start(runner: Runner, rival: Runner, plan: Plan) -> Comparison:
-    """The comparison of one start: what differs from start to start is not in its interval, and :func:`pooled` adds it."""
+    """The comparison of one start, without noise between starts, which :func:`pooled` adds."""
     return compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival), process_noise=0.0)
 
 
 def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | None:
-    """What speaks against a gain: over the tuned original, and at ``written`` times the speed of the model as written."""
+    """Why a gain is not proven: the ratio over the tuned original, then the ratio ``written`` over the model as written."""
     if plan.objective == "memory":
         return _needs_as_much(figures.get("peak_mb"), figures.get("original_mb"))
     if plan.objective not in ("latency", "throughput"):

@@ -1,4 +1,4 @@
-"""One recipe, evaluated: apply -> compile -> parity -> first timing -> score -> measure -> save -> Trial. One straight line."""
+"""Evaluate one recipe: apply passes, compile, parity, first timing, score, measure, save; the result is a Trial."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 from trimtab._internal.files import out_of_space
 from trimtab._internal.serialization import from_json, write_json
-from trimtab._internal.text import LONGEST, said, shortened
+from trimtab._internal.text import LONGEST, error_text, shortened
 from trimtab._internal.user_code import writing
 from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.core.backend import Executable
@@ -43,57 +43,57 @@ from trimtab.tensors.structure import flatten
 Objective = Literal["latency", "throughput", "memory", "size"]
 
 TORCH_THREADS = torch.get_num_threads()
-"""Threads that torch has by itself; what a workload's file asks it for comes later."""
+"""torch's own number of threads, read before the workload's file can change it."""
 REQUESTS = 8
-"""Independent requests in one timed call where throughput is the objective."""
+"""Independent requests in one timed call if throughput is the objective."""
 UNSAVED = "unsaved.json"
-"""In a trial's folder: the trial as it was before its files were written, should the writing crash the process."""
+"""File in a trial's folder: the trial before its files were saved, in case saving crashes the process."""
 SINGLES = 20
 SINGLES_S = 5.0
-"""Unpaired single calls that give the latency where throughput is the objective; slow ones are fewer, to take so long."""
+"""Seconds of unpaired single calls, which give the latency if throughput is the objective."""
 MODEL, BUILT = "model", "built.json"
 """In a trial's folder: the runtime's files, and the signature and settings that they were built for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a trial is judged and measured."""
+    """How a trial is judged and measured. Times are in seconds."""
 
     objective: Objective = "latency"
     limits: Limits = Limits()
     quick_s: float = 1.2
-    """Time of the first, cheap timing."""
+    """Duration of the first, short timing."""
     seconds: float = 6.0
-    """Most time for the paired timing that counts."""
+    """Maximum duration of the paired timing that counts."""
     width: float = 0.03
-    """Width of the ratio's interval, relative to it, at which sampling stops."""
+    """Relative width of the ratio's interval at which sampling stops."""
     floor: float = 0.0
-    """A recipe whose speed-up is surely below this after the first timing is stopped."""
+    """Stop a recipe whose speed-up is surely below this after the first timing."""
     best: float = 0.0
-    """One whose speed-up is surely below this keeps its first timing: a longer one would only say so more precisely."""
+    """Keep the first timing of a recipe whose speed-up is surely below this: it cannot win."""
 
 
 def evaluate(
-    recipe: Recipe, subject: Subject, reference: Reference, rival: Runner, *, plan: Plan, folder: pathlib.Path
+    recipe: Recipe, subject: Subject, reference: Reference, baseline: Runner, *, plan: Plan, folder: pathlib.Path
 ) -> Trial:
-    """Evaluate ``recipe`` in this process and keep its files in ``folder / "model"``. Never raises what a recipe did wrong.
+    """Evaluate ``recipe`` in this process and save its files in ``folder / "model"``. Errors of the recipe end in the trial.
 
-    ``rival`` is the model as written, in a process of its own. Settings that are global to a process, such as torch's threads,
-    are changed: run it in a process that ends afterwards.
+    ``baseline`` is the model as written, in a process of its own. Process-wide settings such as torch's threads are changed, so
+    the process must end afterwards.
     """
-    return ended(recipe, lambda figures: _line(recipe, subject, reference, rival, plan, folder, figures))
+    return ended(recipe, lambda figures: _pipeline(recipe, subject, reference, baseline, plan, folder, figures))
 
 
 def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | None]]) -> Trial:
-    """The trial that ``line`` makes of ``recipe``: it writes its figures into the mapping that it gets, and says how it ended.
+    """The trial of ``recipe``: ``line`` writes its figures into the mapping that it gets, and returns state and reason.
 
-    Never raises what ``line`` does wrong, but that a disk is full: no recipe did that, and it deserves another try.
+    Every exception of ``line`` becomes the trial's state, except a full disk, after which the recipe can be tried again.
     """
     started = time.perf_counter()
     figures: dict[str, Any] = {}
     try:
         state, reason = line(figures)
-    except MissingPackageError as error:  # installed, as far as anybody could see, and broken
+    except MissingPackageError as error:  # installed, but broken
         state, reason = State.SKIPPED, str(error)
     except Exception as error:  # the one boundary that turns whatever a trial does into its state
         if out_of_space(error):
@@ -104,11 +104,11 @@ def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | No
     return Trial(recipe=recipe, state=state, reason=reason, seconds=time.perf_counter() - started, **figures)
 
 
-def _line(
+def _pipeline(
     recipe: Recipe,
     subject: Subject,
     reference: Reference,
-    rival: Runner,
+    baseline: Runner,
     plan: Plan,
     folder: pathlib.Path,
     figures: dict[str, Any],
@@ -121,10 +121,10 @@ def _line(
     executable, figures["cold_s"] = start(recipe, candidate)
     figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": _notes(executable, full)}
     stated = subject.workload.dynamic is not None
-    if stated and (short := _falls_short(executable, full)):
+    if stated and (short := _missing_dims(executable, full)):
         return State.FAILED, f"{recipe.backend.name} {short}"
 
-    with stage("outputs on the selection data"), _told_why(executable, full):
+    with stage("outputs on the selection data"), _explain_refused_sizes(executable, full):
         outputs = predict(PaddedExecutable(executable, full), batches, evaluation)
     exact, most = recipe.exact, plan.limits.max_error
     figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
@@ -136,8 +136,8 @@ def _line(
     runner = runner_for(executable, candidate, subject, plan.objective)
     begun = time.perf_counter()
     with stage("first timing"):
-        first = compare(runner, rival, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(rival))
-    # the longer timing would end with as few pairs
+        first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(baseline))
+    # a longer timing would have as few pairs
     slow = first.pairs <= SLOW_PAIRS and time.perf_counter() - begun >= plan.seconds
     behind = first.ratio.high < plan.best
     figures |= timing(first, executable, candidate, subject, plan.objective)
@@ -163,7 +163,7 @@ def _line(
     final = first
     if not slow and not behind:
         with stage("timing"):
-            final = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
+            final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
         figures |= timing(final, executable, candidate, subject, plan.objective)
     figures["notes"] += () if final.doubt is None else (final.doubt,)
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,9 +171,9 @@ def _line(
     write_json(folder / UNSAVED, Trial(recipe=recipe, state=State.COMPLETE, **so_far))
     with stage("saving"):
         figures |= save(executable, folder)
-    figures["dims"] = tuple(d.name for d in executable.signature.dims)  # fewer than before where what is saved keeps fewer
+    figures["dims"] = tuple(d.name for d in executable.signature.dims)  # saved files may keep fewer dimensions
     figures["notes"] += tuple(note for note in _notes(executable, full) if note not in figures["notes"])
-    if stated and "size_mb" in figures and (short := _falls_short(executable, full)):
+    if stated and "size_mb" in figures and (short := _missing_dims(executable, full)):
         del figures["size_mb"]
         (folder / BUILT).unlink()
         figures["cannot_ship"] = f"It cannot ship: what it saves {short}"
@@ -182,8 +182,8 @@ def _line(
 
 
 @contextlib.contextmanager
-def _told_why(executable: Executable, full: Signature) -> Iterator[None]:
-    """A block in which a size that the executable refuses, because it could not keep it free, is told with why it could not."""
+def _explain_refused_sizes(executable: Executable, full: Signature) -> Iterator[None]:
+    """Add to the error for a refused size the reason why the executable could not keep that size dynamic."""
     try:
         yield
     except InputError as error:
@@ -192,8 +192,8 @@ def _told_why(executable: Executable, full: Signature) -> Iterator[None]:
         raise
 
 
-def _falls_short(executable: Executable, full: Signature) -> str | None:
-    """What the executable does not keep of the dynamic dimensions that the workload states: a sentence without its subject."""
+def _missing_dims(executable: Executable, full: Signature) -> str | None:
+    """The dynamic dimensions of the workload that the executable does not keep, in a sentence without its subject."""
     kept = {dim.name: dim for dim in executable.signature.dims}
     if gone := [dim.name for dim in full.dims if dim.name not in kept]:
         return f"keeps the example's {' and '.join(map(repr, gone))} only, and the workload states other sizes."
@@ -203,22 +203,22 @@ def _falls_short(executable: Executable, full: Signature) -> str | None:
 
 
 def _notes(executable: Executable, full: Signature) -> tuple[str, ...]:
-    """What there is to say about the executable, and how far it takes sizes."""
+    """Notes of the executable, and the sizes that it takes."""
     return (*executable.notes, *(f"Takes {dim.name} up to {most} only." for dim, most in _bounded(executable, full)))
 
 
 def _bounded(executable: Executable, full: Signature) -> list[tuple[Dim, int]]:
-    """The dynamic dimensions of the model that the executable keeps up to a size that the model goes beyond, and that size."""
+    """Dimensions that the executable keeps up to a bound only, with that bound, if the model takes larger sizes."""
     most = {dim.name: dim.max for dim in executable.signature.dims}
     return [(dim, found) for dim in full.dims if (found := most.get(dim.name)) is not None and found != dim.max]
 
 
 @contextlib.contextmanager
 def stage(words: str) -> Iterator[None]:
-    """Says in the trial's log how long a part of it took."""
+    """Print to the trial's log how long the block took."""
     begun = time.perf_counter()
     yield
-    try:  # a workload may have put one of its own in the place of sys.stdout, or have closed it
+    try:  # the workload may have replaced or closed sys.stdout
         print(f"{words}: {time.perf_counter() - begun:.2f} s", flush=True, file=sys.__stdout__)
     except (OSError, ValueError) as error:
         if out_of_space(error):
@@ -226,15 +226,15 @@ def stage(words: str) -> Iterator[None]:
 
 
 def apply_passes(recipe: Recipe, candidate: Candidate) -> Candidate:
-    """``candidate`` after the passes of ``recipe``, in order; this process now has the threads and allocator that they ask for.
+    """``candidate`` after the passes of ``recipe``, in order. Sets the threads and the allocator of this process as they ask.
 
-    Where the workload gives torch fewer threads than it has by itself, other runtimes get no more, unless a pass says so.
+    If the workload gives torch fewer threads than its default, other runtimes get as many, unless a pass sets another number.
 
     Raises:
         CompileError: a pass cannot be applied to what the ones before it made.
     """
     if recipe.backend.own_graph and (threads := torch.get_num_threads()) < TORCH_THREADS:
-        candidate = candidate.with_settings({"threads": threads})  # it has threads of its own, and would take every core
+        candidate = candidate.with_settings({"threads": threads})  # the runtime's own threads would take every core
     for step in recipe.passes:
         if reason := step.blocked(candidate):
             raise CompileError(reason)
@@ -252,7 +252,7 @@ def _prepare_process(settings: Settings) -> None:
 
 
 def start(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
-    """Compile and call once; gives the executable and the seconds of both."""
+    """Compile and call once; returns the executable and the seconds of both."""
     args, kwargs = candidate.own_inputs()
     begun = time.perf_counter()
     with stage(f"backend {recipe.backend}, with its first call"):
@@ -263,31 +263,31 @@ def start(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
 
 
 def runner_for(executable: Executable, candidate: Candidate, subject: Subject, objective: Objective) -> Runner:
-    """What is timed: one call on the example, or several requests at once where throughput counts, per example batch."""
+    """What is timed: one call on the example, or concurrent requests if throughput is the objective, per example batch."""
     if objective != "throughput":
         return one_call(executable, *candidate.own_inputs())
     return together(executable, candidate.own_leaves(), rows(subject.candidate.leaves, executable.signature))
 
 
 def one_call(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRunner:
-    """One call with inputs that nobody else needs, as it may write to them."""
-    before = _restored(executable.signature, flatten((tuple(args), dict(kwargs)), "inputs")[0])
+    """Runner of one call. The call may write to its inputs."""
+    before = _input_restorer(executable.signature, flatten((tuple(args), dict(kwargs)), "inputs")[0])
     return LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize, before)
 
 
 def together(executable: Executable, leaves: Sequence[torch.Tensor], examples: int) -> Runner:
-    """Several requests with ``leaves`` at once, whose time is that of ``examples`` examples."""
+    """Runner of concurrent requests with ``leaves``, whose time is that of ``examples`` examples."""
     requests, before = [leaves] * REQUESTS, None
-    if executable.signature.writes:  # each to its own
+    if executable.signature.writes:  # each request needs its own inputs
         requests = [[leaf.clone() for leaf in leaves] for _ in requests]
-        before = _restored(executable.signature, *requests)
+        before = _input_restorer(executable.signature, *requests)
     runner = LocalRunner(lambda: executable.run_many(requests), executable.synchronize, before)
     return Scaled(runner, examples / (rows(leaves, executable.signature) * REQUESTS))
 
 
-def _restored(signature: Signature, *requests: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-    """What gives the inputs that a call writes to the values that they have now, so that every call does the same: what is
-    normalised in place again and again ends in zeros, infinities or denormal numbers, each at a speed of its own."""
+def _input_restorer(signature: Signature, *requests: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    """A function that restores the inputs that a call writes to, so that every call computes the same. Normalising in place
+    again and again would end in zeros, infinities or denormal numbers, each with another speed."""
     pairs = [(leaves[i], leaves[i].clone()) for leaves in requests for i in signature.written]
 
     def restore() -> None:
@@ -299,12 +299,12 @@ def _restored(signature: Signature, *requests: Sequence[torch.Tensor]) -> Callab
 
 
 def ours(rival: Runner) -> set[int]:
-    """The processes whose CPU time is not a neighbour's: this one, the study that started it and watches it, the rival."""
+    """Processes that count as ours: this one, the study that started it, and the rival."""
     return {os.getpid(), os.getppid(), rival.pid}
 
 
 class Scaled:
-    """A runner whose times are per unit of work, so that calls of different size compare."""
+    """A runner whose times are per unit of work, so that calls of different sizes can be compared."""
 
     def __init__(self, runner: Runner, factor: float) -> None:
         self._runner, self._factor = runner, factor
@@ -315,13 +315,13 @@ class Scaled:
         return [round(ns * self._factor) for ns in self._runner.block(calls)]
 
     def pace(self) -> int:
-        """How fast the core is now."""
+        """Nanoseconds of the fixed piece of work on this core; see :func:`trimtab.measure.timer.pace`."""
         return self._runner.pace()
 
 
 def rows(leaves: Sequence[torch.Tensor], signature: Signature) -> int:
-    """Examples per call: the size of the dimension that is named for them, else of the leading axis of the first input, or 1
-    where that counts none."""
+    """Examples per call: the size of the batch dimension, else of the first axis of the first input; 1 if that axis counts no
+    examples."""
     lead = signature.inputs[0].shape[:1] if signature.inputs and not signature.batched else ()
     for spec, leaf in zip(signature.inputs, leaves, strict=True):
         for name, size in zip(spec.shape, leaf.shape, strict=False):
@@ -333,7 +333,7 @@ def rows(leaves: Sequence[torch.Tensor], signature: Signature) -> int:
 def timing(
     found: Comparison, executable: Executable, candidate: Candidate, subject: Subject, objective: Objective
 ) -> dict[str, Any]:
-    """The figures of a trial that a comparison gives."""
+    """The figures of a trial that come from a comparison."""
     figures: dict[str, Any] = {"comparison": found, "speedup": found.ratio, "latency_ms": found.candidate}
     if objective == "throughput":
         figures["throughput"] = per_second(found.candidate, rows(subject.candidate.leaves, subject.candidate.signature))
@@ -359,9 +359,9 @@ def per_second(latency: Measurement, examples: float) -> Measurement:
 
 
 def save(executable: Executable, folder: pathlib.Path) -> dict[str, Any]:
-    """Write the executable's files and signature; its size, or why it has no form that stands alone."""
+    """Write the executable's files and signature. Returns their size, or the reason why it cannot be saved."""
     model = folder / MODEL
-    shutil.rmtree(model, ignore_errors=True)  # what is left of one that was damaged
+    shutil.rmtree(model, ignore_errors=True)  # files of a damaged earlier save
     model.mkdir(parents=True, exist_ok=True)
     try:
         with writing():
@@ -376,7 +376,7 @@ def save(executable: Executable, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def whole(folder: pathlib.Path) -> bool:
-    """Whether what :func:`save` wrote into ``folder`` is there as it was: disks fill up and lose power, and people tidy."""
+    """Whether the files that :func:`save` wrote into ``folder`` are complete and unchanged."""
     try:
         sizes = json.loads((folder / BUILT).read_text(encoding="utf-8"))["sizes"]
         return all((folder / MODEL / name).stat().st_size == size for name, size in sizes.items())
@@ -385,7 +385,7 @@ def whole(folder: pathlib.Path) -> bool:
 
 
 def load_saved(recipe: Recipe, folder: pathlib.Path) -> Executable:
-    """The executable that a trial saved in ``folder``, with torch's threads set as it was built for."""
+    """The executable saved in ``folder``. Sets torch's threads to the number that it was built for."""
     built = json.loads((folder / BUILT).read_text(encoding="utf-8"))
     settings = from_json(Settings, built["settings"])
     _prepare_process(settings)
@@ -394,6 +394,6 @@ def load_saved(recipe: Recipe, folder: pathlib.Path) -> Executable:
 
 def describe(error: BaseException) -> str:
     """An exception in one sentence."""
-    text = next((line.strip() for line in said(error).splitlines() if line.strip()), "no message")
+    text = next((line.strip() for line in error_text(error).splitlines() if line.strip()), "no message")
     text = shortened(text)
     return text if isinstance(error, (CompileError, InputError)) else f"{type(error).__name__}: {text}"

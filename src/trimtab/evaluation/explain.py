@@ -1,4 +1,4 @@
-"""Why it is as fast as it is: where the time of a call goes, and how much of the machine it uses."""
+"""Profile a recipe: operators of one call, and its place under the roofline of the machine."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from trimtab.measure.roofline import Dtype, Roofline, roofline
 from trimtab.tensors.weights import weight_bytes
 
 REPEATS, PROFILED_S = 10, 10.0
-"""Calls that are profiled; slow ones are fewer, to take about so many seconds."""
+"""Calls that are profiled, and about how many seconds they may take; slow calls are fewer."""
 TORCH = "torch's profiler"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What is known about one recipe beside its speed. What is not known has its reason in ``notes``."""
+    """Profile of one recipe. Missing figures have their reason in ``notes``."""
 
     schema: ClassVar[int] = 1
 
     recipe: str
     source: str
-    """Whose profiler named the operators."""
+    """The profiler that named the operators."""
     operators: tuple[OperatorTime, ...] = ()
-    """The slowest first; empty where the profiler saw none."""
+    """The slowest first; empty if the profiler saw none."""
     dtype: Dtype = "float32"
-    """What the products are computed in."""
+    """Type of the matrix products."""
     threads: int | None = None
     seconds: float | None = None
-    """Of one call, as it was measured in turns; profiled calls take longer."""
+    """Duration of one call, timed in turns; profiled calls take longer."""
     flops: int | None = None
-    """Operations of one call of the original, whatever the recipe made of them."""
+    """Operations of one call of the original, whatever the recipe changed."""
     uncounted: tuple[str, ...] = ()
     """Operators without a formula; with any, ``flops`` is a lower bound."""
     bytes_moved: int | None = None
-    """At least: the weights, inputs and outputs, once each."""
+    """Lower bound: weights, inputs and outputs, once each."""
     roofline: Roofline | None = None
     notes: tuple[str, ...] = ()
 
@@ -60,12 +60,11 @@ def explain(
 ) -> Explanation:
     """Profile ``recipe`` in this process, from its saved ``files`` if there are any, and place it under the roof.
 
-    ``seconds`` is what the examples of one call of the original take, as measured; what is told is of the recipe's own calls,
-    which may be of more examples. Run it in a process that ends afterwards, as for
-    :func:`trimtab.evaluation.evaluate.evaluate`.
+    ``seconds`` is the measured duration of the examples of one call of the original. The result is for the recipe's own calls,
+    which may have more examples. The process must end afterwards, as for :func:`trimtab.evaluation.evaluate.evaluate`.
 
     Raises:
-        CompileError: and whatever else the recipe raises when it is built and run.
+        CompileError: or whatever else the recipe raises when it is built and run.
     """
     if files is not None and (files / BUILT).exists():
         executable, candidate = load(recipe, files, subject.candidate)
@@ -74,7 +73,7 @@ def explain(
         candidate = apply_passes(recipe, subject.candidate)
         executable = start(recipe, candidate)[0]
         weights = weight_bytes(candidate.model)
-    if seconds is not None:  # of the recipe's own call, which reads the weights once, however many examples it takes
+    if seconds is not None:  # per call of the recipe, which reads the weights once for all its examples
         ran, asked = (rows(each.leaves, subject.candidate.signature) for each in (candidate, subject.candidate))
         seconds *= ran / asked
     repeats = REPEATS if not seconds else max(1, min(REPEATS, int(PROFILED_S / seconds)))
@@ -105,7 +104,7 @@ def explain(
 def _profiled(
     recipe: Recipe, executable: Executable, candidate: Candidate, repeats: int
 ) -> tuple[str, list[OperatorTime], tuple[str, ...]]:
-    leaves = candidate.own_leaves()  # which a call may write to
+    leaves = candidate.own_leaves()  # copies, because a call may write to them
     with contextlib.suppress(NotImplementedError):
         native = executable.operator_times(leaves, repeats)
         if native is not None:

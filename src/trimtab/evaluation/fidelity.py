@@ -1,4 +1,4 @@
-"""Whether an executable says and does what the model as written does."""
+"""Compare an executable with the model as written: outputs, and inputs that are written to."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def faithful(
     exact: bool,
     max_error: float | None,
 ) -> Parity:
-    """How far ``outputs`` are from those of ``reference``, held against it as far as no score judges them.
+    """Parity of ``outputs`` with those of ``reference``, as far as no score judges them.
 
-    ``full`` is the signature of the original model. What the evaluation's own ``run`` makes is made for the score, so that of
-    it only outputs that are named are judged beside the score.
+    ``full`` is the signature of the original model. Of values that the evaluation's ``run`` makes, only named outputs are
+    compared in addition to the score.
     """
     scored = evaluation is not None
-    specs = full.outputs if evaluation is None or evaluation.run is None else None  # what run makes of them has others
+    specs = full.outputs if evaluation is None or evaluation.run is None else None  # values of run have no specs
     gated: Sequence[str] | None = () if specs is None else None
     if evaluation is not None and evaluation.outputs is not None:
         gated = [form for name in evaluation.outputs for form in (name, f"output.{name}")]
@@ -44,7 +44,7 @@ def faithful(
 def writes_otherwise(
     executable: Executable, original: nn.Module, candidate: Candidate, *, exact: bool, max_error: float | None
 ) -> str | None:
-    """What a caller would miss who looks at the inputs of ``candidate`` that the model writes to; ``None`` where nothing."""
+    """Why in-place writes to the inputs of ``candidate`` differ from the model's, or ``None`` if they match."""
     signature = candidate.signature
     if not signature.writes:
         return None
@@ -55,7 +55,7 @@ def writes_otherwise(
             call(*args, **kwargs)
     for i in signature.written:
         name, before = signature.inputs[i].name, candidate.leaves[i]
-        # a model may write, but for rounding, what was there already
+        # the model may write back, apart from rounding, what was there
         if torch.equal(given[i], before) and not compare_outputs([own[i]], [before], exact=True).ok:
             return (
                 f"It leaves the input {name!r} as it was, where the model writes to it. Have the model return it as an output "

@@ -1,4 +1,4 @@
-"""A workload made ready to be worked on: its model in evaluation mode, its candidate, its data split."""
+"""Prepare a workload: model in evaluation mode, candidate with dynamic sizes, data splits."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from trimtab.tensors.weights import tolerance
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 RECORDED = 3
-"""Items over which ``run`` shows how it calls the model, where none are needed to calibrate on."""
+"""Items on which ``run`` is recorded to learn how it calls the model, if no calibration data is needed."""
 RESAMPLED = 7
-"""Copies of the example with resampled values that stand in for data where a workload has none."""
+"""Copies of the example with resampled values, used as data if a workload has none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What evaluation works on. ``notes`` tell, in sentences, what was assumed."""
+    """A prepared workload. ``notes`` are sentences about what was assumed."""
 
     workload: Workload
     candidate: Candidate
@@ -46,7 +46,7 @@ class Subject:
 
     @property
     def model(self) -> nn.Module:
-        """The original model, in evaluation mode."""
+        """The model as written, in evaluation mode."""
         return self.candidate.model
 
 
@@ -71,7 +71,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     judge = Judge(model, tolerance(model, ROUNDING), _stated_otherwise(workload))
     splits = split(workload, rows if _calibrates(workload) and _batch_is_fixed(workload) else None, judge)
     recorded = _recorded(workload, model, splits)
-    calls = [] if workload.dynamic is not None else _calls(workload, model, splits, recorded)
+    calls = [] if workload.dynamic is not None else _known_specs(workload, model, splits, recorded)
     dynamic = _dims(workload, calls, judge, notes)
     make = functools.partial(Candidate.of, model, args, kwargs, scratch=scratch)
     try:
@@ -82,10 +82,10 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
             raise
         candidate = as_far_as_it_goes(make, dynamic, calls, notes)
         if candidate.signature.batch is None and _calibrates(workload) and _is_lasting(workload):
-            splits = split(workload, rows, judge)  # batches of other sizes were of our own cutting
+            splits = split(workload, rows, judge)  # batches of unequal sizes were cut by trimtab
     if workload.dynamic is not None:
         _check_stated(workload, candidate, splits)
-    candidate = _counted(candidate, judge, notes)
+    candidate = _with_batch_axis(candidate, judge, notes)
     notes += _writing(candidate)
     some = recorded[:: -(-len(recorded) // MOST_CALIBRATION) or 1]
     calibration = [batch.call for batch in splits.calibration] if _calibrates(workload) else some
@@ -102,10 +102,10 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
 
 
 def refuse_nan(candidate: Candidate) -> None:
-    """Refuse a model that gives NaN for its example, which an artifact could not be tested with.
+    """Refuse a model that gives NaN for its example: test vectors would be useless.
 
     Raises:
-        WorkloadError: it does.
+        WorkloadError: the outputs contain NaN.
     """
     with user_code("The model failed on the example inputs", BY_HAND):
         output = call_model(candidate.model, candidate.signature.input_structure, candidate.leaves)
@@ -158,10 +158,10 @@ def _index_of(workload: Workload, shapes: Sequence[torch.Size]) -> int | None:
 
 
 def _in_training(model: nn.Module) -> list[str]:
-    """A sentence where the model, or a part of it, came in training mode, as one that drops out on purpose does."""
+    """A note if the model or a part of it came in training mode."""
     if getattr(model, "training", False):
         return ["The model came in training mode; it is measured, and ships, in evaluation mode."]
-    # modules that other libraries make need not say in which mode they are
+    # modules of other libraries need not have the attribute
     parts = [name for name, part in model.named_modules() if getattr(part, "training", False)]
     if not parts:
         return []
@@ -170,7 +170,7 @@ def _in_training(model: nn.Module) -> list[str]:
 
 
 def _writing(candidate: Candidate) -> list[str]:
-    """A sentence where the model writes to its inputs, which not every runtime does by itself."""
+    """A note if the model writes to its inputs, which not every runtime does by itself."""
     names = " and ".join(repr(name) for name in candidate.signature.writes)
     if not names:
         return []
@@ -181,19 +181,19 @@ def _writing(candidate: Candidate) -> list[str]:
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """How many rows the example has: the first size of its first tensor."""
+    """Rows of the example: the first size of its first tensor."""
     leaves, _ = flatten((args, kwargs), "the example inputs")
     return leaves[0].shape[0] if leaves[0].dim() else None
 
 
 def _is_lasting(workload: Workload) -> bool:
-    """Whether the data can be read once more, as a generator cannot."""
+    """Whether the data can be read again; ``False`` for a generator."""
     labelled = () if workload.evaluation is None else (workload.evaluation.data, workload.evaluation.test)
     return not any(isinstance(data, Iterator) for data in (workload.calibration, *labelled))
 
 
 def _batch_is_fixed(workload: Workload) -> bool:
-    """Whether the workload says which dimensions are dynamic, leaves the first one out, and calls no other one the batch."""
+    """Whether the workload states dynamic dimensions, and none of them is the first axis or the batch."""
     first = any(0 in axes for axes in (workload.stated_dims or {}).values())
     return workload.dynamic is not None and not first and _stated_otherwise(workload) is None
 
@@ -201,7 +201,7 @@ def _batch_is_fixed(workload: Workload) -> bool:
 def _check_example(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stated: Mapping[str, Mapping[int, Dim]]
 ) -> None:
-    """Refuse example inputs, and what is ``stated`` of their axes, that could only fail later, with a worse explanation."""
+    """Refuse example inputs and ``stated`` axes that would fail later with a less clear message."""
     leaves, structure = flatten((args, kwargs), "the example inputs")
     known = input_names(parameter_names(model.forward, len(args)), structure)
     require_plain(leaves, known, "input")
@@ -219,7 +219,7 @@ def _check_example(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse weights without values, those on another device, and those that no runtime can take over."""
+    """Refuse weights without values, weights on another device, and weights that no runtime supports."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise WorkloadError(
@@ -247,14 +247,14 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _recorded(workload: Workload, model: nn.Module, splits: Splits) -> list[Arguments]:
-    """The calls that ``run`` makes of the model, over the calibration items or, where they are given as inputs of the model
-    itself, over some that select; none where the model is called with the items as they are."""
+    """The calls of the model that ``run`` makes over the calibration items or, if these are the model's own inputs, over some
+    selection items; empty if items are passed to the model directly."""
     calls: list[Arguments] = []
     if _is_plain(workload) or (_calibrates(workload) and workload.dynamic is not None):
         return calls
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        calls.append(cloned((args, kwargs)))  # which the model may write to
+        calls.append(cloned((args, kwargs)))  # the model may write to them
         with torch.no_grad():
             return model(*args, **kwargs)
 
@@ -271,32 +271,32 @@ def _recorded(workload: Workload, model: nn.Module, splits: Splits) -> list[Argu
 
 
 def _is_plain(workload: Workload) -> bool:
-    """Whether items of the labelled data are the model's own inputs, which they are not where ``run`` calls it."""
+    """Whether items of the labelled data are the model's own inputs; ``False`` if ``run`` calls the model."""
     return workload.evaluation is None or workload.evaluation.run is None
 
 
 def _calibrates(workload: Workload) -> bool:
-    """Whether items of the calibration data are the model's own inputs, as they are where they were given as such."""
+    """Whether items of the calibration data are the model's own inputs."""
     return workload.calibration is not None or _is_plain(workload)
 
 
-def _calls(workload: Workload, model: nn.Module, splits: Splits, recorded: Sequence[Arguments]) -> list[Specs]:
-    """The inputs that there are: the example, further examples, the data where its items are the model's own inputs, and of
-    those that were ``recorded`` what the example's form can be built for."""
+def _known_specs(workload: Workload, model: nn.Module, splits: Splits, recorded: Sequence[Arguments]) -> list[Specs]:
+    """Specs of all known inputs: the example, further examples, the data if its items are the model's own inputs, and those
+    ``recorded`` calls that have the form of the example."""
     data = [*splits.calibration] if _calibrates(workload) else []
     data += [*splits.selection, *splits.test] if _is_plain(workload) else []
     given = [as_call(workload.inputs), *map(as_call, workload.examples), *(batch.call for batch in data)]
     found = specs_of(model, [Call(args, kwargs) for args, kwargs in given])
     for args, kwargs in recorded:
-        with contextlib.suppress(UsageError):  # another form of a call is nobody's mistake here, as a first one without a state
+        with contextlib.suppress(UsageError):  # a call of another form is no error, such as a first one without a state
             other = specs_of(model, [Call(*given[0]), Call(args, kwargs)])[1]
-            if all(_alike(spec, first) for spec, first in zip(other, found[0], strict=True)):
+            if all(_same_kind(spec, first) for spec, first in zip(other, found[0], strict=True)):
                 found.append(other)
     return found
 
 
-def _alike(spec: TensorSpec, first: TensorSpec) -> bool:
-    """Whether what is built for one may be given the other, as far as sizes may differ."""
+def _same_kind(spec: TensorSpec, first: TensorSpec) -> bool:
+    """Whether inputs of the two specs may go to one executable, apart from sizes."""
     return (spec.dtype, len(spec.shape)) == (first.dtype, len(first.shape))
 
 
@@ -311,7 +311,7 @@ def _dims(workload: Workload, calls: Sequence[Specs], judge: Judge, notes: list[
 
 
 def _stated_otherwise(workload: Workload) -> str | None:
-    """Why the workload's own words say that the first axis is not that of the examples; ``None`` where they do not."""
+    """Why the workload's statements make the first axis another axis than the batch; ``None`` if they do not."""
     stated = workload.stated_dims or {}
     if any(axes[0].name.lower() in BATCHES for axes in stated.values() if 0 in axes):
         return None
@@ -323,15 +323,15 @@ def _stated_otherwise(workload: Workload) -> str | None:
     return None
 
 
-def _counted(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
-    """``candidate`` knowing whether its first axis counts examples; the example itself tells where there was no data to."""
+def _with_batch_axis(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
+    """``candidate`` with the knowledge whether its first axis counts examples, tested on the example if there is no data."""
     asked, batch = judge.verdict is not None, candidate.signature.batch
     if not asked:
         inputs = _inputs(candidate.signature.input_structure, candidate.leaves)
         if (rows := rows_of(inputs, None)) > 1:
             judge(Batch(inputs, None, rows))
         elif batch is not None and (rows := candidate.leaves[0].shape[0]) > 1:
-            judge.about(_along(candidate, batch), rows)  # not all inputs have it, as the edges of a graph have no nodes
+            judge.about(_answer_along(candidate, batch), rows)  # some inputs lack that axis: edges of a graph are no nodes
     if judge.verdict is None or judge.verdict.counted:
         return candidate
     if not asked:
@@ -339,8 +339,8 @@ def _counted(candidate: Candidate, judge: Judge, notes: list[str]) -> Candidate:
     return dataclasses.replace(candidate, signature=dataclasses.replace(candidate.signature, batched=False))
 
 
-def _along(candidate: Candidate, name: str) -> Answer:
-    """The model's answer for some positions of the dimension ``name`` of its example, while all else stays."""
+def _answer_along(candidate: Candidate, name: str) -> Answer:
+    """The model's output for some positions of the dimension ``name`` of its example; all other inputs stay."""
 
     def answer(index: torch.Tensor) -> Any:
         leaves = list(candidate.leaves)
@@ -353,20 +353,20 @@ def _along(candidate: Candidate, name: str) -> Answer:
 
 
 def _stand_ins(candidate: Candidate) -> tuple[Batch, ...]:
-    """The example, and copies whose values are drawn from the example's own, as far as the model accepts them."""
+    """The example, and copies with values resampled from the example that the model accepts."""
     generator = torch.Generator().manual_seed(0)
     structure = candidate.signature.input_structure
     batches = [Batch(_inputs(structure, candidate.leaves))]
     for _ in range(RESAMPLED):
         leaves = [_resample(leaf, generator) for leaf in candidate.leaves]
-        if not _answers(candidate, leaves):
-            break  # this model wants inputs of a form that resampling destroys; the example itself remains
+        if not _accepts(candidate, leaves):
+            break  # resampling breaks the form of these inputs; only the example is left
         batches.append(Batch(_inputs(structure, leaves)))
     return tuple(batches)
 
 
-def _answers(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether the model has an answer to inputs that nobody gave it but us: none that is NaN, whatever else it may raise."""
+def _accepts(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether the model returns outputs without NaN for resampled inputs; any exception means no."""
     try:
         with user_code("The model failed on resampled inputs"):
             output = call_model(candidate.model, candidate.signature.input_structure, leaves)
@@ -381,17 +381,17 @@ def fresh(subject: Subject, seed: int = 1) -> Candidate:
     candidate = subject.candidate
     own = _is_plain(subject.workload) and subject.splits.test is not subject.splits.selection
     unseen = subject.splits.test if own else ()
-    found = next((leaves for batch in unseen if (leaves := _like(candidate, batch)) is not None), None)
+    found = next((leaves for batch in unseen if (leaves := _rows_like(candidate, batch)) is not None), None)
     generator = torch.Generator().manual_seed(seed)
     leaves = found if found is not None else [_resample(leaf, generator) for leaf in candidate.leaves]
-    if not _answers(candidate, leaves):
+    if not _accepts(candidate, leaves):
         return candidate
     args, kwargs = unflatten(candidate.signature.input_structure, leaves)
     return dataclasses.replace(candidate, args=args, kwargs=kwargs)
 
 
-def _like(candidate: Candidate, batch: Batch) -> list[torch.Tensor] | None:
-    """The first rows of ``batch`` in the shapes of the example; ``None`` if they cannot be cut from it."""
+def _rows_like(candidate: Candidate, batch: Batch) -> list[torch.Tensor] | None:
+    """The first rows of ``batch`` in the shapes of the example; ``None`` if they cannot be cut to these."""
     args, kwargs = batch.call
     try:
         leaves = list(candidate.signature.bind(args, kwargs))

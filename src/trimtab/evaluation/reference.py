@@ -1,4 +1,4 @@
-"""What the model as written says on the data: the outputs and scores that every recipe is held against."""
+"""The reference: outputs and scores of the baseline, which every recipe is compared with."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from trimtab.tensors.comparison import is_discrete
 from trimtab.tensors.structure import Structure, classes, cloned, flatten, handed_on, names, unflatten
 
 FEW_RESAMPLES = 100
-"""Of a metric whose own spread is asked for, and not an interval."""
+"""Resamples if only the spread of a metric is needed, and no interval."""
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The judgement of one set of outputs. ``each`` holds per-example scores, empty for a whole-set metric."""
+    """The scores of one set of outputs. ``each`` holds per-example scores; empty for a whole-set metric."""
 
     value: float
     n: int
     each: tuple[float, ...] = ()
 
     def is_share(self, higher_is_better: bool) -> bool:
-        """Whether a drop reads best in percent: scores are right or wrong, or lie between 0 and 1 and more is better."""
+        """Whether a drop reads best in percent: scores are right or wrong, or between 0 and 1 with more being better."""
         found = self.each or (self.value,)
         if higher_is_better:
             return min(found) >= 0 and max(found) <= 1
-        return 1.0 in self.each and set(found) <= {0.0, 1.0}  # an error of 0 alone may be one of pixels as well
+        return 1.0 in self.each and set(found) <= {0.0, 1.0}  # an error of 0 alone may be one in pixels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Reference:
 
     outputs: list[list[torch.Tensor]]
     structures: list[Structure]
-    """One per batch: numbers in them may follow its size."""
+    """One per batch, because numbers in them may depend on its size."""
     scores: Scores | None = None
 
     def nested(self) -> list[Any]:
@@ -64,7 +64,7 @@ class Reference:
         return [unflatten(structure, leaves) for structure, leaves in zip(self.structures, self.outputs, strict=True)]
 
     def save(self, folder: pathlib.Path) -> None:
-        """Write it into ``folder``, for the workers of the trials to read."""
+        """Write the reference into ``folder``, from which the trials' workers read it."""
         folder.mkdir(parents=True, exist_ok=True)
         flat = {f"{i}.{j}": t.contiguous().clone() for i, leaves in enumerate(self.outputs) for j, t in enumerate(leaves)}
         # copies, because outputs may share memory, which the format refuses
@@ -87,12 +87,12 @@ class Reference:
 
 
 def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> Reference:
-    """Run ``call`` over ``batches`` and score what it says.
+    """Run ``call`` over ``batches`` and score the outputs.
 
     Raises:
-        WorkloadError: the outputs hold NaN, are not the same twice, or the score is not usable, or only with the model's own
-            classes; says what and where.
-        UsageError: the evaluation names outputs that there are not.
+        WorkloadError: outputs hold NaN or differ between two calls, or the score is not usable, or works only with the
+            model's own output classes; names the place.
+        UsageError: the evaluation names outputs that do not exist.
     """
     try:
         with user_code("The model failed on the data", BY_HAND):
@@ -103,7 +103,7 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
             raise lost from error
         raise
     flat = [flatten(output, "the output") for output in nested]
-    kept = [[leaf.clone() for leaf in leaves] for leaves, _ in flat]  # a score may work in place on what it is given
+    kept = [[leaf.clone() for leaf in leaves] for leaves, _ in flat]  # a score may change its arguments in place
     structures = [structure for _, structure in flat]
     _check_outputs(kept, structures[0], *flatten(again[0], "the output"))
     if evaluation is not None and evaluation.outputs is not None:
@@ -116,14 +116,14 @@ def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evalua
         raise
     found = Reference(outputs=kept, structures=structures, scores=scores)
     if evaluation is not None and evaluation.metric is not None:
-        _ask_again(evaluation, found, batches)
+        _refuse_stateful_metric(evaluation, found, batches)
     elif evaluation is not None and all(map(torch.equal, flatten(again, "the output")[0], kept[0])):
-        _score_again(evaluation, found, again, batches)
+        _refuse_stateful_score(evaluation, found, again, batches)
     return found
 
 
 def _check_names(stated: Sequence[str], outputs: Sequence[Sequence[torch.Tensor]], structures: Sequence[Structure]) -> None:
-    """Refuse an evaluation that names an output which there is not, or whose values have no error, such as class numbers."""
+    """Refuse an evaluation that names an output that does not exist, or one without an error, such as class numbers."""
     known = dict[str, None]()
     for leaves, structure in zip(outputs, structures, strict=True):
         every = zip(names(structure, "output"), leaves, strict=True)
@@ -136,11 +136,10 @@ def _check_names(stated: Sequence[str], outputs: Sequence[Sequence[torch.Tensor]
 
 
 def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
-    """The outputs of ``call`` for every batch, through the evaluation's own ``run`` where it has one.
+    """The outputs of ``call`` for every batch, through the evaluation's own ``run`` if it has one.
 
-    A model may write to its inputs, and the batches serve again, so that it gets copies; it may give memory that its next call
-    writes to, so that what it gives is copied. It is handed on as every runtime gives it, so that the model as written is
-    judged by the same as all others.
+    Inputs and outputs are copied: a model may write to its inputs, and may return memory that its next call overwrites.
+    Outputs have the form that every runtime returns, so that the baseline is scored in the same way as all recipes.
     """
 
     def handed(*args: Any, **kwargs: Any) -> Any:
@@ -163,10 +162,10 @@ def _predicted(call: Callable[..., Any], batches: Sequence[Batch], evaluation: E
 
 
 def _comparable(made: Any) -> Any:
-    """What ``run`` made; with tensors where it holds arrays, as targets have them.
+    """The result of ``run``, with arrays converted to tensors, as in targets.
 
     Raises:
-        UsageError: nothing could be held against it.
+        UsageError: it holds something that cannot be compared.
     """
     for value in (made, arrays_to_tensors(made)):
         with contextlib.suppress(UsageError):
@@ -181,7 +180,7 @@ def _comparable(made: Any) -> Any:
 def _lost_classes(
     error: WorkloadError, call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None
 ) -> WorkloadError | None:
-    """What explains ``error`` where the evaluation works with the classes of the model's own output, and only with these."""
+    """The explanation of ``error`` if the evaluation works only with the classes of the model's own output."""
     met: dict[str, tuple[str, ...]] = {}
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -206,12 +205,12 @@ def _lost_classes(
 
 
 def score(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batch]) -> Scores:
-    """Judge ``outputs`` against the batches' targets.
+    """Score ``outputs`` against the batches' targets.
 
     Raises:
         WorkloadError: the score or metric raised, or returned something that is not numbers.
     """
-    if evaluation.metric is not None:  # to which the reference comes from a file
+    if evaluation.metric is not None:  # the reference is read from a file, without classes
         outputs = [handed_on(output) for output in outputs]
     return _judged(evaluation, outputs, batches)
 
@@ -228,7 +227,7 @@ def _judged(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Ba
     for output, batch in zip(outputs, batches, strict=True):
         with user_code("Evaluation score raised", "Call it yourself with the model's output for a batch, and its targets."):
             found = numbers(evaluation.score(output, spared(batch.target)), batch.rows)
-        # those of what follows each other in one example are no evidence of their own
+        # scores within one example are not independent
         each += [float(np.mean(found))] if batch.single and found and len(found) != batch.examples else found
     return Scores(value=float(np.mean(each)), n=len(each), each=tuple(each))
 
@@ -243,7 +242,7 @@ def drop(
     *,
     resamples: int = 2000,
 ) -> Drop:
-    """How much score was lost against ``reference``, with bounds: paired per example, or resampled for a whole-set metric."""
+    """The drop of the score against ``reference``, with bounds: paired per example, or bootstrapped for a whole-set metric."""
     assert reference.scores is not None
     better = evaluation.higher_is_better
     share = reference.scores.is_share(better)
@@ -261,34 +260,34 @@ def drop(
 
     n = reference.scores.n
     others = targets(at(np.random.default_rng(SEED).permutation(n)))
-    failed = _of_failure(metric, sides[0](None), others)
+    failed = _metric_of_failure(metric, sides[0](None), others)
     found = bootstrap_drop(metric_of, n, limit=limit, higher_is_better=better, failed=failed, resamples=resamples)
     return dataclasses.replace(found, share=share)
 
 
 def least_drop(evaluation: Evaluation, reference: Reference, batches: Sequence[Batch]) -> Drop | None:
-    """The drop of outputs that are the reference's own: nothing can be proven to lose less than its upper bound."""
+    """The drop of the reference's own outputs. Its upper bound is the smallest drop that this data can prove."""
     if reference.scores is None:
         return None
     return drop(evaluation, reference, reference.scores, reference.nested(), batches, None, resamples=FEW_RESAMPLES)
 
 
-def _ask_again(evaluation: Evaluation, found: Reference, batches: Sequence[Batch]) -> None:
-    """Refuse a metric that keeps something of what it is asked in between, which is about other examples."""
+def _refuse_stateful_metric(evaluation: Evaluation, found: Reference, batches: Sequence[Batch]) -> None:
+    """Refuse a metric that keeps state between calls, in which other examples were scored."""
     assert evaluation.metric is not None
     assert found.scores is not None
     nested, first = found.nested(), found.scores.value
     counts = _counts(nested, batches)
     backwards = _rows_of(counts, batches)(np.arange(found.scores.n)[::-1].copy())
     others = joined([batch.target for batch in batches], counts)(backwards)
-    _of_failure(evaluation.metric, joined(nested, counts)(None), others)
+    _metric_of_failure(evaluation.metric, joined(nested, counts)(None), others)
     refuse_memory(first, score(evaluation, nested, batches).value, abs(first) or 1.0)
 
 
-def _score_again(evaluation: Evaluation, found: Reference, outputs: Sequence[Any], batches: Sequence[Batch]) -> None:
-    """Refuse a score that draws numbers, or keeps something from batch to batch: what the drop is paired with means nothing.
+def _refuse_stateful_score(evaluation: Evaluation, found: Reference, outputs: Sequence[Any], batches: Sequence[Batch]) -> None:
+    """Refuse a score that is random or keeps state between batches: paired differences would be meaningless.
 
-    ``outputs`` are those of the first batch, once more.
+    ``outputs`` are those of the first batch, from a second call.
     """
     assert found.scores is not None
     again = score(evaluation, outputs, batches[:1]).each
@@ -301,8 +300,8 @@ def _score_again(evaluation: Evaluation, found: Reference, outputs: Sequence[Any
         )
 
 
-def _of_failure(metric: Callable[[Any, Any], float], outputs: Any, others: Any) -> float | None:
-    """The metric of outputs that answer for other examples than theirs; ``None`` where it cannot judge these."""
+def _metric_of_failure(metric: Callable[[Any, Any], float], outputs: Any, others: Any) -> float | None:
+    """The metric of outputs that belong to other examples; ``None`` if it raises."""
     try:
         found = float(metric(outputs, others))
     except UNUSABLE:
@@ -311,7 +310,7 @@ def _of_failure(metric: Callable[[Any, Any], float], outputs: Any, others: Any) 
 
 
 def _rows_of(counts: Sequence[int], batches: Sequence[Batch]) -> Callable[[Indices], torch.Tensor]:
-    """From examples to where their rows are in what is joined."""
+    """A function from indices of examples to rows of the joined batches."""
     if not _single(batches):
         return torch.as_tensor
     items = torch.split(torch.arange(sum(counts)), list(counts))
@@ -319,7 +318,7 @@ def _rows_of(counts: Sequence[int], batches: Sequence[Batch]) -> Callable[[Indic
 
 
 def _examples(counts: Sequence[int], batches: Sequence[Batch]) -> int:
-    """How many examples an interval can rest on: the parts that batches hold, unless a batch is one example itself."""
+    """The number of independent examples: the parts of batches, unless a batch is one example."""
     return len(batches) if _single(batches) else sum(counts)
 
 

@@ -1,8 +1,8 @@
-"""Whether every process of a study finds the same workload: weights to the bit, inputs and data as far as rounding allows.
+"""Check that every process of a study finds the same workload: weights bit-identical, inputs and data within rounding.
 
-Each worker reads the workload for itself. What is drawn there without a seed is something else in each of them, and outputs
-would be held against those for other examples. Weights are a file's or come from a seed; data is often computed as it is read,
-and may be rounded otherwise in another process, so that of data a few sums are compared, and no bytes.
+Each worker reads the workload itself. Values drawn without a seed differ between workers, and outputs would be compared with
+those for other examples. Data is often computed as it is read and may be rounded otherwise in another process, so data is
+compared by a few weighted sums and not by its bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from trimtab.tensors.structure import leaves_of
 from trimtab.tensors.weights import parts, raw
 
 LOOKS = "looks.safetensors"
-"""File in the folder of the reference: what the dry run saw of inputs and data."""
+"""File in the folder of the reference: the sums of inputs and data in the dry run."""
 LOOKED_AT = 1 << 16
-"""Most values of one tensor that are looked at, spread evenly over it: data may be large, and every trial reads it."""
+"""Maximum values of one tensor that are summed, spread evenly over it: data may be large, and every trial reads it."""
 SUMS = 4
-"""Sums of the values, each with other weights, that tell one tensor from another."""
+"""Number of weighted sums that identify a tensor."""
 ALIKE = 1e-5
-"""What two sums may differ by, relative to the sum of all magnitudes; values that are drawn anew differ by far more."""
+"""Tolerance between two sums, relative to the sum of all magnitudes; values that are drawn again differ by far more."""
 LARGE = 1e30
-"""Values beyond this stand for infinity, as in masks, and would drown all others."""
+"""Values beyond this stand for infinity, as in masks, and would dominate the sums."""
 SEEDS = "random.seed(0), np.random.seed(0), torch.manual_seed(0)"
 OTHER_CALIBRATION = (
     f"The calibration data is not the same in each process, so that another run may quantize otherwise. Seed it: {SEEDS}."
@@ -41,17 +41,17 @@ OTHER_CALIBRATION = (
 
 
 def keep(folder: pathlib.Path, subject: Subject) -> None:
-    """Write into ``folder`` what other processes are to find, too."""
+    """Write the sums of inputs and data into ``folder``, for other processes to compare."""
     seen = {"inputs": look(subject.candidate.leaves), "selection": _selection(subject), "calibration": _calibration(subject)}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(seen, folder / LOOKS)
 
 
 def check_inputs(job: Mapping[str, Any], leaves: Iterable[torch.Tensor]) -> None:
-    """Hold the example inputs against those of the dry run.
+    """Compare the example inputs with those of the dry run.
 
     Raises:
-        WorkloadError: they are others.
+        WorkloadError: they differ.
     """
     if not _alike(_kept(job)["inputs"], look(leaves)):
         raise WorkloadError(
@@ -61,11 +61,11 @@ def check_inputs(job: Mapping[str, Any], leaves: Iterable[torch.Tensor]) -> None
 
 
 def check_data(job: Mapping[str, Any], subject: Subject) -> None:
-    """Hold example inputs and selection data against those of the dry run. Data for the test alone may be drawn anew, as
-    the process that is tested on it asks the original itself.
+    """Compare example inputs and selection data with those of the dry run. Test data may differ between processes, because
+    the process that scores it also runs the original on it.
 
     Raises:
-        WorkloadError: they are others.
+        WorkloadError: they differ.
     """
     check_inputs(job, subject.candidate.leaves)
     if not _alike(_kept(job)["selection"], _selection(subject)):
@@ -76,30 +76,30 @@ def check_data(job: Mapping[str, Any], subject: Subject) -> None:
 
 
 def calibrates_otherwise(job: Mapping[str, Any], subject: Subject) -> bool:
-    """Whether the calibration data is not that of the dry run, which is no fault of anything but what rests on it."""
+    """Whether the calibration data differs from that of the dry run. That is no error, but a reason to note."""
     return not _alike(_kept(job)["calibration"], _calibration(subject))
 
 
 def look(values: Iterable[Any]) -> torch.Tensor:
-    """What tells ``values`` from others, however large they are: rows of a figure and what it may differ by."""
+    """Weighted sums of ``values``, of any size: rows of a figure and its tolerance."""
     rows = [row for leaf in leaves_of(list(values)) for row in _figures(leaf)]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
 
 
 def fingerprint(subject: Subject, reference: Reference | None = None) -> str:
-    """Sixteen hexadecimal digits of weights, example inputs and, with ``reference``, what came out, which tells of data."""
+    """Sixteen hex digits of weights, example inputs and, with ``reference``, outputs and scores, which depend on data."""
     digest = hashlib.blake2b(digest_size=8)
     outputs = () if reference is None else reference.outputs[0]
     _absorb(digest, (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))))
     if reference is not None:
         evaluation = subject.workload.evaluation
         gated = None if evaluation is None else evaluation.outputs
-        digest.update(repr((reference.scores, gated and tuple(gated))).encode())  # data, labels and the score itself
+        digest.update(repr((reference.scores, gated and tuple(gated))).encode())  # stands for data, labels and the score
     return digest.hexdigest()
 
 
 def weights_of(model: nn.Module) -> dict[str, str]:
-    """Sixteen hexadecimal digits of the original's parameters, and of its buffers, some of which a call may change."""
+    """Sixteen hexadecimal digits of the model's parameters, and of its buffers, some of which a call may change."""
     found = {}
     for what, items in (("parameters", model.parameters()), ("buffers", model.buffers())):
         digest = hashlib.blake2b(digest_size=8)
@@ -109,10 +109,10 @@ def weights_of(model: nn.Module) -> dict[str, str]:
 
 
 def check_weights(job: Mapping[str, Any], model: nn.Module, *what: str) -> None:
-    """Hold ``what`` of the model against the digests in ``job``.
+    """Compare the digests of the parts ``what`` of the model with those in ``job``.
 
     Raises:
-        WorkloadError: it is another model.
+        WorkloadError: they differ.
     """
     found = weights_of(model)
     if any(job["weights"].get(each) not in (None, found[each]) for each in what):
@@ -141,7 +141,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _figures(leaf: Any) -> Iterator[tuple[float, float]]:
-    """Figures of a tensor or constant, each with what it may differ by; of anything else there are none."""
+    """Sums of a tensor or constant, each with its tolerance; nothing for other values."""
     if isinstance(leaf, float):
         leaf = torch.tensor(leaf, dtype=torch.float64)
     if leaf is None or isinstance(leaf, (bool, int, str)):
@@ -160,7 +160,7 @@ def _figures(leaf: Any) -> Iterator[tuple[float, float]]:
 
 @functools.cache
 def _weights() -> torch.Tensor:
-    """Of the sums, the same in every process."""
+    """Weights of the sums, equal in every process."""
     return 2 * torch.rand(SUMS, LOOKED_AT, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 1
 
 

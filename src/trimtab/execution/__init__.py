@@ -1,1 +1,1 @@
-"""Processes: workers, fork servers, what they are handed, the jobs that they run, baseline servers."""
+"""Processes: workers, fork servers, transfer of workloads, jobs, baseline servers."""

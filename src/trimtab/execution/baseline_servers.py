@@ -1,4 +1,4 @@
-"""Processes that hold a recipe ready, for the process of a trial to take turns with."""
+"""Server processes that hold a recipe ready, so that a trial can take turns with it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trimtab.execution.workload_transfer import AUTHKEY
 from trimtab.measure.remote import LONGEST_PATH
 
 NAMES, SHORT = 40, "/tmp"
-"""Bytes that the names of a folder of sockets and of one in it take; where it lies if the usual place has too long a name."""
+"""Bytes reserved for the names of the socket folder and of a socket; folder used if the usual path is too long for a socket."""
 
 
 class BaselineServers:
-    """Named server processes, forked by ``workers`` where they are given. A context: leaving it ends them all."""
+    """Named server processes, forked by ``workers`` if given. A context manager: leaving it ends them all."""
 
     def __init__(self, job: Mapping[str, Any], folder: pathlib.Path, workers: Workers | None = None) -> None:
         self._job = dict(job)
@@ -48,15 +48,15 @@ class BaselineServers:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Where each rival listens."""
+        """The socket address of each server."""
         return {name: str(self._sockets / name) for name in self._processes}
 
     def start(self, name: str, recipe: Recipe, *, fresh: bool) -> None:
-        """Begin to build ``recipe`` in a process of its own; :meth:`ready` waits for it."""
+        """Start to build ``recipe`` in a process of its own; :meth:`ready` waits for it."""
         self.begin(name, {"recipe": recipe.to_json(), "fresh": fresh})
 
     def begin(self, name: str, what: Mapping[str, Any]) -> None:
-        """Begin to serve ``what`` (see :func:`trimtab.execution.jobs.inference.serve_job`) in a process of its own."""
+        """Start to serve ``what`` (see :func:`trimtab.execution.jobs.inference.serve_job`) in a process of its own."""
         address = self._sockets / name
         address.unlink(missing_ok=True)
         folder = self._folder / name
@@ -66,11 +66,11 @@ class BaselineServers:
         self._processes[name] = WorkerProcess(job, folder, self._workers, warm=True)
 
     def ready(self, name: str, *, seconds: float, interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """Wait until the rival answers; gives what it tells about itself.
+        """Wait until the server answers; returns what it states about itself.
 
         Raises:
             MeasurementError: it ended, was interrupted, or took longer than ``seconds``.
-            StorageError: it met a full disk.
+            StorageError: its disk was full.
         """
         process, folder = self._processes[name], self._folder / name
         deadline = time.monotonic() + seconds
@@ -80,12 +80,12 @@ class BaselineServers:
                 return facts
             time.sleep(POLL_S)
         if not process.alive:
-            process.wait(seconds=None, memory_mb=None)  # which raises where the disk was full
+            process.wait(seconds=None, memory_mb=None)  # raises if the disk was full
         if (folder / RESULT).exists():
             result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
             kind = getattr(errors, result.get("error", ""), MeasurementError)
             message = result.get("message", "no message")
-            users = issubclass(kind, (UsageError, WorkloadError, ArtifactError))  # whose sentences say all
+            users = issubclass(kind, (UsageError, WorkloadError, ArtifactError))  # their messages need no prefix
             raise kind(message if users else f"The process that holds {name} ended: {message}")
         state = "did not get ready in time" if process.alive else "ended"
         raise MeasurementError(f"The process that holds {name} {state}; its last words were:\n{process.log_tail(8)}")
@@ -93,7 +93,7 @@ class BaselineServers:
     def assure(
         self, name: str, recipe: Recipe, *, fresh: bool, seconds: float, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """Wait for a rival, which is started if it does not run, as :meth:`ready` does; one more try if it dies.
+        """Wait for a server as :meth:`ready` does, after starting it if it does not run. If it dies, try once more.
 
         Raises:
             MeasurementError: it died twice, or was interrupted.
@@ -109,16 +109,16 @@ class BaselineServers:
         return self.ready(name, seconds=seconds, interrupted=interrupted)
 
     def alive(self, name: str) -> bool:
-        """Whether the rival still runs."""
+        """Whether the server runs."""
         return name in self._processes and self._processes[name].alive
 
     def stop(self, name: str) -> None:
-        """End one rival."""
+        """End one server."""
         self._processes.pop(name).kill()
 
 
 def _short_folder() -> pathlib.Path:
-    """A new folder for sockets, whose paths may have fewer bytes than many a run folder's, or than a batch system's TMPDIR."""
+    """A new folder for sockets, whose paths are limited to fewer bytes than run folders or a batch system's TMPDIR may have."""
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) + NAMES > LONGEST_PATH and os.path.isdir(SHORT):
         place = SHORT

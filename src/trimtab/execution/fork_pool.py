@@ -1,4 +1,4 @@
-"""Starts workers that are forked, which takes no time; see :mod:`trimtab.execution.forkserver` for what they are forks of."""
+"""Fork workers from the servers of :mod:`trimtab.execution.forkserver`, which is faster than starting interpreters."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import Any, Self
 LIFELINE = str(pathlib.Path(__file__).with_name("parent_death.py"))
 FORKSERVER = "trimtab.execution.forkserver"
 START_S = 120.0
-"""Longest time that a server may take to import what it has to."""
+"""Maximum seconds that a server may take for its imports."""
 WORD = 8
-"""Bytes of the two numbers that a server writes about a worker: its process id, and in the end how it ended."""
+"""Bytes of the two numbers that a server sends about a worker: its process id, and at the end its exit status."""
 
 
 class Workers:
-    """Forks workers. A context: leaving it ends the servers, and with them every worker that is left.
+    """Forks workers. A context manager: leaving it ends the servers, and with them every worker.
 
-    There are two servers: one has imported what the jobs themselves need, and after :meth:`warm` another has also imported
-    what the workload does. The first starts with the first worker. Where they cannot run, or have been killed, :meth:`start`
-    gives ``None``, and whoever asked starts an interpreter instead.
+    There are two servers: one has imported what the jobs need, and after :meth:`warm` another has also imported what the
+    workload imports. The first starts with the first worker. If they cannot run, or were killed, :meth:`start` returns
+    ``None``, and the caller starts a new interpreter instead.
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class Workers:
         self.close()
 
     def start(self, folder: pathlib.Path, log: int, environment: dict[str, str], *, warm: bool) -> Forked | None:
-        """A worker for the job in ``folder`` that writes to the file descriptor ``log``; ``None`` if none can be forked.
+        """A worker for the job in ``folder`` with its output in the file descriptor ``log``; ``None`` if forking fails.
 
-        It is a ``warm`` one, where there are any, or has nothing of the workload's in it.
+        With ``warm`` it comes from the server with the workload's imports, if that runs; otherwise it has none of them.
         """
-        if sys.platform != "linux":  # elsewhere the system's own libraries do not stand a fork
+        if sys.platform != "linux":  # other systems' own libraries do not survive a fork
             return None
         if self._server is None:
             self._launch(environment)
@@ -63,7 +63,7 @@ class Workers:
         return None if self._plain is None else _forked(self._plain, request, [log])
 
     def warm(self, imported: pathlib.Path) -> None:
-        """Begin to make a server that has imported what the file ``imported`` lists; the next warm worker waits for it."""
+        """Start a server that imports what the file ``imported`` lists; the next warm worker waits for it."""
         if self._plain is None or self._warm is not None or not imported.exists():
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,7 +75,7 @@ class Workers:
         self._warm = ours
 
     def close(self) -> None:
-        """End the servers and what they forked."""
+        """End the servers and their forks."""
         for channel in (self._plain, self._warm):
             if channel is not None:
                 channel.close()
@@ -85,14 +85,14 @@ class Workers:
         self._server = self._plain = self._warm = None
 
     def _launch(self, environment: dict[str, str]) -> None:
-        self._environment = environment | {"TMPDIR": tempfile.gettempdir()}  # not that of the first worker, with which it goes
+        self._environment = environment | {"TMPDIR": tempfile.gettempdir()}  # the first worker's folder is deleted with it
         self._plain, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), FORKSERVER, str(theirs.fileno())],
-                stdin=subprocess.PIPE,  # its end tells the servers and their forks that we are gone
+                stdin=subprocess.PIPE,  # closing it tells the servers and their forks that this process has ended
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # if it dies, an interpreter of the worker's own dies of the same, and logs it
+                stderr=subprocess.DEVNULL,  # if the server dies, a worker in a new interpreter dies of the same, and logs it
                 start_new_session=True,
                 env=self._environment,
                 pass_fds=[theirs.fileno()],
@@ -100,7 +100,7 @@ class Workers:
 
 
 def _forked(channel: socket.socket, request: Mapping[str, Any], descriptors: list[int]) -> Forked | None:
-    """Ask the server behind ``channel`` for a fork; ``None`` if it is gone, or does not answer."""
+    """Ask the server behind ``channel`` for a fork; ``None`` if the server is gone or does not answer."""
     told, tells = os.pipe()
     try:
         socket.send_fds(channel, [json.dumps(request).encode()], [tells, *descriptors])
@@ -118,15 +118,15 @@ def _forked(channel: socket.socket, request: Mapping[str, Any], descriptors: lis
 
 
 def _readable(descriptor: int, seconds: float | None = None) -> bool:
-    """Whether there is something to read, waited for so long. Not with ``select``, which takes no number above 1023, as a
-    program with many open files has them."""
+    """Whether there is something to read within ``seconds``. Uses poll, because ``select`` takes no descriptor above 1023, and
+    programs with many open files have these."""
     waiting = select.poll()
     waiting.register(descriptor, select.POLLIN)
     return bool(waiting.poll(None if seconds is None else 1e3 * seconds))
 
 
 class Forked:
-    """A forked worker, with as much of :class:`subprocess.Popen` as it takes to watch one."""
+    """A forked worker, with the methods of :class:`subprocess.Popen` that are needed to watch it."""
 
     def __init__(self, pid: int, told: int) -> None:
         self.pid = pid
@@ -135,7 +135,7 @@ class Forked:
         self._told = told
 
     def poll(self) -> int | None:
-        """Its exit code, or minus the number of the signal that ended it; ``None`` while it runs."""
+        """The exit code, or minus the number of the signal that ended the worker; ``None`` while it runs."""
         if self.returncode is not None:
             return self.returncode
         try:
@@ -143,19 +143,19 @@ class Forked:
         except BlockingIOError:
             return None
         os.close(self._told)
-        # without a word the server is gone, and its end is that of its forks
+        # no status was sent: the server is gone, and its forks end with it
         self.returncode = int.from_bytes(number, "little", signed=True) if number else -signal.SIGKILL
         return self.returncode
 
     def wait(self) -> int:
-        """Wait for its end; gives its exit code."""
+        """Wait for the end of the worker; returns its exit code."""
         while self.poll() is None:
             _readable(self._told)
         assert self.returncode is not None
         return self.returncode
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the worker."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended, and its server is about to tell
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and its server will report that
                 os.kill(self.pid, signal.SIGKILL)

@@ -1,13 +1,12 @@
-"""The interpreters that workers are forked from: they have imported what a job needs, and have done nothing else.
+"""The servers that workers are forked from: interpreters that have done the imports of a job and nothing else.
 
-Importing torch takes seconds, importing what a workload uses may take a quarter of a minute, and a search starts two processes
-for every trial. In what is forked nothing was computed, so there are no threads of OpenMP, no runtime and no device in it, and
-a fork is as clean as a new interpreter but for one thing: all forks inherit one layout of memory, which makes a program faster
-or slower. Each fork therefore shifts what it allocates by a random size; the processes that write an artifact are new
-interpreters besides.
+Importing torch takes seconds, importing what a workload uses up to a quarter of a minute, and a search starts two processes for
+every trial. A server has computed nothing, so it has no OpenMP threads, no runtime and no device, and its fork is as clean as a
+new interpreter but for one thing: all forks inherit one memory layout, which makes a program faster or slower. So each fork
+shifts its allocations by a random size; the processes that write an artifact are new interpreters.
 
-``python -P parent_death.py PARENT trimtab.execution.forkserver FD`` is the plain server; requests reach it through the socket
-``FD``. The warm one, which has also imported what the workload does, is a fork of it.
+``python -P parent_death.py PARENT trimtab.execution.forkserver FD`` is the plain server; requests arrive through the socket
+``FD``. The warm server, which has also imported what the workload imports, is a fork of it.
 """
 
 from __future__ import annotations
@@ -39,26 +38,26 @@ from trimtab.execution.process import end_descendants
 
 LONGEST_REQUEST = 1 << 16
 OURS = 1 if sys.platform == "linux" else 2
-"""Threads of Python's in a server: its own and, where the kernel does not do its work, the lifeline's."""
+"""Python threads in a server: the main one and, if the kernel does not watch the parent, the one that does."""
 COMPUTE_S = 30.0
-"""Longest time that a fork may take for a sum and a product; it takes milliseconds, or it hangs."""
+"""Maximum seconds that a fork may take for a sum and a product; it takes milliseconds, or it hangs."""
 GAP, SHIFT_PAGES, SHIFT_BLOCKS = 1 << 28, 2048, 512
-"""Bytes of addresses that are reserved without memory behind them, and most pages and blocks of the heap besides, by which the
-memory of a fork is shifted."""
+"""Bytes of address space that are reserved without memory, and maximum pages and heap blocks, by which the memory of a fork is
+shifted."""
 _reserved: list[mmap.mmap | bytearray] = []
-"""What shifts the memory of this process, as long as it lives."""
+"""Reservations that shift the memory of this process, kept as long as it lives."""
 
 
 def serve(channel: socket.socket) -> pathlib.Path | None:
-    """Fork a worker for each request. Returns in each of them, with the folder of its job; and ``None`` in the server, when
-    nobody is left to ask."""
+    """Fork a worker for each request. Returns the job's folder in each worker, and ``None`` in the server once the other end of
+    the socket is closed."""
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     running: dict[int, int] = {}
     server = os.getpid()
-    waiting = select.poll()  # and not select, whose numbers end at 1023: the channel has that of whoever asks
+    waiting = select.poll()  # select takes no descriptor above 1023, and the channel's is inherited
     waiting.register(channel, select.POLLIN)
     waiting.register(woken, select.POLLIN)
     while True:
@@ -83,9 +82,9 @@ def serve(channel: socket.socket) -> pathlib.Path | None:
             if "imported" in request:
                 return _warm(pathlib.Path(request["imported"]), socket.socket(fileno=others[0]))
             os.environ.update(request["environment"])
-            tempfile.tempdir = None  # which the server has asked for, and is another in each fork
+            tempfile.tempdir = None  # cached in the server, but another folder in each fork
             return pathlib.Path(request["folder"])
-        os.setpgid(pid, pid)  # before anybody hears of it, so that its group can be killed from the start
+        os.setpgid(pid, pid)  # before the worker is announced, so that its group can be killed from the start
         for descriptor in (log, *others):
             os.close(descriptor)
         os.write(tells, pid.to_bytes(WORD, "little", signed=True))
@@ -93,15 +92,15 @@ def serve(channel: socket.socket) -> pathlib.Path | None:
 
 
 def _warm(imported: pathlib.Path, channel: socket.socket) -> pathlib.Path | None:
-    """Import what the dry run of the workload did, under the environment that it had made, and serve.
+    """Import what the workload's dry run imported, under the environment that the dry run had made, and serve.
 
-    A package may start threads when it is imported, which no fork would have, compute with threads that do not stand one, or
-    ask the driver of a GPU, which then answers no fork. Then there is no warm server.
+    There is no warm server if an import starts threads, which forks would lack, computes with threads that do not survive a
+    fork, or initializes a GPU driver, which then fails in forks.
     """
     known = json.loads(imported.read_text(encoding="utf-8"))
     os.environ.update(known["environment"])
     for name in known["modules"]:
-        # whatever ails it, the worker that needs it will import it again and tell
+        # the worker that needs the import will repeat it and report the error
         with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
             importlib.import_module(name)
     if threading.active_count() > OURS or not _computes():
@@ -131,27 +130,27 @@ def _computes() -> bool:
 
 
 def _settle(log: int, server: int) -> None:
-    """Make this fork what a new interpreter would be: its own group, log, random numbers, and end."""
+    """Make this fork like a new interpreter: its own process group, log, random numbers, and exit."""
     os.setpgid(0, 0)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
     die_with(server)
     _shift_memory()
-    np.random.seed()  # of all generators, the only one that is seeded at import and not again by a fork
+    np.random.seed()  # the only generator that is seeded at import and not again by a fork
 
 
 def _shift_memory() -> None:
-    """Reserve a random number of pages and of blocks of the heap, so that what is allocated from here on lies elsewhere in each
-    fork, as in new interpreters (Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009)."""
-    pages = GAP // mmap.PAGESIZE + secrets.randbelow(SHIFT_PAGES)  # more than any gap between mappings, which would take it
+    """Reserve a random number of pages and heap blocks, so that later allocations have other addresses in each fork, as in new
+    interpreters (Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009)."""
+    pages = GAP // mmap.PAGESIZE + secrets.randbelow(SHIFT_PAGES)  # larger than any gap between mappings that it could fill
     _reserved.append(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0))
     _reserved.extend(bytearray(1024 + secrets.randbelow(4096)) for _ in range(secrets.randbelow(SHIFT_BLOCKS)))
 
 
 def _reap(running: dict[int, int]) -> None:
-    """Tell how each fork ended that did, once what it left behind, which is this process's child from then on, is gone too."""
-    with contextlib.suppress(ChildProcessError):  # nobody is left
+    """Send the exit status of each ended fork, after its orphans, now children of this process, have ended too."""
+    with contextlib.suppress(ChildProcessError):  # there are no children left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             tells = running.pop(ended[0], None)
             if tells is None:
@@ -165,7 +164,7 @@ def _reap(running: dict[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)  # a lifeline's
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)  # watches parent
     found = serve(socket.socket(fileno=int(sys.argv[1])))
     if found is not None:
         worker.main(found)

@@ -1,7 +1,7 @@
 """Run a module in a process that ends when its parent does: ``python -P parent_death.py PARENT MODULE [ARGUMENT ...]``.
 
-The parent may die by SIGKILL, and this process may hang in native code. It is a script of its own, and imports nothing but the
-standard library, so that it holds before torch is imported, which takes seconds.
+It works if the parent is killed by SIGKILL, and if this process hangs in native code. The script imports only the standard
+library, so that the parent is watched before torch is imported, which takes seconds.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with(parent: int) -> None:
-    """End this process, and all that it started, when process ``parent`` ends or closes our standard input, a pipe."""
+    """End this process and all that it started when process ``parent`` ends or closes the pipe that is our standard input."""
     if sys.platform == "linux":
-        # The kernel kills the group itself, whatever its processes do, the moment that the pipe closes. A thread may be kept
-        # from it by native code, and the other signal ends this process alone: it is for a parent that did not hold the pipe.
-        own = os.open("/proc/self/fd/0", os.O_RDONLY)  # what follows would else hold for all that share the pipe
+        # The kernel signals the whole group as soon as the pipe closes. Native code can keep a thread from doing that. The
+        # second signal, on the parent's death, ends this process alone; it is for a parent that did not hold the pipe.
+        own = os.open("/proc/self/fd/0", os.O_RDONLY)  # a new file description: the old one is shared with other processes
         os.dup2(own, 0)
         os.close(own)
         fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgid(0))
@@ -29,7 +29,7 @@ def die_with(parent: int) -> None:
         fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
         library = ctypes.CDLL(None, use_errno=True)
         library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        library.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives whoever started it becomes our child, and is found
+        library.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of our children become our children, so that they can be found
     else:
         threading.Thread(target=_watch, daemon=True).start()
     if os.getppid() != parent or select.select([0], [], [], 0)[0]:
@@ -44,6 +44,6 @@ def _watch() -> None:
 
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
-    # the current folder stays off the path: it may be an artifact's, and what lies there must not be imported
+    # the current folder stays off the path: it may be an artifact, whose files must not be imported
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""What a workload imports, so that a server of workers can import it once for all of them."""
+"""Imports of a workload, recorded so that a fork server can make them once for all workers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from trimtab.core.backend import BACKENDS
 IMPORTED = "imported.json"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SEEN = {name: os.environ.get(name) for name in THREADS}
-"""What they were when torch was imported, which never looks at them again."""
+"""Values of the thread variables when torch was imported, which reads them only then."""
 
 
 @contextlib.contextmanager
 def imports_noted(folder: pathlib.Path, also: Sequence[str] = ()) -> Iterator[dict[str, str]]:
-    """Write to ``folder`` which installed packages the block imports, in order, and what it makes of the environment; and what
-    workers ``also`` import.
+    """Write to ``folder`` which installed packages the block imports, in order, and how it changes the environment. ``also``
+    are further imports of workers.
 
-    A user's own files are left out, because running them may be anything, and so are the runtimes, because a cold start has
-    their import in it. Gives name and path of the user's own, which are known once the block ends.
+    The user's own files are left out, because importing them may do anything. Runtimes are left out, because a cold start
+    includes their import. Yields names and paths of the user's own modules, complete once the block ends.
     """
     modules, environment, own = set(sys.modules), dict(os.environ), dict[str, str]()
     yield own
@@ -47,8 +47,8 @@ def imports_noted(folder: pathlib.Path, also: Sequence[str] = ()) -> Iterator[di
 
 
 def threads_unseen(threads: int) -> list[str]:
-    """A sentence where the workload asks for other than ``threads`` in the environment, which in a program of its own it may do
-    before torch is imported, and here only after that."""
+    """A note if the workload sets a number of threads other than ``threads`` in the environment: its own program may do so
+    before torch is imported, but here it comes too late."""
     asked = {name: os.environ.get(name, "") for name in THREADS if os.environ.get(name) != _SEEN[name]}
     for name, value in asked.items():
         if value.isdecimal() and int(value) not in (0, threads):

@@ -1,4 +1,4 @@
-"""Run one job in a process of its own, under a time and a memory limit, with its log kept."""
+"""Run one job in a process of its own, with a time limit, a memory limit and a log."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from trimtab.execution.temporary_folders import no_longer, temporary_folder
 JOB, RESULT, LOG = "job.json", "result.json", "log.txt"
 WORKER = "trimtab.execution.worker"
 POLL_S, MEMORY_POLL_S = 0.05, 0.5
-"""Looking at the memory of a process tree costs milliseconds, which must not disturb what is being timed."""
+"""Seconds between checks of the process, and of its memory. The latter takes milliseconds, which must not disturb timing."""
 TAIL = 20_000
-"""Bytes of a log, which may be of any size, that are looked at for its last lines."""
+"""Bytes at the end of a log that are read for its last lines."""
 DISK_FULL = 28
-"""Exit code of a worker that could not write; the number of the system's own error."""
+"""Exit code of a worker whose disk was full: ENOSPC."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,25 +45,25 @@ class Outcome:
     reason: str | None
     seconds: float
     result: Any = None
-    """What the job gave; ``None`` where it ended otherwise."""
+    """The job's result; ``None`` without one."""
     error: str | None = None
-    """Name of the :mod:`trimtab.errors` class, where the job raised one; ``reason`` is then its message."""
+    """Name of the :mod:`trimtab.errors` class that the job raised, if any; ``reason`` is then its message."""
     traceback: str | None = None
     cut_off: bool = False
-    """Whether it was we who ended it, because the study has to end; its recipe deserves another try."""
+    """Whether the study ended the worker because the study has to end; the recipe can be tried again."""
     ended_by: Literal["time", "memory"] | None = None
-    """The limit that it exceeded, where we ended it for that; ``memory`` too where the system did, for want of it."""
+    """The limit that it exceeded, if it was killed for that; ``memory`` also if the system killed it for want of memory."""
     limit: float | None = None
-    """How much that was, in seconds or megabytes; nothing where the system ended it, so that any limit is worth another try."""
+    """That limit, in seconds or megabytes; ``None`` if the system killed it, so that any limit allows another try."""
 
 
 class WorkerProcess:
-    """A worker that runs the job in ``folder`` (:mod:`trimtab.execution.worker`), and dies with us however we die.
+    """A worker that runs the job in ``folder`` (:mod:`trimtab.execution.worker`), and ends when this process ends.
 
-    ``workers`` forks it, which takes no time, ``warm`` with what the workload imports; without them it is a new interpreter.
+    ``workers`` forks it, if given, ``warm`` with the workload's imports; otherwise it is a new interpreter.
 
-    It has a process group of its own and no terminal, so that Ctrl-C reaches only us, and everything that it started can be
-    killed with it. How it dies with us is told in :mod:`trimtab.execution.parent_death`.
+    It has its own process group and no terminal, so that Ctrl-C reaches only this process, and everything that the worker
+    started can be killed with it. :mod:`trimtab.execution.parent_death` ends it with this process.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class WorkerProcess:
         write_json(folder / JOB, job)
         self.folder = folder
         self.started = time.monotonic()
-        # what runtimes unpack and build there is deleted with it, however the worker ends
+        # files that runtimes unpack and build there are deleted with it, however the worker ends
         temporary = temporary_folder()
         self._tidy = weakref.finalize(self, no_longer, temporary)
         own = environment() | {"TMPDIR": temporary}
         with (folder / LOG).open("ab") as log:
-            self._earlier = log.tell()  # what earlier workers in this folder said
+            self._earlier = log.tell()  # end of the output of earlier workers in this folder
             forked = None if workers is None else workers.start(folder.absolute(), log.fileno(), own, warm=warm)
             self._process: Forked | subprocess.Popen[bytes] = forked or subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), WORKER, str(folder.absolute())],
@@ -92,23 +92,23 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, which is its process group's too."""
+        """Process id, which is also the id of its process group."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether it is running."""
         return self._process.poll() is None
 
     def wait(
         self, *, seconds: float | None, memory_mb: float | None, interrupted: Callable[[], bool] = lambda: False
     ) -> Outcome:
-        """Wait for the end of the job, or bring it about.
+        """Wait for the end of the job, and kill the worker at a limit.
 
-        ``interrupted`` is asked often; when it says yes the worker is killed and the outcome is ``cut_off``.
+        ``interrupted`` is polled; if it returns ``True``, the worker is killed and the outcome is ``cut_off``.
 
         Raises:
-            StorageError: it met a full disk, which says nothing about the job.
+            StorageError: its disk was full, which says nothing about the job.
         """
         looked = 0.0
         while self.alive:
@@ -135,11 +135,11 @@ class WorkerProcess:
         return self._by_itself()
 
     def kill(self) -> None:
-        """End it and everything that it started, at once."""
-        if not self._tidy.alive:  # it was done before, and its number may be another's by now
+        """Kill the worker and everything that it started."""
+        if not self._tidy.alive:  # killed before; its process id may belong to another process by now
             return
         if self.alive:
-            end_descendants(self.pid)  # those in groups of their own, which nobody finds once it has ended
+            end_descendants(self.pid)  # processes in groups of their own cannot be found once the worker has ended
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -150,7 +150,7 @@ class WorkerProcess:
         self._tidy()
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that it wrote to its log."""
+        """The last lines of its log."""
         with (self.folder / LOG).open("rb") as log:
             log.seek(max(self._earlier, log.seek(0, os.SEEK_END) - TAIL))
             text = log.read().decode("utf-8", "replace")
@@ -161,12 +161,12 @@ class WorkerProcess:
         code, log = self._process.wait(), self.log_tail(lines=1000)
         outcome = self._ended(_reason(code, path.exists(), log))
         if code == DISK_FULL or (code < 0 and (says_full(log) or not shutil.disk_usage(self.folder).free)):
-            # torch aborts where it cannot write to the end, and what it says then may not fit into the log
+            # torch aborts if it cannot write to the end, and its message may not fit into the log
             raise StorageError(
                 f"What belongs into {self.folder} could not be written: the disk is full, or that of temporary files. Free "
                 "some space; what is finished is kept, and the same command goes on from it."
             )
-        if code == -signal.SIGKILL:  # which was not ours: whoever had the memory may be gone when the study goes on
+        if code == -signal.SIGKILL:  # not from us: the process that used the memory may be gone when the study is resumed
             return dataclasses.replace(outcome, ended_by="memory", limit=0.0)
         if outcome.reason is not None:
             return outcome
@@ -182,19 +182,19 @@ class WorkerProcess:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a worker; compilers must not leave helpers behind, and packages must check what they are asked."""
+    """The environment of a worker: no compile processes that outlive it, and packages check their inputs."""
     return {
         **os.environ,
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a pool of compile processes would outlive the worker that started it
-        "TORCHINDUCTOR_CACHE_DIR": _compiled_code(),  # which is shared, and else lies among a worker's own temporary files
-        "AOTI_RUNTIME_CHECK_INPUTS": "1",  # without it an AOTInductor package answers questions it was not built for
+        "TORCHINDUCTOR_CACHE_DIR": _compiled_code(),  # shared; by default it would be in the worker's temporary folder
+        "AOTI_RUNTIME_CHECK_INPUTS": "1",  # otherwise an AOTInductor package accepts inputs that it was not built for
         "PYTHONUNBUFFERED": "1",
         IN_WORKER: "1",
     }
 
 
 def _compiled_code() -> str:
-    """Where torch keeps what it compiled: what its ``cache_dir()`` says, which takes seconds to import."""
+    """Torch's cache folder for compiled code: the value of its ``cache_dir()``, whose import takes seconds."""
     try:
         user = getpass.getuser()
     except (KeyError, ImportError, OSError):  # a user without a name, as in some containers
@@ -204,7 +204,7 @@ def _compiled_code() -> str:
 
 
 def end_descendants(pid: int) -> None:
-    """Kill what process ``pid`` started and what that did, in whichever groups and sessions they are."""
+    """Kill all descendants of process ``pid``, in whichever groups and sessions they are."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -218,7 +218,7 @@ def _tree_mb(pid: int) -> float:
         for process in (root, *root.children(recursive=True)):
             total += process.memory_info().rss
     except psutil.Error:
-        return total / 1e6  # it has just ended; its return code tells the rest
+        return total / 1e6  # it has just ended; its exit code will be read later
     return total / 1e6
 
 

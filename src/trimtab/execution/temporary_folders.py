@@ -1,7 +1,7 @@
-"""Folders for temporary files that are gone when this process ends, whatever interrupts it on the way.
+"""Temporary folders that are removed when this process ends, also after an interrupt.
 
-Nothing is told of SIGKILL: the next process that needs a folder removes what one left that was ended by it. Whether the owner
-of a folder lives is told by a lock, which goes with it: numbers of processes differ from container to container.
+After SIGKILL, the next process that needs a folder removes those of the killed one. A lock file descriptor shows whether the
+owner of a folder lives; process ids would not, because they differ between containers.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from trimtab._internal.locks import locked
 _PREFIX = "trimtab-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{12}}")
 _NEW_S = 60.0
-"""A folder that is younger may not have its lock yet."""
+"""Seconds. A younger folder may not have its lock yet."""
 
 _made: dict[str, int] = {}
-"""The folders, and the processes that made them: a forked one has no claim on those of its parent."""
+"""The folders, and the processes that made them: a fork does not own those of its parent."""
 _locks: dict[str, int] = {}
-"""The open files that hold the folders' locks."""
+"""The file descriptors that hold the folders' locks."""
 _swept = set[str]()
-"""Where this process has looked for what others left."""
+"""Folders in which this process has looked for leftovers of killed ones."""
 
 
 def temporary_folder(within: str | None = None) -> str:
-    """A new folder ``within`` another, or where temporary files belong; for :func:`no_longer` to remove.
+    """Make a temporary folder ``within`` another, or in the default place; :func:`no_longer` removes it.
 
-    An interrupt may come between any two lines, also of the function that removes it, so it is known by name before it is made
-    and until it is gone.
+    An interrupt may come between any two lines, so the folder's name is recorded before it is made and until it is removed.
     """
     place = within or tempfile.gettempdir()
     if place not in _swept:
@@ -58,10 +57,10 @@ def no_longer(name: str | pathlib.Path) -> None:
 
 
 def _locked(name: str) -> int | None:
-    """The open file that holds the lock of folder ``name`` from now on; ``None`` if another process has it, or nobody can."""
+    """Lock folder ``name`` and return the file descriptor; ``None`` if another process holds the lock, or locking fails."""
     try:
         folder = os.open(name, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
-    except OSError:  # Windows opens no folders
+    except OSError:  # Windows cannot open folders
         return None
     with contextlib.suppress(OSError):
         if locked(folder):

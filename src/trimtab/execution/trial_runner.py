@@ -1,4 +1,4 @@
-"""The processes of one study: its dry run, its trials, the probes of what they saved, and what times them again."""
+"""Run the processes of one study: dry run, trials, probes of saved files, and repeated timings."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from trimtab.execution.preloaded_imports import IMPORTED
 from trimtab.execution.process import LOG, Outcome, WorkerProcess
 
 TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "scratch", "prepare"
-"""Names in the run folder."""
+"""Names of folders in the run folder."""
 
 
 class TrialRunner:
     """Runs the jobs of one study in worker processes, each under the study's limits of time and memory.
 
     Args:
-        source: what a worker finds the workload by (:func:`trimtab.execution.workload_transfer.handed`).
+        source: how a worker finds the workload (:func:`trimtab.execution.workload_transfer.handed`).
         folder: the run folder.
-        common: what every job of the study has besides.
+        common: entries of every job of the study.
         baseline: the recipe of the workload as written.
         trial_s: time limit of a job, in seconds.
-        memory_mb: memory limit of a worker and what it starts, in megabytes.
-        interrupted: asked often; a worker is ended where it says yes.
-        workers: forks what need not be an interpreter of its own; without them everything is one.
-        server_tells_costs: whether the server of the baseline tells its cold start and peak memory, and no job of its own does.
+        memory_mb: memory limit of a worker and its processes, in megabytes.
+        interrupted: polled; if it returns ``True``, workers are ended.
+        workers: forks workers; without it every worker is a new interpreter.
+        server_tells_costs: whether the baseline's server reports its cold start and peak memory, so that no job measures these.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TrialRunner:
         """Seconds in which a forked process has the workload ready; those of the dry run, until one did."""
         self._server_tells_costs = server_tells_costs
         self._weights: Any = None
-        here = folder.absolute()  # for a workload may change the working folder
+        here = folder.absolute()  # because a workload may change the working folder
         self._common = {
             "workload": source,
             "reference": str(here / REFERENCE),
@@ -73,19 +73,19 @@ class TrialRunner:
             "objective": objective,
             **common,
         }
-        for left in (folder / SCRATCH).glob(".*"):  # by workers that were killed, or ended at once
+        for left in (folder / SCRATCH).glob(".*"):  # left by workers that were killed
             shutil.rmtree(left, ignore_errors=True)
 
     def job(self) -> dict[str, Any]:
-        """What every job of the study has in common."""
+        """The entries that all jobs of the study share."""
         return dict(self._common)
 
     def files(self, trial: Trial) -> pathlib.Path:
-        """The folder that holds what ``trial`` built."""
+        """The folder with the files that ``trial`` built."""
         return self.folder.absolute() / TRIALS / trial.recipe.hash
 
     def over(self, deadline: float | None) -> bool:
-        """Whether the study has to end: it was interrupted, or ``deadline``, of ``time.monotonic``, is over."""
+        """Whether the study has to end: it was interrupted, or ``deadline``, of ``time.monotonic``, has passed."""
         return self.interrupted() or (deadline is not None and time.monotonic() > deadline)
 
     def servers(self, folder: str, *, forked: bool = True) -> BaselineServers:
@@ -102,18 +102,17 @@ class TrialRunner:
         anew: bool = False,
         warm: bool = True,
     ) -> Outcome:
-        """Run a job in a worker; gives how it ended.
+        """Run a job in a worker; returns how the worker ended.
 
-        A ``final`` job is not cut off by the first Ctrl-C, which asks for a clean end and not for none. One that runs ``anew``
-        has an interpreter of its own, whose memory is laid out by chance once more. One that is not ``warm`` has imported
-        nothing of the workload's.
+        The first Ctrl-C, which asks for a clean end, does not cut off a ``final`` job. With ``anew`` the worker is a new
+        interpreter, whose memory layout is random. Without ``warm`` the worker has none of the workload's imports.
         """
         with self.worker(job, folder, anew=anew, warm=warm) as worker:
             return self.wait_for(worker, deadline=deadline, final=final)
 
     @contextlib.contextmanager
     def worker(self, job: Mapping[str, Any], folder: pathlib.Path, *, anew: bool, warm: bool) -> Iterator[WorkerProcess]:
-        """A worker that has begun a job, as in :meth:`run_job`; it ends with the block."""
+        """A worker that has begun a job, as in :meth:`run_job`; the worker ends with the block."""
         (self.folder / SCRATCH).mkdir(exist_ok=True)
         worker = WorkerProcess(job, folder, None if anew else self.workers, warm=warm)
         try:
@@ -122,7 +121,7 @@ class TrialRunner:
             worker.kill()
 
     def wait_for(self, worker: WorkerProcess, *, deadline: float | None = None, final: bool = False) -> Outcome:
-        """Wait for a worker to end, as in :meth:`run_job`."""
+        """Wait for the end of a worker, as in :meth:`run_job`."""
         return worker.wait(
             seconds=self.trial_s,
             memory_mb=self.memory_mb,
@@ -130,10 +129,10 @@ class TrialRunner:
         )
 
     def prepare(self, *, deadline: float | None = None) -> Any:
-        """The result of the dry run, after which workers begin with what the workload imports.
+        """The result of the dry run. Later workers start with the workload's imports.
 
         Raises:
-            KeyboardInterrupt: the study had to end meanwhile.
+            KeyboardInterrupt: the study had to end.
             WorkloadError: the workload failed.
         """
         began = time.monotonic()
@@ -153,17 +152,17 @@ class TrialRunner:
         return outcome.result
 
     def trial(
-        self, recipe: Recipe, plan: Plan, rivals: BaselineServers, deadline: float | None, *, again: bool = False
+        self, recipe: Recipe, plan: Plan, servers: BaselineServers, deadline: float | None, *, again: bool = False
     ) -> Trial | None:
-        """``recipe`` evaluated in a worker beside the server of the baseline; ``None`` if the study had to end meanwhile.
+        """Evaluate ``recipe`` in a worker beside the baseline's server; ``None`` if the study had to end.
 
         Raises:
             MeasurementError: the baseline cannot be served.
-            WorkloadError: the workload itself fails, which no other recipe could mend.
+            WorkloadError: the workload itself fails, so that every other recipe would fail too.
         """
         try:
-            if not rivals.alive("as_written"):
-                told = rivals.assure(
+            if not servers.alive("as_written"):
+                told = servers.assure(
                     "as_written", self.baseline, fresh=False, seconds=self.trial_s, interrupted=self.interrupted
                 )
                 self.load_s = told.get("load_s", self.load_s)
@@ -177,42 +176,42 @@ class TrialRunner:
             "kind": "trial",
             "recipe": recipe.to_json(),
             "plan": to_json(plan),
-            "address": rivals.addresses["as_written"],
+            "address": servers.addresses["as_written"],
         }
         outcome = self.run_job(job, folder, deadline=deadline)
         if outcome.cut_off:
             return None
         if recipe == self.baseline and outcome.error == WorkloadError.__name__:
             raise WorkloadError(str(outcome.reason))
-        if not rivals.alive("as_written") and not again:
-            return self.trial(recipe, plan, rivals, deadline, again=True)  # it was the rival that broke, not this recipe
-        found = self._ended(recipe, outcome, folder, rivals)
+        if not servers.alive("as_written") and not again:
+            return self.trial(recipe, plan, servers, deadline, again=True)  # the baseline's server died, not this recipe
+        found = self._ended(recipe, outcome, folder, servers)
         log = str((folder / LOG).relative_to(self.folder))
         return None if found is None else dataclasses.replace(found, log=log, seconds=outcome.seconds)
 
-    def _ended(self, recipe: Recipe, outcome: Outcome, folder: pathlib.Path, rivals: BaselineServers) -> Trial | None:
-        """The trial whose worker came to ``outcome``; ``None`` if the study had to end while it was probed."""
+    def _ended(self, recipe: Recipe, outcome: Outcome, folder: pathlib.Path, servers: BaselineServers) -> Trial | None:
+        """The trial from a worker's ``outcome``; ``None`` if the study had to end while the trial was probed."""
         unsaved = folder / UNSAVED
         if outcome.result is not None:
-            return self._probed(from_json(Trial, outcome.result), folder, rivals)
+            return self._probed(from_json(Trial, outcome.result), folder, servers)
         if not unsaved.exists():
             how = {name: getattr(outcome, name) for name in ("reason", "traceback", "ended_by", "limit")}
             return Trial(recipe=recipe, state=State.FAILED, **how)
         trial = from_json(Trial, json.loads(unsaved.read_text(encoding="utf-8")))
         reason = f"It cannot ship, because writing it failed. {outcome.reason}"
         trial = dataclasses.replace(trial, reason=reason, ended_by=outcome.ended_by, limit=outcome.limit)
-        return self._probed(trial, folder, rivals) or trial
+        return self._probed(trial, folder, servers) or trial
 
-    def _probed(self, trial: Trial, folder: pathlib.Path, rivals: BaselineServers) -> Trial | None:
-        """``trial``, whose files are in ``folder``, with its cold start and peak memory as a deployment sees them: a fresh
-        process loads what it saved. ``None`` if the study had to end.
+    def _probed(self, trial: Trial, folder: pathlib.Path, servers: BaselineServers) -> Trial | None:
+        """``trial`` with its cold start and peak memory as in a deployment: a fresh process loads its saved files from
+        ``folder``. ``None`` if the study had to end.
 
-        The model as written starts cold as its user starts it. Its peak memory is that of its saved form, like that of all
-        others, unless it has none.
+        The cold start of the model as written is that of the user's own code. Its peak memory is that of its saved form, like
+        that of all others, unless it has none.
         """
         if trial.recipe == self.baseline:
-            one = Interval(1.0, 1.0, 1.0)  # by definition; what it measured of itself is noise, and stays in the comparison
-            costs = self._baseline_costs(rivals)
+            one = Interval(1.0, 1.0, 1.0)  # by definition; its measured ratio to itself is noise, and stays in the comparison
+            costs = self._baseline_costs(servers)
             if costs is None:
                 return None
             trial = dataclasses.replace(trial, speedup=one, cold_s=costs.get("cold_s"), peak_mb=costs.get("peak_mb"))
@@ -229,8 +228,8 @@ class TrialRunner:
         return dataclasses.replace(trial, cold_s=cold, peak_mb=outcome.result["peak_mb"])
 
     def costs(self, trial: Trial, place: pathlib.Path) -> tuple[float | None, float | None]:
-        """``cold_s`` and ``peak_mb`` of ``trial``, measured anew by a fresh process; or as its trial did, where the files are
-        gone. The worker's own files are in ``place``."""
+        """``cold_s`` and ``peak_mb`` of ``trial``, measured again by a fresh process; those of the trial if its files are gone.
+        The worker's own files are in ``place``."""
         files = self.files(trial)
         outcome = self._probe(trial, files, place, final=True) if (files / BUILT).exists() else None
         if outcome is None or outcome.result is None:
@@ -242,16 +241,16 @@ class TrialRunner:
         job = {"kind": "probe", "recipe": trial.recipe.to_json(), "files": str(files), "inputs": inputs}
         return self.run_job(job, place, final=final, warm=False)
 
-    def _baseline_costs(self, rivals: BaselineServers) -> Mapping[str, float | None] | None:
-        """``cold_s`` and ``peak_mb`` of the baseline as its user starts it; ``None`` if the study had to end meanwhile.
+    def _baseline_costs(self, servers: BaselineServers) -> Mapping[str, float | None] | None:
+        """``cold_s`` and ``peak_mb`` of the baseline as its user starts it; ``None`` if the study had to end.
 
         Raises:
-            WorkloadError: it has other weights each time.
+            WorkloadError: its weights differ from process to process.
         """
         if self._server_tells_costs:
-            return rivals.ready("as_written", seconds=60)
-        job = self.job() | {"kind": "original", "weights": self._weights}
-        outcome = self.run_job(job, self.folder / PREPARE / "original", anew=True, warm=False)
+            return servers.ready("as_written", seconds=60)
+        job = self.job() | {"kind": "baseline", "weights": self._weights}
+        outcome = self.run_job(job, self.folder / PREPARE / "baseline", anew=True, warm=False)
         if outcome.error == WorkloadError.__name__:
             raise WorkloadError(str(outcome.reason))
         return None if outcome.cut_off else outcome.result or {}

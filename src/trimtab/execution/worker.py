@@ -1,4 +1,4 @@
-"""The inside of a worker process: ``python -m trimtab.execution.worker FOLDER`` runs the job that lies in the folder."""
+"""Main program of a worker process: ``python -m trimtab.execution.worker FOLDER`` runs the job in the folder."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from trimtab.execution.process import DISK_FULL, JOB, LOG, RESULT, end_descendan
 from trimtab.execution.workload_transfer import AUTHKEY, authkey
 
 PRELOADED = (inference, training)
-"""Tables of jobs that are imported before a server forks; a job names its own."""
+"""Job tables that are imported before a server forks; a job names its own."""
 
 
 def main(folder: pathlib.Path) -> int:
-    """Run the job in ``folder`` and write its result there; an error of ours is a result too, a full disk an exit code."""
-    code, here = 1, pathlib.Path.cwd()  # which the workload may change
-    # what asks there is to fail at once: nobody answers, and the pipe that lies behind it is the lifeline
+    """Run the job in ``folder`` and write its result there. A trimtab error is a result too; a full disk is an exit code."""
+    code, here = 1, pathlib.Path.cwd()  # the workload may change the working folder
+    # reading from standard input must fail at once: nobody answers, and the pipe behind it watches the parent
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         if AUTHKEY in os.environ:
-            authkey()  # while it is there: the workload may clear its environment
+            authkey()  # read now: the workload may clear its environment
         write_json(folder / RESULT, _result(job, folder, folder.relative_to(here) if folder.is_relative_to(here) else folder))
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
         raise
     finally:
-        # at once: threads of the user's would be waited for, and runtimes that crash while they are torn down spoil a result
+        # without cleanup: threads of the user would be waited for, and runtimes that crash in teardown would spoil a result
         try:
             if (raised := sys.exception()) is not None:
                 code = DISK_FULL if out_of_space(raised) else code
@@ -46,12 +46,12 @@ def main(folder: pathlib.Path) -> int:
             end_descendants(os.getpid())
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:  # whatever the workload has put in the place of the streams
+        finally:  # whatever streams the workload has installed
             os._exit(code)
 
 
 def _log_traceback() -> None:
-    """Write the traceback to the log, wherever the workload has standard error lead, unless that is closed or the disk full."""
+    """Write the traceback to the log, even if the workload redirects standard error; not if that is closed or the disk full."""
     with contextlib.suppress(OSError, ValueError):
         traceback.print_exc(file=sys.__stderr__)
 
@@ -66,8 +66,8 @@ def _result(job: dict[str, Any], folder: pathlib.Path, shown: pathlib.Path) -> A
         _log_traceback()
         message = shortened(str(error))
         if job["kind"] == "prepare" and isinstance(error, WorkloadError) and error.__cause__ is not None:
-            message = with_fix(message, f"The traceback is in {shown / LOG}.")  # that of the user's own code
-        # whoever reads it knows ours alone, and a workload may have made one of its own from them
+            message = with_fix(message, f"The traceback is in {shown / LOG}.")  # the traceback of the user's own code
+        # the reader knows only trimtab's error classes, and a workload may have derived its own
         kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == TrimtabError.__module__)
         return {"error": kind, "message": message, "traceback": shortened(traceback.format_exc(), LONGEST)}
 

@@ -1,4 +1,4 @@
-"""Handing a workload to worker processes, and the key with which they talk to each other."""
+"""Hand a workload to worker processes, and the key of their sockets."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trimtab.core.workload import Workload
 from trimtab.errors import UsageError
 
 AUTHKEY = "TRIMTAB_AUTHKEY"
-"""Environment variable that carries the key of the study's sockets to its workers, and to nobody else."""
+"""Environment variable with the key of the study's sockets, set for its workers only."""
 
 
 def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, Any]:
-    """What a worker finds ``workload`` by (:func:`trimtab.execution.jobs.inference.read_workload`): its reference, or a pickle
-    in ``folder``.
+    """How a worker finds ``workload`` (:func:`trimtab.execution.jobs.inference.read_workload`): its reference, or a pickle in
+    ``folder``.
 
     Raises:
-        UsageError: it is neither, or something in it cannot be pickled.
+        UsageError: it is neither, or cannot be pickled.
     """
     if isinstance(workload, str):
         return {"reference": workload}
@@ -55,5 +55,5 @@ def _compiled(module: nn.Module) -> bool:
 
 @functools.cache
 def authkey() -> bytes:
-    """The key of this study's sockets, in one of its workers; a worker asks before the workload may change its environment."""
+    """The key of this study's sockets, in one of its workers. Read before the workload may change its environment."""
     return bytes.fromhex(os.environ[AUTHKEY])

@@ -1,4 +1,4 @@
-"""What this machine is, what is installed on it, and what it can reach: the conditions under which numbers hold."""
+"""The environment that measurements hold for: the machine, its limits and GPUs, and the versions of the installed software."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ RUNTIMES = (
     "torch-tensorrt",
     "triton",
 )
-"""Distributions that execute models: their versions decide speed, and so they are part of the fingerprint."""
+"""Distributions that execute models. Their versions decide speed and are part of the fingerprint."""
 BUILDERS = ("trimtab", "onnx", "onnxscript", "nncf")
-"""Distributions that make what is executed: graphs, and what is quantized of them. They are part of it for the same reason."""
+"""Distributions that export and quantize models. Their versions are part of the fingerprint too."""
 AGAIN_S = 3600.0
-"""Seconds after which peaks of a busy machine are measured again: one that stays busy is not to measure them in every study."""
+"""Seconds after which peaks that were measured on a busy machine are measured again."""
 IMPORT_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -55,29 +55,29 @@ IMPORT_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What the import of an installed package raises that is broken: a library that it loads is missing, or another is too new."""
+"""Errors that the import of a broken package raises, for example if one of its libraries is missing or too new."""
 _OTHERS = ("numpy", "torch-pruning", "transformers", "optuna", "safetensors", "ray")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptionalPackage:
-    """A package that trimtab can use but does not need, and what it would bring."""
+    """A package that trimtab can use but does not require."""
 
     package: str
-    """Its import name."""
+    """The package's import name."""
     extra: str
-    """The extra of trimtab that installs it."""
+    """The extra of trimtab that installs the package."""
     brings: str
-    """What it would bring, as a sentence."""
+    """What the package adds, as a sentence."""
 
     @property
     def installed(self) -> bool:
-        """Whether it can be found here; it is not imported for that."""
+        """Whether the package is installed. The package is not imported."""
         return importlib.util.find_spec(self.package) is not None
 
     @property
     def command(self) -> str:
-        """The command that installs it."""
+        """The command that installs the package."""
         return f'pip install "trimtab[{self.extra}]"'
 
 
@@ -95,7 +95,7 @@ OPTIONAL: tuple[OptionalPackage, ...] = tuple(
         ("pynvml", "gpu", "The driver version and the energy of NVIDIA GPUs."),
     )
 )
-"""All optional packages, each with its extra."""
+"""All optional packages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Gpu:
     """Compute capability, such as ``9.0``."""
     memory_mb: float
     driver: str | None = None
-    """``None`` where pynvml is not installed or the driver does not answer."""
+    """``None`` if pynvml is not installed or the driver does not answer."""
 
     def __str__(self) -> str:
         return f"{self.name} (capability {self.capability}, {self.memory_mb / 1e3:.0f} GB)"
@@ -115,7 +115,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Environment:
-    """One machine with its software, as :meth:`capture` found it. Megabytes are 10**6 bytes."""
+    """One machine with its software, as :meth:`capture` finds it. A megabyte is 10**6 bytes."""
 
     schema: ClassVar[int] = 1
 
@@ -123,13 +123,13 @@ class Environment:
     machine: str
     """The architecture, such as ``x86_64``."""
     isa: tuple[str, ...]
-    """Instruction sets that decide a model's speed."""
+    """Instruction sets that matter for a model's speed."""
     physical_cores: int | None
     logical_cores: int
     cpu_quota: float | None
     """The cgroup's CPU limit in cores; ``None`` without one."""
     usable_cores: int
-    """Cores that this process may keep busy: its affinity, cut by the quota, at least one."""
+    """Cores that this process may use: the smaller of its CPU affinity and its quota (rounded down), at least 1."""
     memory_mb: float
     memory_limit_mb: float | None
     """The cgroup's memory limit; ``None`` without one."""
@@ -137,13 +137,13 @@ class Environment:
     os: str
     python: str
     compiler: str | None
-    """What torch.compile would build with; ``None`` without a C++ compiler."""
+    """The C++ compiler that torch.compile uses; ``None`` without one."""
     versions: Mapping[str, str]
-    """Distribution name -> version, for those that trimtab works with."""
+    """Distribution name -> version, for the installed distributions that trimtab knows."""
 
     @classmethod
     def capture(cls) -> Environment:
-        """Look at this machine and this interpreter. Takes about 20 ms, and starts CUDA where there is a GPU."""
+        """Describe this machine and this interpreter. Takes about 20 ms; initializes CUDA if there is a GPU."""
         quota, limit = system.cpu_quota(), system.memory_limit_mb()
         memory = psutil.virtual_memory().total / 1e6
         return cls(
@@ -168,37 +168,37 @@ class Environment:
         """The inverse of :func:`trimtab._internal.serialization.to_json`.
 
         Raises:
-            UsageError: fields are missing, unknown or of the wrong type, or the schema is another one.
+                UsageError: fields are missing, unknown or of a wrong type, or the schema version differs.
         """
         return fields_from_json(cls, data)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """12 hexadecimal digits that change when something that decides speed changes."""
+        """12 hexadecimal digits. They change if a property of the machine or a version changes that affects speed."""
         runtimes = {name: self.versions[name] for name in (*RUNTIMES, *BUILDERS) if name in self.versions}
-        gpus = [dataclasses.replace(gpu, driver=None) for gpu in self.gpus]  # which is known only where pynvml is installed
+        gpus = [dataclasses.replace(gpu, driver=None) for gpu in self.gpus]  # the driver is known only if pynvml is installed
         facts = [self.cpu, self.machine, self.isa, self.physical_cores, self.usable_cores, self.cpu_quota, gpus, runtimes]
         return hashlib.sha256(dumps(facts, indent=None).encode(errors=ESCAPED)).hexdigest()[:12]
 
     def differences(self, other: Environment, *, packages: Collection[str] | None = None) -> list[str]:
-        """How this machine differs from ``other``, where an artifact was proven: one sentence each, what weighs most first.
+        """How this machine differs from ``other``, on which an artifact was verified: one sentence each, most important first.
 
-        ``packages`` names the distributions that the artifact needs; the versions of others are then left out.
+        ``packages`` limits the comparison of versions to the distributions that the artifact needs.
         """
         names = other.versions if packages is None else packages
         return [*self._cpu_differences(other), *self._system_differences(other), *self.version_differences(other, names)]
 
     def version_differences(self, other: Environment, packages: Collection[str]) -> Iterator[str]:
-        """Those of ``packages`` that have another version here than where the artifact was proven, in a sentence each."""
+        """One sentence for each of ``packages`` whose version differs from the one that the artifact was verified with."""
         for name in sorted(set(packages) & set(other.versions)):
-            # a variant such as onnxruntime-gpu brings the same module
+            # a variant such as onnxruntime-gpu provides the same module
             variant = next((version for each, version in self.versions.items() if each.startswith(f"{name}-")), "not installed")
             if (found := self.versions.get(name, variant)) != other.versions[name]:
                 yield f"{name} is {found} here; the artifact was proven with {other.versions[name]}."
 
     def _cpu_differences(self, other: Environment) -> Iterator[str]:
         if (self.cpu, self.machine) != (other.cpu, other.machine):
-            # Two architectures can share a name, and then the name alone would say nothing.
+            # Two architectures can have the same CPU name; then the architecture is named.
             here, there = (self.cpu, other.cpu) if self.cpu != other.cpu else (self.machine, other.machine)
             yield f"The CPU is {here} here; the artifact was proven on {there}."
         if lacking := [name for name in other.isa if name not in self.isa]:
@@ -227,12 +227,11 @@ class Environment:
 
 
 def measured_peaks(environment: Environment, *, cache: pathlib.Path | None = None, refresh: bool = False) -> Peaks:
-    """The rates that ``environment``, which must be this machine, really reaches; measured in a few seconds, then remembered.
+    """The peak rates of ``environment``, which must be this machine. Measuring takes a few seconds; the result is cached.
 
-    ``cache`` is the file that remembers them (``peaks-<fingerprint>.json`` in :func:`cache_folder` by default). A file that
-    cannot be read is measured anew, one that cannot be written is done without, and peaks of a busy machine are measured again
-    once :data:`AGAIN_S` have passed, when the better of both counts; ``notes`` of the result say so. torch's thread count is
-    the same afterwards.
+    ``cache`` is the cache file (default: ``peaks-<fingerprint>.json`` in :func:`cache_folder`). An unreadable file is measured
+    anew; an unwritable one is not fatal. Peaks of a busy machine are measured again after :data:`AGAIN_S`, and the higher rate
+    counts. ``notes`` of the result report these cases. torch's number of threads is restored.
     """
     file = cache or _peaks_file(environment)
     known, notes = (None, ()) if refresh else _known_peaks(file, environment.fingerprint)
@@ -252,11 +251,11 @@ def measured_peaks(environment: Environment, *, cache: pathlib.Path | None = Non
 
 
 def _age_s(file: pathlib.Path) -> float:
-    return abs(time.time() - file.stat().st_mtime)  # clocks are set back, too
+    return abs(time.time() - file.stat().st_mtime)  # abs: the clock may have been set back
 
 
 def _too_low(peaks: Peaks) -> tuple[str, ...]:
-    """What there is to say of the peaks of a busy machine."""
+    """A note if other processes used the CPU while the peaks were measured."""
     if peaks.foreign <= BUSY:
         return ()
     return (
@@ -266,7 +265,7 @@ def _too_low(peaks: Peaks) -> tuple[str, ...]:
 
 
 def known_peaks(environment: Environment) -> Peaks | None:
-    """What :func:`measured_peaks` remembers of ``environment``, without measuring anything; ``None`` if that is nothing."""
+    """The cached peaks of ``environment``, or ``None``. Measures nothing."""
     return _known_peaks(_peaks_file(environment), environment.fingerprint)[0]
 
 
@@ -275,8 +274,8 @@ def _peaks_file(environment: Environment) -> pathlib.Path:
 
 
 def _known_peaks(file: pathlib.Path, fingerprint: str) -> tuple[Peaks | None, tuple[str, ...]]:
-    """What ``file`` remembers of this very machine, or ``None`` and why it is of no use."""
-    if not os.path.exists(file):  # which says no where pathlib's raises
+    """The peaks in ``file``; or ``None`` and notes that say why they cannot be used."""
+    if not os.path.exists(file):  # False for a forbidden folder, where pathlib's exists raises
         return None, ()
     try:
         known = from_json(Peaks, json.loads(file.read_text(encoding="utf-8")))
@@ -288,7 +287,7 @@ def _known_peaks(file: pathlib.Path, fingerprint: str) -> tuple[Peaks | None, tu
 
 
 def cache_folder() -> pathlib.Path:
-    """Where trimtab keeps what it can make again: ``TRIMTAB_CACHE``, else ``trimtab`` in the user's own. Not created."""
+    """The folder for caches: ``TRIMTAB_CACHE``, else ``trimtab`` in the user's cache folder. It is not created."""
     if folder := os.environ.get("TRIMTAB_CACHE"):
         return pathlib.Path(folder)
     try:
@@ -298,20 +297,20 @@ def cache_folder() -> pathlib.Path:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those of this CPU that decide a model's speed, sorted."""
+    """The instruction sets of this CPU that matter for a model's speed, sorted."""
     return system.isa(_capabilities())
 
 
 def has_vnni() -> bool:
-    """Whether the CPU multiplies bytes without saturating on the way; if not, weights must do with seven bits.
+    """Whether int8 products do not saturate on this CPU. If they can, backends quantize weights to 7 bits.
 
-    On x86 without VNNI, sums of two products of u8 and s8 go through 16 bits (``vpmaddubsw``) and silently clip.
+    x86 without VNNI adds two u8 * s8 products in 16 bits (``vpmaddubsw``), which clips silently.
     """
     return platform.machine() not in ("x86_64", "AMD64") or not {"avx512_vnni", "avx_vnni"}.isdisjoint(instruction_sets())
 
 
 def _capabilities() -> dict[str, object]:
-    """What torch itself detected of the processor; older versions know single answers only."""
+    """The CPU capabilities that torch detects. Older versions of torch have one function for each."""
     if hasattr(torch.cpu, "get_capabilities"):
         return dict(torch.cpu.get_capabilities())
     names = {
@@ -326,11 +325,11 @@ def _capabilities() -> dict[str, object]:
 def _gpus() -> tuple[Gpu, ...]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about every driver that it cannot use
+            warnings.simplefilter("ignore")  # torch warns about drivers that it cannot use
             if not torch.cuda.is_available():
                 return ()
             found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    except (RuntimeError, AssertionError):  # a driver that is there but does not answer
+    except (RuntimeError, AssertionError):  # the driver does not answer
         return ()
     driver = _driver()
     return tuple(
@@ -356,7 +355,7 @@ def _driver() -> str | None:
 
 @functools.cache
 def builders() -> dict[str, str]:
-    """The versions of :data:`BUILDERS` that are installed here, which decide what an export of a model is."""
+    """The installed versions of :data:`BUILDERS`, on which the export of a model depends."""
     return {name: number for name, number in _versions() if name in BUILDERS}
 
 

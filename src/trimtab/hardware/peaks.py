@@ -1,6 +1,6 @@
-"""How fast this machine really multiplies matrices and moves memory: short runs through torch, the best of several.
+"""Measure the peak rates of this machine: matrix products and memory bandwidth, in short runs through torch.
 
-The best, because a peak is what the machine can do; a busy neighbour only ever makes a run slower.
+The best of several runs counts, because other load can only slow a run down.
 """
 
 from __future__ import annotations
@@ -23,62 +23,62 @@ Run = Callable[[], object]
 Product = Callable[[int, "Kind", str], Run]
 
 BUSY = 0.1
-"""Share of all CPU time that other processes may take before the rates count as too low."""
+"""Share of all CPU time that other processes may use before the rates count as too low."""
 _SECONDS = 0.25
-"""What one rate may cost, without the making of its matrices."""
+"""Seconds that the measurement of one rate may take, without the creation of its matrices."""
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
-"""What torch raises for a kernel that this build, processor or version has not; a missing operator is an AttributeError."""
+"""Errors of torch for a kernel that the build, the processor or the version lacks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rate:
-    """One peak. ``value`` is ``None`` where it could not be measured, and ``reason`` then says why."""
+    """One peak rate. ``value`` is ``None`` if it could not be measured; ``reason`` then says why."""
 
     kind: Kind
-    """A matrix product of that type, or ``memory`` for a stream of reads and writes."""
+    """A matrix product with elements of that type, or ``memory`` for bandwidth."""
     device: str
     """``cpu``, ``cuda:0``, ..."""
     threads: int | None
-    """Up to this many; ``None`` on a GPU."""
+    """Number of threads; ``None`` on a GPU."""
     unit: Literal["GFLOP/s", "GOP/s", "GB/s"]
-    """A multiplication with its addition counts as two; gigabytes are 10**9 bytes."""
+    """A multiplication and an addition count as two operations; a gigabyte is 10**9 bytes."""
     value: float | None
     reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """What one machine reached when it was asked for nothing else."""
+    """The peak rates of one machine."""
 
     schema: ClassVar[int] = 1
 
     fingerprint: str
-    """Of the environment they were measured in."""
+    """Fingerprint of the environment in which the rates were measured."""
     threads: int
-    """All usable cores."""
+    """Number of usable cores."""
     rates: tuple[Rate, ...]
     foreign: float = 0.0
-    """Share of all CPU time that other processes and other virtual machines took meanwhile."""
+    """Share of all CPU time that other processes and other virtual machines used during the measurement."""
     notes: tuple[str, ...] = ()
-    """What went wrong with measuring or keeping them, in sentences."""
+    """Problems of measuring or caching, in sentences."""
 
     def find(self, kind: Kind, device: str = "cpu", threads: int | None = None) -> float | None:
-        """The rate in its unit, or ``None`` where it was not measured. ``threads`` defaults to all usable ones of a CPU."""
+        """The rate in its unit, or ``None`` if not measured. ``threads`` defaults to all usable cores; GPUs ignore it."""
         wanted = (threads or self.threads) if device == "cpu" else None
         return next((r.value for r in self.rates if (r.kind, r.device, r.threads) == (kind, device, wanted)), None)
 
     def merged(self, other: Peaks) -> Peaks:
-        """The better of each rate of two measurements of one machine: whatever was reached once can be reached."""
+        """The higher value of each rate in two measurements of one machine."""
         others = {(rate.kind, rate.device, rate.threads): rate for rate in other.rates}
         rates = (max(rate, others.get((rate.kind, rate.device, rate.threads), rate), key=_value) for rate in self.rates)
         return dataclasses.replace(self, rates=tuple(rates))
 
 
 def measure(fingerprint: str, threads: int, gpus: int, memory_mb: float) -> Peaks:
-    """All rates of this machine: with one and with ``threads`` threads, and of every GPU. About three seconds without GPUs.
+    """Measure all rates: with 1 and with ``threads`` threads, and on each GPU. Takes about 3 s without GPUs.
 
-    ``memory_mb`` is what the machine has; the arrays for its bandwidth take at most an eighth of it.
+    ``memory_mb`` is the machine's memory; the bandwidth arrays take at most an eighth of it.
     """
     threads_before, cpu_before = torch.get_num_threads(), _cpu_times()
     rates: list[Rate] = []
@@ -98,7 +98,7 @@ def measure(fingerprint: str, threads: int, gpus: int, memory_mb: float) -> Peak
 
 
 def _raised(rates: list[Rate]) -> Iterator[Rate]:
-    """No rate of many threads below that of one, to which a busy neighbour can press it: many may leave all but one idle."""
+    """Raise the CPU rates of many threads to at least the rate of one thread. Other load can press them below it."""
     single = {rate.kind: rate.value for rate in rates if rate.threads == 1 and rate.value is not None}
     for rate in rates:
         floor = single.get(rate.kind) if rate.device == "cpu" else None
@@ -110,9 +110,9 @@ def _value(rate: Rate) -> float:
 
 
 def _cpu_times() -> tuple[float, float, float]:
-    """Seconds of CPU time: all there was, what of it was busy or stolen, and what this process took."""
+    """CPU time in seconds: total, busy or stolen, and of this process."""
     times = psutil.cpu_times()
-    # Linux counts the time of guests in user time too.
+    # Linux includes the time of guests in user time.
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total, total - times.idle - getattr(times, "iowait", 0.0), time.process_time()
 
@@ -138,7 +138,7 @@ def _gemm(kind: Kind, device: str, threads: int | None) -> Rate:
 
 
 def _bandwidth(device: str, threads: int | None, size: int) -> Rate:
-    """A triad ``c = a + 2 b`` over arrays of ``size`` bytes in all, counted as two reads and a write."""
+    """The triad ``c = a + 2 b`` over arrays of ``size`` bytes in total, counted as two reads and one write."""
     try:
         with torch.inference_mode():
             count = size // 12
@@ -151,26 +151,26 @@ def _bandwidth(device: str, threads: int | None, size: int) -> Rate:
 
 
 def _stream_bytes(memory_mb: float) -> int:
-    """Four times the last-level caches, so that they cannot help; at least 192 MB, at most an eighth of the memory."""
+    """Four times the last-level caches, so that they do not help; at least 192 MB, at most 2 GB or an eighth of the memory."""
     return int(min(max(192e6, 4 * (system.last_level_cache() or 0)), 2e9, memory_mb * 1e6 / 8))
 
 
 def _growing(make: Product, kind: Kind, device: str) -> float:
-    """The best rate in 10**9 operations per second over growing square matrices, until one takes long enough."""
+    """The best rate, in 10**9 operations per second, over square matrices of growing size."""
     best = 0.0
     for size in _SIZES:
         run = make(size, kind, device)
         run()
         seconds = min(_timed(run, device) for _ in range(3))
         best = max(best, 2e-9 * size**3 / seconds)
-        # The next size takes about eight times as long: a kernel that is slow here must not take seconds there.
+        # The next size takes about eight times as long; stop before it exceeds the time limit.
         if 8 * seconds > _SECONDS / 2:
             break
     return max(best, 2e-9 * size**3 / _best(run, device))
 
 
 def _best(run: Run, device: str) -> float:
-    """The shortest of at least three runs, in seconds, for as long as a rate may take."""
+    """The shortest run in seconds, of at least three runs and of as many as fit in :data:`_SECONDS`."""
     end = time.perf_counter() + _SECONDS
     run()
     times = [_timed(run, device)]
@@ -188,7 +188,7 @@ def _timed(run: Run, device: str) -> float:
 
 
 def _timed_on_gpu(run: Run, device: str) -> float:
-    """Seconds between two events around the run, behind another one, so that the launch from Python does not count."""
+    """Seconds between two CUDA events around the run. A run before it hides the launch overhead of Python."""
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
@@ -220,7 +220,7 @@ def _onednn_product(size: int, kind: Kind, device: str) -> Run:
 
 
 def _quantized_product(size: int, kind: Kind, device: str) -> Run:
-    """The kernel of torch's default quantization engine, which on arm is not oneDNN's."""
+    """The kernel of torch's default quantization engine; on ARM it is not oneDNN."""
     if device != "cpu":
         raise RuntimeError("the quantization engines compute on CPUs only")
     x = torch.quantize_per_tensor(_noise(size, device), 0.02, 128, torch.quint8)
@@ -238,7 +238,7 @@ _INT8 = (_onednn_product, _quantized_product, _int_mm)
 
 
 def _noise(size: int, device: str) -> torch.Tensor:
-    """Random values, since zeros draw less power; from a generator of our own, since the user's seed is the user's."""
+    """Random values, because zeros draw less power. A private generator leaves the user's random state unchanged."""
     return torch.randn(size, size, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
@@ -249,7 +249,7 @@ def _bytes(size: int, device: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns that its quantized tensors are old; they are only the handle to the kernel here."""
+    """Suppress torch's warning that quantized tensors are deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,7 +1,7 @@
-"""What the operating system says about this machine: processor, cores, memory, limits, compiler.
+"""Read facts about this machine from the operating system: processor, cores, memory, limits, compiler.
 
-Every function takes the root of the file system to read, so that the machines of other people can be tested as folders.
-Nothing here raises: what cannot be read is ``None``, an empty tuple or the next best source.
+``root`` is the root of the file system to read, so that tests can describe other machines as folders.
+No function raises: a fact that cannot be read is ``None`` or empty, or is taken from another source.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 
 try:
     import resource
-except ImportError:  # Windows, where psutil knows the peak
+except ImportError:  # Windows; psutil gives the peak memory there
     resource = None  # type: ignore[assignment]
 
 ROOT = pathlib.Path("/")
@@ -41,10 +41,10 @@ FLAGS: Mapping[str, str] = {
     "bf16": "bf16",
     "sve": "sve",
 }
-"""Name of an instruction set in /proc/cpuinfo -> the name that trimtab gives it. Only those that decide a model's speed."""
+"""Name of an instruction set in /proc/cpuinfo -> trimtab's name. Only instruction sets that matter for a model's speed."""
 
 COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-"""The C++ compiler that torch takes where ``CXX`` names none; it looks for no other."""
+"""The C++ compiler that torch uses if ``CXX`` is not set."""
 _TORCH_FLAGS = {"avx512_f": "avx512f", "amx_int8": "amx_int8", "amx_bf16": "amx_bf16", "arm_i8mm": "i8mm", "arm_bf16": "bf16"}
 _MAC_FLAGS = {
     "hw.optional.avx2_0": "avx2",
@@ -55,7 +55,7 @@ _MAC_FLAGS = {
 }
 _ARM_PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 _UNLIMITED = 2**60
-"""cgroup v1 writes "no limit" as the largest multiple of a page that fits."""
+"""Limits at or above this mean "no limit" in cgroup v1."""
 
 
 def read(path: pathlib.Path) -> str | None:
@@ -77,7 +77,7 @@ def cpuinfo(root: pathlib.Path = ROOT) -> dict[str, str]:
 
 
 def cpu_name(root: pathlib.Path = ROOT) -> str:
-    """The processor's model; with family and model number where a hypervisor hides the rest (``AMD EPYC``)."""
+    """The processor's model name. If a hypervisor hides details (``AMD EPYC``), family and model number are added."""
     fields = cpuinfo(root)
     if name := fields.get("model name"):
         numbers = [fields.get(key) for key in ("cpu family", "model")]
@@ -88,7 +88,7 @@ def cpu_name(root: pathlib.Path = ROOT) -> str:
 
 
 def isa(capabilities: Mapping[str, object], root: pathlib.Path = ROOT) -> tuple[str, ...]:
-    """Instruction sets that decide speed, sorted. ``capabilities`` is what torch detected, used where /proc says nothing."""
+    """Instruction sets that matter for speed, sorted. ``capabilities``, which torch detects, are used if /proc has none."""
     fields = cpuinfo(root)
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     if flags:
@@ -99,32 +99,32 @@ def isa(capabilities: Mapping[str, object], root: pathlib.Path = ROOT) -> tuple[
 
 
 def affinity() -> int:
-    """Logical cores that this process may run on."""
+    """Number of logical cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: what it may run on, within its cgroup's quota. A thread beyond the quota is
-    throttled for whole scheduler periods, so a fraction of a core is no core."""
+    """Cores that this process can keep busy: its affinity, limited by its cgroup's quota. The quota is rounded down, because a
+    thread beyond it is throttled for whole scheduler periods."""
     return max(1, min(affinity(), int(cpu_quota() or affinity())))
 
 
 def cpu_quota(root: pathlib.Path = ROOT) -> float | None:
-    """The tightest CPU limit of this process's cgroups, in cores; ``None`` without one. Reads versions 1 and 2."""
+    """The lowest CPU limit of this process's cgroups (v1 and v2), in cores; ``None`` without a limit."""
     limits = [_share(*text.split()[:2]) for folder in _folders(root, "cpu") if len((text := _v2_cpu(folder)).split()) == 2]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def free_mb() -> float:
-    """Memory that this process and its children may still take, in MB: of what is free, as far as its cgroup's limit goes."""
+    """Memory in MB that this process and its children may still allocate: free memory, within the cgroup's limit."""
     free, limit = psutil.virtual_memory().available / 1e6, memory_limit_mb()
     return free if limit is None else max(0.1 * limit, min(free, limit - psutil.Process().memory_info().rss / 1e6))
 
 
 def lifetime_mb() -> float:
-    """The highest resident memory since the process began, in MB; 0 where the system does not tell."""
+    """Peak resident memory of this process in MB; 0 if the system does not report it."""
     info: Any = psutil.Process().memory_info()
     if hasattr(info, "peak_wset"):
         return float(info.peak_wset) / 1e6
@@ -135,14 +135,14 @@ def lifetime_mb() -> float:
 
 
 def memory_limit_mb(root: pathlib.Path = ROOT) -> float | None:
-    """The tightest memory limit of this process's cgroups, in MB (10**6 bytes); ``None`` without one."""
+    """The lowest memory limit of this process's cgroups, in MB (10**6 bytes); ``None`` without a limit."""
     texts = [read(folder / name) for folder in _folders(root, "memory") for name in ("memory.max", "memory.limit_in_bytes")]
     limits = [int(text) for text in texts if text and text.isdigit() and int(text) < _UNLIMITED]
     return min(limits) / 1e6 if limits else None
 
 
 def last_level_cache(root: pathlib.Path = ROOT) -> int | None:
-    """Bytes of all the largest-level caches together, each counted once however many cores share it."""
+    """Total bytes of all last-level caches. A cache that cores share counts once."""
     caches: dict[tuple[int, str], int] = {}
     for index in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index[0-9]*"):
         level, size = read(index / "level"), _cache_bytes(read(index / "size") or "")
@@ -153,7 +153,7 @@ def last_level_cache(root: pathlib.Path = ROOT) -> int | None:
 
 
 def os_name() -> str:
-    """The distribution and the kernel: ``Debian GNU/Linux 12 (bookworm), Linux 6.1.0``."""
+    """Distribution and kernel: ``Debian GNU/Linux 12 (bookworm), Linux 6.1.0``."""
     kernel = f"{platform.system()} {platform.release()}"
     try:
         return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
@@ -162,7 +162,7 @@ def os_name() -> str:
 
 
 def compiler() -> str | None:
-    """First line of the C++ compiler's version: the one that ``CXX`` names, else torch's own choice; ``None`` without one."""
+    """First line of the version text of the C++ compiler (``CXX``, else torch's default); ``None`` without a compiler."""
     command = shlex.split(os.environ.get("CXX", "")) or [COMPILER]
     if shutil.which(command[0]) and (text := _output([*command, "--version"])):
         return text.splitlines()[0].strip()
@@ -170,7 +170,7 @@ def compiler() -> str | None:
 
 
 def no_compiler() -> str | None:
-    """Why torch cannot compile generated C++ here, in a sentence, or ``None``."""
+    """Why torch cannot compile generated C++ on this machine, as a sentence; ``None`` if it can."""
     asked = os.environ.get("CXX")
     if asked is not None and shutil.which(asked) is None:
         return f"The C++ compiler {asked!r}, which CXX names, was not found. Set CXX to one that is installed."
@@ -182,7 +182,7 @@ def no_compiler() -> str | None:
 
 
 def _folders(root: pathlib.Path, controller: str) -> Iterator[pathlib.Path]:
-    """This process's cgroup folders of ``controller`` and all above them: a limit on any level binds."""
+    """This process's cgroup folders of ``controller``, and their parents: a limit on any level applies."""
     mount = root / "sys/fs/cgroup"
     for line in (read(root / "proc/self/cgroup") or "0::/").splitlines():
         number, _, rest = line.partition(":")
@@ -199,14 +199,14 @@ def _folders(root: pathlib.Path, controller: str) -> Iterator[pathlib.Path]:
 
 
 def _v2_cpu(folder: pathlib.Path) -> str:
-    """``quota period`` in microseconds in the words of version 2, from either version's files."""
+    """``quota period`` in microseconds, in the format of cgroup v2, from the files of either version."""
     if text := read(folder / "cpu.max"):
         return text
     return f"{read(folder / 'cpu.cfs_quota_us') or ''} {read(folder / 'cpu.cfs_period_us') or ''}"
 
 
 def _share(quota: str, period: str) -> float | None:
-    """Cores; "max" and -1 mean that there is no limit."""
+    """The quota in cores; ``None`` without a limit ("max" or -1)."""
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
@@ -216,7 +216,7 @@ def _cache_bytes(text: str) -> int | None:
 
 
 def _sysctl(*names: str) -> dict[str, str]:
-    """What macOS knows under ``names``; empty elsewhere. Unknown names are left out by sysctl itself."""
+    """The values that macOS has for ``names``; empty on other systems. sysctl skips unknown names."""
     if platform.system() != "Darwin":
         return {}
     pairs = (line.partition(": ") for line in (_output(["sysctl", *names]) or "").splitlines())
@@ -232,18 +232,18 @@ def _output(command: list[str]) -> str | None:
 
 
 def has_glibc() -> bool:
-    """Whether this process uses the GNU C library, whose allocator can be told to keep what is freed."""
+    """Whether this process uses the GNU C library (glibc), whose allocator can be configured."""
     return platform.libc_ver()[0] == "glibc"
 
 
 def keep_freed_memory() -> None:
-    """From now on, and until this process ends, its C library gives no freed memory back. Others than glibc are left alone."""
+    """Configure glibc's allocator to keep freed memory until this process ends. Without glibc nothing happens."""
     if not has_glibc():
         return
     mallopt = ctypes.CDLL(None).mallopt
     for option, values in KEEP_MEMORY.items():
-        any(mallopt(option, value) for value in values)  # until one is taken
+        any(mallopt(option, value) for value in values)  # stop at the first accepted value
 
 
 KEEP_MEMORY: Mapping[int, tuple[int, ...]] = {-1: (2**31 - 1,), -3: (2**30, 2**25)}
-"""``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of malloc.h, and their values; older versions take no more than the last."""
+"""``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of malloc.h -> values to try in order; older glibc accepts only the smaller."""

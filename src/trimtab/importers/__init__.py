@@ -1,1 +1,1 @@
-"""Where workloads come from besides the constructor: Python files, model files, folders of transformers models, templates."""
+"""Load workloads from Python files, model files and folders of transformers models; write starter files from templates."""

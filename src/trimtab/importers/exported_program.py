@@ -1,4 +1,4 @@
-"""Workloads from ``.pt2`` files, the exported programs that :func:`torch.export.save` writes."""
+"""Workloads from ``.pt2`` files, which :func:`torch.export.save` writes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from trimtab.tensors.torchscript_modules import allow_modes
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFile:
-    """Builds the module of an exported program."""
+    """Factory of the module of an exported program."""
 
     path: str
 
     def __call__(self) -> nn.Module:
-        """The module, whose weights are the file's."""
+        """The module, with the file's weights."""
         return _module(load_program(self.path))
 
     def form(self) -> Form:
-        """What the program takes.
+        """Names, dtypes and shapes of the program's inputs.
 
         Raises:
-            IntegrityError: the file is damaged or holds what no plain model needs.
-            UsageError: the program was exported in training mode, or takes something else than tensors.
+            IntegrityError: the file is damaged, or contains something that models do not need.
+            UsageError: the program was exported in training mode, or has inputs that are not tensors.
         """
         program = load_program(self.path)
         module = _module(program)
@@ -53,8 +53,8 @@ class ProgramFile:
         return _form(program, module, pathlib.Path(self.path).name)
 
     def proven(self, form: Form, example: Any) -> tuple[Form, tuple[str, ...]]:
-        """``form`` with those dynamic sizes that really may vary, and notes: what a program needs of its sizes stands in
-        guards, which are not read."""
+        """``form`` with only those dynamic sizes that the program accepts, and notes. The program's guards, which state its
+        requirements, are not read; sizes are tried instead."""
         program = load_program(self.path)
         module = _module(program)
         args, kwargs = as_call(example)
@@ -76,18 +76,18 @@ class ProgramFile:
 
 
 def _module(program: ExportedProgram) -> fx.GraphModule:
-    """The program as a module that can be put into evaluation mode like any other; it is in it by its graph."""
+    """The program as a module on the CPU in evaluation mode, which allows ``train()`` and ``eval()``."""
     values = (*program.state_dict.values(), *program.constants.values())
     if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values):
-        program = move_to_device_pass(program, "cpu")  # exported on a GPU, by constants in its graph too
+        program = move_to_device_pass(program, "cpu")  # exported on a GPU, or with GPU constants in the graph
     module: fx.GraphModule = program.module(check_guards=False)
-    module._forward_pre_hooks.clear()  # input guards; executables check their inputs themselves
+    module._forward_pre_hooks.clear()  # input guards; executables check their inputs
     allow_modes(module)
     return module.eval()
 
 
 def in_training(graph: fx.Graph) -> bool:
-    """Whether the graph holds dropout or batch normalisation as in training."""
+    """Whether the graph contains dropout or batch normalization in training mode."""
     return any(_trains(node) for node in graph.nodes if node.op == "call_function")
 
 
@@ -119,14 +119,14 @@ def _form(program: ExportedProgram, module: nn.Module, source: str) -> Form:
 
 
 def _user_inputs(program: ExportedProgram) -> Iterator[fx.Node]:
-    """The placeholders of tensors that a caller gives; constants such as ``None`` have placeholders of their own kind."""
+    """The placeholders of tensor inputs. Constants such as ``None`` have placeholders too, which are skipped."""
     signature = program.graph_signature
     wanted = {s.arg.name for s in signature.input_specs if s.kind is InputKind.USER_INPUT and isinstance(s.arg, TensorArgument)}
     return (node for node in program.graph.nodes if node.op == "placeholder" and node.name in wanted)
 
 
 def _tied(program: ExportedProgram, form: Form) -> Iterator[tuple[str, int]]:
-    """The axes whose size the program leaves open and the form does not."""
+    """The axes that are dynamic in the program and fixed in ``form``."""
     found = (node.meta["val"] for node in _user_inputs(program) if isinstance(node.meta.get("val"), torch.Tensor))
     for name, tensor, shape in zip(form.names, found, form.shapes, strict=True):
         yield from (
@@ -145,7 +145,8 @@ def _stand_in(value: Any) -> Any:
 def _shapes(
     program: ExportedProgram, names: list[str], tensors: list[torch.Tensor]
 ) -> tuple[tuple[tuple[int | Dim, ...], ...], dict[str, int]]:
-    """Sizes with a dimension for every symbol, or multiple of one, that is in no other size; those keep what they were."""
+    """Shapes of the inputs with a dimension for each symbol, or multiple of a symbol, that occurs in one size only. Other
+    symbolic sizes are fixed at their value in the export."""
     places: dict[str, list[tuple[str, int]]] = {}
     sizes: dict[str, Any] = {}
     for name, tensor in zip(names, tensors, strict=True):
@@ -173,7 +174,7 @@ def _shapes(
 
 
 def _multiple(expression: Any) -> int:
-    """How often ``expression`` holds the symbol that it is a multiple of; 0 where it is none."""
+    """The factor, if ``expression`` is a positive multiple of one symbol; else 0."""
     times, rest = expression.as_coeff_Mul()
     return int(times) if rest.is_Symbol and times.is_Integer and times > 0 else 0
 
@@ -188,7 +189,7 @@ def _dim(program: ExportedProgram, expression: Any, name: str) -> Dim:
 
 
 def _bounds(program: ExportedProgram, names: list[str]) -> dict[str, int]:
-    """How many entries the tables have that integer inputs look up, where an input is looked up as it is."""
+    """The number of rows of the embedding tables that integer inputs index directly."""
     found: dict[str, int] = {}
     for name, node in zip(
         names, (n for n in _user_inputs(program) if isinstance(n.meta.get("val"), torch.Tensor)), strict=True

@@ -1,4 +1,4 @@
-"""From what a model file says about its inputs to the inputs of a workload: real ones from a file, else random ones."""
+"""Make a workload's example inputs from the description of a model file's inputs: real ones from a file, or random ones."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from trimtab.tensors.weights import tolerance
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 MOST_ROWS, LEAST_CALLS = 512, 8
-"""Rows that are used of a file of inputs, of which quantizers look at no more than half; and calls, where one has many rows."""
+"""Most rows that are read from a file of inputs; and fewest calls, if a single call has many rows."""
 PIECE = 32
-"""Rows of a file in one call of the calibration."""
+"""Rows of a file per calibration call."""
 ASSUMED = 16
-"""The size of a dynamic dimension that neither the file nor the caller knows, other than the batch."""
+"""Size of a dynamic dimension (other than the batch) that neither the file nor the caller states."""
 ASSUMED_IMAGE = 224
-"""The same for the sides of what looks like an image: four axes, one to four channels."""
+"""Side length of inputs that look like images (four axes, one to four channels), if nobody states it."""
 
 Shapes = Mapping[str, "str | Sequence[int]"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a file says about the inputs of its model.
+    """The inputs of a model, as its file describes them.
 
-    ``shapes`` holds a number for every fixed size, a :class:`~trimtab.core.signature.Dim` for every dynamic one. ``structure``
-    is that of the call, as :func:`trimtab.tensors.structure.flatten` gives it for ``(args, kwargs)``.
+    ``shapes`` has a number for each fixed size and a :class:`~trimtab.core.signature.Dim` for each dynamic size. ``structure``
+    is the structure of the call, from :func:`trimtab.tensors.structure.flatten` of ``(args, kwargs)``.
     """
 
     source: str
@@ -57,15 +57,15 @@ class Form:
     shapes: tuple[tuple[int | Dim, ...], ...]
     structure: Structure
     hints: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Sizes that the dynamic dimensions had when the file was written, by their names."""
+    """Sizes of the dynamic dimensions when the file was written, by name."""
     bounds: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """For integer inputs that look something up: how many entries the table has."""
+    """Table sizes for integer inputs that are indices; random values stay below them."""
     ones: frozenset[str] = frozenset()
-    """Inputs that are all ones where no real ones are given, such as masks of padding."""
+    """Inputs that are filled with ones instead of random numbers, such as padding masks."""
 
     @property
     def dims(self) -> Dims:
-        """The dynamic dimensions as a workload states them."""
+        """The dynamic dimensions, in the form of ``Workload(dynamic=...)``."""
         found = {
             name: {axis: size for axis, size in enumerate(shape) if isinstance(size, Dim)}
             for name, shape in zip(self.names, self.shapes, strict=True)
@@ -73,12 +73,12 @@ class Form:
         return {name: axes for name, axes in found.items() if axes}
 
     def place(self, leaves: Sequence[torch.Tensor]) -> Any:
-        """``leaves`` as inputs of a workload."""
+        """``leaves`` in the form of ``Workload(inputs=...)``."""
         args, kwargs = unflatten(self.structure, leaves)
         return Call(args, kwargs) if args and kwargs else kwargs or args
 
     def describe(self) -> str:
-        """``ids: int64[batch, 16], mask: float32[batch, 16]``."""
+        """The inputs as text: ``ids: int64[batch, 16], mask: float32[batch, 16]``."""
         parts = [
             f"{name}: {dtype_name(dtype)}[{', '.join(size.name if isinstance(size, Dim) else str(size) for size in shape)}]"
             for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
@@ -88,7 +88,7 @@ class Form:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Example inputs, batches for quantizers if they are real, and what must be said about them."""
+    """Example inputs, calibration batches (if the inputs are real), and notes."""
 
     example: Any
     calibration: Any
@@ -96,10 +96,10 @@ class Inputs:
 
 
 def parse_shape(text: str | Sequence[int], name: str) -> tuple[tuple[int, ...], torch.dtype | None]:
-    """``"1x3x224x224"`` or ``"1x16:int64"`` -> sizes and, if said, the dtype.
+    """Parse ``"1x3x224x224"`` or ``"1x16:int64"`` into sizes and an optional dtype.
 
     Raises:
-        UsageError: it is neither, or the dtype is unknown.
+        UsageError: the text has another form, or the dtype is unknown.
     """
     if not isinstance(text, str):
         return tuple(int(size) for size in text), None
@@ -118,11 +118,11 @@ def parse_shape(text: str | Sequence[int], name: str) -> tuple[tuple[int, ...], 
 def inputs_of(
     form: Form, inputs: str | pathlib.Path | None, shapes: Shapes, module: Callable[[], nn.Module] | None = None
 ) -> Inputs:
-    """Real inputs from the file ``inputs``, or random ones in the sizes that ``shapes`` states. ``module`` makes the model,
-    which tells whether the rows of real ones are examples; without it they are taken for that.
+    """Real inputs from the file ``inputs``, or random ones with the sizes in ``shapes``. ``module`` makes the model, with which
+    the batch axis of real inputs is verified; without it, their first axis counts as the batch.
 
     Raises:
-        UsageError: the file or a shape does not fit the model; says what it takes.
+        UsageError: the file or a shape does not fit the model; the message states the model's inputs.
     """
     if unknown := sorted(set(shapes) - set(form.names)):
         raise UsageError(f"There is no input {unknown[0]!r} to give a shape to. {form.source} takes {form.describe()}.")
@@ -139,13 +139,14 @@ def inputs_of(
 
 
 def read_tensors(path: str | pathlib.Path) -> dict[str, torch.Tensor]:
-    """The arrays of a ``.npz``, ``.npy`` or ``.safetensors`` file by name; a ``.npy`` has the name ``""``. No pickles are read.
+    """The arrays of a ``.npz``, ``.npy`` or ``.safetensors`` file by name; the array of a ``.npy`` has the name ``""``. No
+    pickles.
 
     Raises:
-        UsageError: there is no such file, it is of another kind, damaged, or holds objects.
+        UsageError: the file does not exist, is of another kind, is damaged, or holds Python objects.
     """
     path = pathlib.Path(path)
-    if not os.path.isfile(path):  # which says no where pathlib's raises
+    if not os.path.isfile(path):  # False for a forbidden folder, where pathlib's is_file raises
         raise no_file(path, "Check the path of the inputs, or leave --inputs out for random ones.")
     try:
         if path.suffix == ".safetensors":
@@ -165,10 +166,10 @@ def read_tensors(path: str | pathlib.Path) -> dict[str, torch.Tensor]:
 def random_tensor(
     shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, bound: int | None = None
 ) -> torch.Tensor:
-    """Normal floats; integers below ``bound``, by default 0 and 1, which fit masks and any table.
+    """A random tensor: normal floats, or integers below ``bound`` (default 2: 0 and 1, valid for masks and any table).
 
     Raises:
-        UsageError: they would take more memory than is free.
+        UsageError: the tensor does not fit in free memory.
     """
     if (wanted := math.prod(shape) * max(dtype.itemsize, 4) / 1e6) > (free := free_mb()):
         raise UsageError(
@@ -181,7 +182,7 @@ def random_tensor(
 
 
 def _sizes(form: Form, stated: Mapping[str, tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """The size of every input: as stated, as in other stated inputs, as the file hints, else assumed (told apart)."""
+    """The shape of each input, and the assumed sizes. A dynamic size is the stated one, else the file's, else a default."""
     known: dict[str, int] = {}
     for name, shape in zip(form.names, form.shapes, strict=True):
         if name in stated:
@@ -222,7 +223,7 @@ def _real(
     stated: Mapping[str, tuple[int, ...]],
     module: Callable[[], nn.Module] | None,
 ) -> Inputs:
-    """The first rows, or the first call, as the example, and the rest for the quantizers."""
+    """Split real inputs: the first rows, or the first call, become the example, the rest the calibration data."""
     if len(found) == len(form.names) == 1:
         found = {form.names[0]: next(iter(found.values()))}
     if set(found) != set(form.names):
@@ -253,10 +254,10 @@ def _real(
 
 
 def _counting(form: Form, arrays: Sequence[torch.Tensor], module: Callable[[], nn.Module] | None) -> Dim | None:
-    """The dimension that counts the examples in ``arrays``; ``None`` where these are calls as they are.
+    """The batch dimension of ``arrays``; ``None`` if ``arrays`` are whole calls.
 
-    It leads all inputs that have axes. Whether it counts examples, and not the samples of a sound, the model tells; its name
-    where the model cannot be asked, because it takes no few rows.
+    The batch dimension is the first axis of all inputs with axes. The model decides whether it counts examples or, for example,
+    audio samples; if the model cannot run on few rows, the name of the dimension decides.
     """
     leads = {shape[0] for shape in form.shapes if shape}
     lengths = {_length(array) for array, shape in zip(arrays, form.shapes, strict=True) if shape}
@@ -282,8 +283,8 @@ def _counting(form: Form, arrays: Sequence[torch.Tensor], module: Callable[[], n
 def as_far_as_proven(
     form: Form, leaves: Sequence[torch.Tensor], takes: Callable[[list[torch.Tensor]], bool]
 ) -> tuple[Form, tuple[str, ...]]:
-    """``form`` with its dynamic sizes as far as the model ``takes`` the example at others, and notes about the rest: a size
-    that must be a multiple of something is stated so, and one that only works as it is is fixed."""
+    """``form`` with the dynamic sizes that the model ``takes``, and notes about changes. A size that must be a multiple gets a
+    step; a size that works with the example's value only is fixed."""
     known: dict[str, int | Dim] = {}
     for name, dim in {size.name: size for shape in form.shapes for size in shape if isinstance(size, Dim)}.items():
 
@@ -320,7 +321,7 @@ def _at_size(leaf: torch.Tensor, shape: Sequence[int | Dim], name: str, size: in
 
 
 def _calls(form: Form, arrays: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Calls from arrays that hold rows for several, that have one more axis that counts them, or that are just one."""
+    """Split ``arrays`` into calls: they have rows for several calls, or an extra first axis over calls, or are one call."""
     extra = {array.dim() - len(shape) for array, shape in zip(arrays, form.shapes, strict=True)}
     lengths = {_length(array) for array in arrays}
     leads = {shape[0] if shape else 0 for shape in form.shapes}
@@ -338,7 +339,7 @@ def _length(array: torch.Tensor) -> int:
 
 
 def _cast(array: torch.Tensor, dtype: torch.dtype, name: str, path: pathlib.Path) -> torch.Tensor:
-    """Integers and floats of another width are taken over; a float where an integer belongs is a mistake."""
+    """Convert to ``dtype``. Widths may differ; floats for integers (or the reverse) are refused."""
     if array.dtype != dtype and array.dtype.is_floating_point != dtype.is_floating_point:
         raise UsageError(
             f"{path}: {name!r} is {dtype_name(array.dtype)}, but the model takes {dtype_name(dtype)}. Save it with that dtype."
@@ -362,5 +363,5 @@ def _about_random(form: Form, assumed: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def structure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Structure:
-    """The structure of a call, whose tensors may be of any size."""
+    """The structure of a call ``(*args, **kwargs)``; sizes of tensors do not matter."""
     return flatten((tuple(args), dict(kwargs)), "inputs")[1]

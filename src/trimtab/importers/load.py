@@ -1,4 +1,4 @@
-"""The one way from a reference to a workload."""
+"""Load a workload from a reference, such as a Python file or a model file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab._internal.files import path_of
-from trimtab._internal.text import mended_by, no_file
+from trimtab._internal.text import no_file, with_remedy
 from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.core.workload import Workload
 from trimtab.errors import IntegrityError, TrimtabError, UsageError
@@ -25,7 +25,7 @@ HF = "hf:"
 FORMS = "file.py, file.py:name, package.module:name, a model file (.pt2, .pt, .onnx) or hf:FOLDER"
 SCRIPTS = (".pt", ".pth", ".jit", ".ts", ".torchscript")
 SENSELESS: tuple[type[Exception], ...] = (*MODEL_ERRORS, MemoryError)
-"""What is raised over a model file that makes no sense."""
+"""Errors that an invalid model file can cause."""
 _NAMED = re.compile(r"\.py(:[A-Za-z_]\w*)?$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
@@ -36,50 +36,50 @@ def load_workload(
     shapes: Mapping[str, str | Sequence[int]] | None = None,
     task: str | None = None,
 ) -> Workload:
-    """The workload that ``reference`` stands for.
+    """Load the workload that ``reference`` names.
 
-    - ``file.py``, ``file.py:name``, ``package.module:name``: a :class:`Workload` in Python or a function that returns one;
-      without a name it is ``workload``, or the only workload in the file. The file's folder is put on ``sys.path``.
-    - ``model.pt2`` (:func:`torch.export.save`), ``model.pt`` (TorchScript), ``model.onnx``: a model file, read without running
-      anything in it. Without ``inputs`` the inputs are random, and the workload's notes say so.
-    - ``hf:FOLDER``: a transformers model, offline.
+    - ``file.py``, ``file.py:name``, ``package.module:name``: a :class:`Workload` or a function that returns one. Without
+      ``name`` it is ``workload``, or the only workload in the file. The file's folder is added to ``sys.path``.
+    - ``model.pt2`` (:func:`torch.export.save`), ``model.pt`` (TorchScript), ``model.onnx``: a model file. Nothing in it is
+      executed. Without ``inputs`` the inputs are random; the workload's notes say so.
+    - ``hf:FOLDER``: a transformers model, loaded offline.
 
     Args:
-        reference: as above.
-        inputs: for model files, a ``.npz``, ``.npy`` or ``.safetensors`` file with real inputs by name, as rows.
-        shapes: for model files, sizes of the example inputs by name: ``"1x3x224x224"``, ``"1x16:int64"`` or a sequence.
-        task: for ``hf:FOLDER``, what the model is for, where it is not what its configuration says.
+        reference: one of the forms above.
+        inputs: for model files: a ``.npz``, ``.npy`` or ``.safetensors`` file with real inputs by name, one row per example.
+        shapes: for model files: shapes of the example inputs by name: ``"1x3x224x224"``, ``"1x16:int64"`` or a sequence.
+        task: for ``hf:FOLDER``: the model's task, if it differs from the configuration.
 
     Raises:
-        UsageError: no such file, module or name, it is not a workload, or an argument does not fit it.
-        IntegrityError: a model file is damaged, or holds what no plain model needs.
-        WorkloadError: a Python file raised while it was run; the user's exception is the cause.
+        UsageError: the file, module or name does not exist or is not a workload, or an argument does not fit.
+        IntegrityError: a model file is damaged, or contains something that models do not need.
+        WorkloadError: a Python file raised an error, which is the cause.
     """
     text = os.fspath(path_of(reference, "The workload", "model.py"))
     given = {"inputs": inputs, "shapes": shapes, "task": task}
-    if text.startswith(HF):  # before what looks at colons and suffixes, which a folder's name may have too
-        return _referred(_from_folder(text.removeprefix(HF), inputs, shapes or {}, task), _words(text, given))
+    if text.startswith(HF):  # first, because a folder's name may contain colons and suffixes
+        return _with_reference(_from_folder(text.removeprefix(HF), inputs, shapes or {}, task), _words(text, given))
     if _NAMED.search(text):
-        _none_of(given, text, ())
+        _refuse_options(given, text, ())
         return read_script(text)
     path = pathlib.Path(text)
     if path.suffix in (".pt2", ".onnx", *SCRIPTS):
-        _none_of(given, text, ("inputs", "shapes"))
+        _refuse_options(given, text, ("inputs", "shapes"))
         found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
-        return _referred(found, _words(text, given))
+        return _with_reference(found, _words(text, given))
     if os.path.isfile(os.path.join(text, "config.json")):
         raise UsageError(f"{text!r} is a folder. For the transformers model in it, write {HF + text!r}.")
     raise UsageError(f"{text!r} is not a workload. Write {FORMS}.")
 
 
 def is_python(reference: str) -> bool:
-    """Whether the reference names Python code, which every worker process then runs for itself."""
+    """Whether ``reference`` names Python code, which each worker process runs again."""
     return not reference.startswith(HF) and _NAMED.search(reference) is not None
 
 
-@mended_by("Export the model again, or bring it in a workload file: trimtab init custom.")
+@with_remedy("Export the model again, or bring it in a workload file: trimtab init custom.")
 def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
-    if not os.path.isfile(path):  # which says no where pathlib's raises
+    if not os.path.isfile(path):  # False for a forbidden folder, where pathlib's is_file raises
         raise no_file(path, "Check the path, or write a workload file to start from: trimtab init.")
     with _understood(path):
         return _workload(path, inputs, shapes)
@@ -87,14 +87,14 @@ def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[
 
 @contextlib.contextmanager
 def _understood(path: pathlib.Path) -> Iterator[None]:
-    """A block in which no code of the user's is run: whatever goes wrong in it, what ``path`` holds makes no sense."""
+    """Turn errors of the block, which runs no code of the user, into an :class:`IntegrityError` about ``path``."""
     try:
         yield
     except TrimtabError:
         raise
     except SENSELESS as error:
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no more is known")
-        raise IntegrityError(f"{path} holds no model that can be used: {type(error).__name__}: {said[:300]}") from error
+        message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no more is known")
+        raise IntegrityError(f"{path} holds no model that can be used: {type(error).__name__}: {message[:300]}") from error
 
 
 def _workload(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
@@ -120,11 +120,11 @@ def _workload(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[s
     )
 
 
-@mended_by("Save the model into it again with save_pretrained.")
+@with_remedy("Save the model into it again with save_pretrained.")
 def _from_folder(
     folder: str, inputs: str | os.PathLike[str] | None, shapes: Mapping[str, str | Sequence[int]], task: str | None
 ) -> Workload:
-    path = pathlib.Path(os.path.realpath(os.path.expanduser(folder)))  # neither of which raises, as pathlib's do
+    path = pathlib.Path(os.path.realpath(os.path.expanduser(folder)))  # unlike pathlib's methods these do not raise
     model = TransformersFolder(str(path), task)
     with _understood(path):
         form, found = transformers_inputs(model, None if inputs is None else pathlib.Path(inputs), shapes)
@@ -139,18 +139,18 @@ def _from_folder(
 
 
 def _name(text: str) -> str:
-    """``text`` as a workload may be called."""
+    """``text`` as a valid workload name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "model"
 
 
-def _referred(found: Workload, words: tuple[str, ...]) -> Workload:
-    """``found`` with what stands for it, which nobody else may say of a workload."""
+def _with_reference(found: Workload, words: tuple[str, ...]) -> Workload:
+    """Set ``reference`` of ``found``; the field is not a constructor argument."""
     object.__setattr__(found, "reference", words)
     return found
 
 
 def _words(text: str, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The reference and its options as the command line says them."""
+    """The reference and its options as command-line words."""
     words = [text]
     for name, shape in (given["shapes"] or {}).items():
         words += ["--shape", f"{name}={shape if isinstance(shape, str) else 'x'.join(map(str, shape))}"]
@@ -158,7 +158,7 @@ def _words(text: str, given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _none_of(given: Mapping[str, Any], text: str, taken: Sequence[str]) -> None:
+def _refuse_options(given: Mapping[str, Any], text: str, taken: Sequence[str]) -> None:
     for name, value in given.items():
         if value and name not in taken:
             option = {"inputs": "--inputs", "shapes": "--shape", "task": "--task"}[name]

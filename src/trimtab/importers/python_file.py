@@ -1,4 +1,4 @@
-"""Workloads from Python: ``file.py``, ``file.py:name``, ``package.module:name``."""
+"""Workloads from Python code: ``file.py``, ``file.py:name``, ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trimtab.core.workload import Workload, user_code
 from trimtab.errors import UsageError
 
 MOST = 12
-"""So many names of a file are told at most."""
+"""Most names of a file that an error message lists."""
 
 
 def read_script(text: str) -> Workload:
-    """The workload that the reference ``text`` names; the file's folder is put on ``sys.path``, as ``python file.py`` does.
+    """The workload that the reference ``text`` names. Like ``python file.py``, adds the file's folder to ``sys.path``.
 
     Raises:
-        UsageError: no such file, module or name, or it is not a workload.
-        WorkloadError: the file raised while it was run; the user's exception is the cause.
+        UsageError: the file, module or name does not exist, or is not a workload.
+        WorkloadError: the file raised an error, which is the cause.
     """
     place, _, name = text.rpartition(":") if re.search(r":[A-Za-z_]\w*$", text) else (text, "", "")
     module = _run_file(pathlib.Path(place)) if place.endswith(".py") else _import(place)
@@ -35,7 +35,7 @@ def read_script(text: str) -> Workload:
 
 
 def _run_file(path: pathlib.Path) -> types.ModuleType:
-    if not os.path.isfile(path):  # which says no where pathlib's raises
+    if not os.path.isfile(path):  # False for a forbidden folder, where pathlib's is_file raises
         raise no_file(path, "Check the path, or write a file to start from: trimtab init.")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -45,13 +45,13 @@ def _run_file(path: pathlib.Path) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    with user_code(f"{path} could not be run", _alone(path)), _arguments(str(path)):
+    with user_code(f"{path} could not be run", _remedy(path)), _arguments(str(path)):
         spec.loader.exec_module(module)
     return module
 
 
-def _alone(path: pathlib.Path) -> str:
-    """What to do where the file fails, which may be one of a package and import with a leading dot what lies beside it."""
+def _remedy(path: pathlib.Path) -> str:
+    """The remedy for a file that fails. A file in a package may fail because of relative imports."""
     folders, names = path.resolve().parents, [path.stem]
     for folder in folders:
         if not (folder / "__init__.py").is_file():
@@ -64,7 +64,7 @@ def _alone(path: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _arguments(*found: str) -> Iterator[None]:
-    """A block in which a script that reads its arguments finds ``found``, and not trimtab's."""
+    """Set ``sys.argv`` to ``found`` in the block, so that a script does not parse trimtab's arguments."""
     before = sys.argv
     sys.argv = list(found)
     try:
@@ -77,7 +77,7 @@ def _import(name: str) -> types.ModuleType:
     sys.path.insert(0, os.getcwd())
     with user_code(f"The module {name} could not be imported", f"Try it alone: python -c 'import {name}'"), _arguments(name):
         try:
-            found = importlib.util.find_spec(name)  # which runs the packages that it lies in
+            found = importlib.util.find_spec(name)  # runs the parent packages
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
@@ -122,6 +122,6 @@ def _workloads(module: types.ModuleType) -> Sequence[str]:
 
 
 def _public(module: types.ModuleType) -> Sequence[str]:
-    """Names that may be asked for: of workloads, and of what may make one."""
+    """Names to suggest in an error: workloads, and callables that may make one."""
     makers = [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
     return [*_workloads(module), *makers][:MOST]

@@ -1,4 +1,4 @@
-"""Workload files to start from: they run as they are, and say what to replace."""
+"""Write starter workload files. They run unchanged; their comments say what to replace."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FOLDER = "folder"
 
 
 def write_starter(kind: str, path: str | pathlib.Path | None = None, *, force: bool = False) -> pathlib.Path:
-    """Write a commented workload file and return where it is.
+    """Write a commented workload file and return its path.
 
     Args:
-        kind: one of :data:`KINDS`, or a folder with a transformers model in it.
-        path: where to write; ``workload.py`` by default, or the folder's name.
-        force: overwrite a file that is there.
+        kind: one of :data:`KINDS`, or a folder with a transformers model.
+        path: the file to write; default ``workload.py``, or a file named after the folder.
+        force: overwrite an existing file.
 
     Raises:
-        UsageError: there is no such kind or folder, or a file is in the way.
+        UsageError: the kind or folder does not exist, or the file exists already.
     """
     folder = None if kind in KINDS else _model_folder(kind)
     target = pathlib.Path(path or ("workload.py" if folder is None else f"{_word(folder.name)}.py"))
@@ -45,7 +45,7 @@ def write_starter(kind: str, path: str | pathlib.Path | None = None, *, force: b
 
 
 def render(kind: str, facts: dict[str, str]) -> str:
-    """The text of a starter."""
+    """The text of a starter file."""
     loader = jinja2.FileSystemLoader(pathlib.Path(__file__).with_name("templates"))
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.get_template(f"{kind}.py.jinja").render(facts)
@@ -53,7 +53,7 @@ def render(kind: str, facts: dict[str, str]) -> str:
 
 def _model_folder(kind: str) -> pathlib.Path:
     folder = pathlib.Path(os.path.expanduser(kind.removeprefix("hf:")))
-    if not os.path.isdir(folder):  # which says no where pathlib's raises
+    if not os.path.isdir(folder):  # False for a forbidden folder, where pathlib's is_dir raises
         raise UsageError(
             f"{kind!r} is neither a kind of workload ({', '.join(KINDS)}) nor a folder with a transformers model in it. "
             "For anything else, such as audio or series: trimtab init model"
@@ -78,5 +78,5 @@ def _folder_facts(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _word(text: str) -> str:
-    """``text`` as a file or a workload may be called."""
+    """``text`` as a valid name of a file and workload."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-_") or "workload"

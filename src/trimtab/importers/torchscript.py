@@ -1,4 +1,4 @@
-"""Workloads from TorchScript files, as :func:`torch.jit.save` writes them."""
+"""Workloads from TorchScript files, which :func:`torch.jit.save` writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trimtab.tensors.weights import tolerance
 
 @dataclasses.dataclass(frozen=True)
 class ScriptFile:
-    """Builds a module around a TorchScript module."""
+    """Factory of a module around a TorchScript module."""
 
     path: str
 
@@ -36,11 +36,12 @@ class ScriptFile:
         return scripted(script, tuple(a.name for a in _arguments(script)))
 
     def form(self, inputs: str | pathlib.Path | None, shapes: Shapes) -> Form:
-        """What the module takes: names from its own schema, sizes from ``inputs`` or ``shapes``, because the file keeps none.
+        """Names of the inputs from the module's schema; sizes from ``inputs`` or ``shapes``, because the file does not store
+        them.
 
         Raises:
-            IntegrityError: the file is damaged or holds what no plain model needs.
-            UsageError: the file is a pickled checkpoint, the sizes are not said, or an argument is no tensor.
+            IntegrityError: the file is damaged, or contains something that models do not need.
+            UsageError: the file is a pickled checkpoint, sizes are missing, or an argument is not a tensor.
         """
         _refuse_checkpoint(self.path)
         names = self._tensor_names(load_torchscript(self.path))
@@ -84,7 +85,7 @@ class ScriptFile:
 
 
 def scripted(script: torch.jit.ScriptModule, names: tuple[str, ...]) -> nn.Module:
-    """``script`` as a module whose ``forward`` has the parameters ``names``, which TorchScript's own does not tell."""
+    """``script`` as a module whose ``forward`` shows the parameters ``names`` in its signature."""
     kind = type("Scripted", (Beside,), {"forward": _forward(names)})
     module: nn.Module = kind(script).eval()
     return module
@@ -100,7 +101,7 @@ def _forward(names: tuple[str, ...]) -> Any:
 
 
 def _any_batch(module: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether rows have answers of their own, among twice as many: then the first axis counts examples."""
+    """Whether the first axis is the batch: the outputs of rows do not depend on the other rows, at twice the number of rows."""
     generator = torch.Generator().manual_seed(0)
     rows = max(2 * shapes[0][0], FEW)
     leaves = tuple(random_tensor((rows, *shape[1:]), dtype, generator) for shape, dtype in zip(shapes, dtypes, strict=True))
@@ -113,7 +114,7 @@ def _arguments(script: torch.jit.ScriptModule) -> list[Any]:
 
 
 def _refuse_checkpoint(path: str) -> None:
-    """A sentence for what is also called .pt: weights without a program, as torch.save writes them."""
+    """Refuse a checkpoint of ``torch.save``, which is often called .pt too, with a helpful message."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.partition("/")[2] for name in archive.namelist()}
@@ -122,7 +123,7 @@ def _refuse_checkpoint(path: str) -> None:
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}.") from error
     except ZIP_ERRORS:
-        return  # an archive, and damaged: its strict reader says how
+        return  # a damaged archive; the strict reader reports how
     if "constants.pkl" not in names:
         raise UsageError(
             f"{path} is no TorchScript file. If torch.save wrote it, it is a pickle of weights or objects, which is not "

@@ -1,4 +1,4 @@
-"""Workloads from folders with a transformers model in them: offline, and never with code that the folder brings."""
+"""Workloads from folders with a transformers model: offline, and without running code from the folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TASKS = {
     "token-classification": ("AutoModelForTokenClassification",),
     "zero-shot-image-classification": ("AutoModelForZeroShotImageClassification",),
 }
-"""What a model may be for, and the classes of transformers of which one loads it."""
+"""Task -> transformers classes; the first one that supports the model loads it."""
 
 SENTENCES = (
     "The train to the coast leaves at half past nine.",
@@ -63,32 +63,32 @@ SENTENCES = (
     "Two of the three engines had to be replaced before the ship could leave the harbour.",
     "Where did you put the keys?",
 )
-"""Plain sentences of different lengths, so that a text model sees text and not noise."""
+"""Sentences of different lengths as realistic inputs of text models."""
 
 _FLOATS = {"pixel_values", "input_values", "input_features"}
 
 
 LOADING_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, MemoryError, safetensors.SafetensorError)
-"""What transformers raises for a folder that it cannot load, such as one whose weights are only pointers to them."""
+"""Errors of transformers for a folder that it cannot load, for example if the weights are Git LFS pointers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformersFolder:
-    """Builds the model in ``path`` with the class that its configuration names, or that of ``task``."""
+    """Factory of the model in folder ``path``, with the class that its configuration names, or a class for ``task``."""
 
     path: str
     task: str | None = None
 
     def __call__(self) -> nn.Module:
-        """The model, in evaluation mode, without a cache of past tokens, because a cache cannot cross to another runtime."""
+        """The model in evaluation mode, without its cache of past tokens: caches cannot be passed to other runtimes."""
         model: nn.Module = self.load()[0]
         return model
 
     def load(self) -> tuple[Any, list[str]]:
-        """The model and the names of the weights that the folder does not have, which are then random.
+        """The model, and the names of the weights that are missing in the folder and therefore random.
 
         Raises:
-            UsageError: the folder, its configuration or its weights cannot be used; says why.
+            UsageError: the folder, its configuration or its weights cannot be used; the message says why.
             MissingPackageError: transformers is not installed.
         """
         transformers = require("transformers")
@@ -103,9 +103,9 @@ class TransformersFolder:
         except TrimtabError:
             raise
         except (*LOADING_ERRORS, *_hub_errors()) as error:
-            told = f"transformers cannot load {self.path}: {_first_sentence(error)}"
-            raise UsageError(with_fix(told, "Save the model into it again with save_pretrained.")) from error
-        for part in model.modules():  # encoders and decoders have copies of the configuration
+            problem = f"transformers cannot load {self.path}: {_first_sentence(error)}"
+            raise UsageError(with_fix(problem, "Save the model into it again with save_pretrained.")) from error
+        for part in model.modules():  # encoders and decoders have their own copies of the configuration
             config = getattr(part, "config", None)
             for settings in filter(None, (config, getattr(config, "text_config", None))):
                 if getattr(settings, "use_cache", False):
@@ -114,10 +114,11 @@ class TransformersFolder:
 
 
 def transformers_inputs(source: TransformersFolder, inputs: pathlib.Path | None, shapes: Shapes) -> tuple[Form, Inputs]:
-    """What the model takes, and real inputs for it if they are given or if the folder's tokenizer can make them.
+    """The inputs that the model takes, and example inputs: given ones, else sentences through the folder's tokenizer, else
+    random.
 
     Raises:
-        UsageError: as :meth:`TransformersFolder.load`, or an input does not fit.
+        UsageError: as for :meth:`TransformersFolder.load`; or an input does not fit.
     """
     model, missing = source.load()
     folder = pathlib.Path(source.path)
@@ -141,7 +142,7 @@ def transformers_inputs(source: TransformersFolder, inputs: pathlib.Path | None,
 
 
 def _check_folder(folder: pathlib.Path) -> None:
-    if not os.path.isdir(folder):  # which says no where pathlib's raises
+    if not os.path.isdir(folder):  # False for a forbidden folder, where pathlib's is_dir raises
         raise UsageError(
             f"There is no folder {str(folder)!r}. Write hf: and the folder that holds config.json and the weights."
         )
@@ -171,7 +172,7 @@ def _architecture(config: Any) -> str:
 
 
 def _form(model: Any, folder: pathlib.Path) -> Form:
-    """Inputs by the kind of model, which transformers tells by the name of the main one and the sizes in the configuration."""
+    """The inputs by the kind of model, according to its main input and the sizes in its configuration."""
     config, taken = model.config, set(inspect.signature(model.forward).parameters)
     shapes: dict[str, tuple[int | Dim, ...]] = {}
     batch = Dim("batch")
@@ -204,7 +205,7 @@ def _form(model: Any, folder: pathlib.Path) -> Form:
 
 
 def _longest(model: nn.Module, config: Any) -> int | None:
-    """The most tokens that the table of positions holds, if there is one; those that pad a row keep its first places free."""
+    """Most tokens that the position table allows, without the rows for padding; ``None`` without a table."""
     text = getattr(config, "text_config", config)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     places = next((found for name in names if (found := getattr(text, name, None))), None)
@@ -234,7 +235,7 @@ def _preprocessing(folder: pathlib.Path) -> Any:
 
 
 def _audio_size(config: Any, name: str) -> tuple[int | Dim, ...]:
-    """Samples of one second, or a spectrogram of the size that the model was made for."""
+    """The shape of audio inputs: one second of samples, or a spectrogram of the model's size."""
     bands = getattr(config, "num_mel_bins", None)
     if name == "input_features":
         return int(bands or 80), 2 * int(getattr(config, "max_source_positions", None) or 1500)
@@ -243,7 +244,7 @@ def _audio_size(config: Any, name: str) -> tuple[int | Dim, ...]:
 
 
 def _tokenizer(folder: pathlib.Path) -> Any:
-    """The folder's tokenizer, or a sentence if it brings none that can be loaded without code of its own."""
+    """The folder's tokenizer, or a sentence that says why it cannot be loaded without code from the folder."""
     names = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
     if not any((folder / name).is_file() for name in names):
         return f"{folder.name} has no tokenizer, so the token ids are random."
@@ -252,15 +253,15 @@ def _tokenizer(folder: pathlib.Path) -> Any:
         with _quiet(transformers):
             return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message").rstrip(".")
+        problem = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message").rstrip(".")
         return (
-            f"The tokenizer of {folder.name} cannot be loaded ({type(error).__name__}: {said}), so the token ids are random. "
-            "Install what it asks for, or give --inputs (in Python, inputs=...)."
+            f"The tokenizer of {folder.name} cannot be loaded ({type(error).__name__}: {problem}), so the token ids are "
+            "random. Install what it asks for, or give --inputs (in Python, inputs=...)."
         )
 
 
 def _from_sentences(form: Form, tokenizer: Any, notes: list[str]) -> tuple[Form, Inputs]:
-    """One call per sentence; the inputs are those that the tokenizer gives and the model takes."""
+    """Inputs from :data:`SENTENCES`, one call per sentence, restricted to those that the model takes."""
     most = next((s.max for shape in form.shapes for s in shape if isinstance(s, Dim) and s.name == "length"), None) or 128
     ids = [tokenizer(text, truncation=True, max_length=min(most, 128))["input_ids"] for text in SENTENCES]
     generator = torch.Generator().manual_seed(0)
@@ -269,7 +270,7 @@ def _from_sentences(form: Form, tokenizer: Any, notes: list[str]) -> tuple[Form,
         tokens = torch.tensor([row])
         made = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens[:, :4]}
         for name, dtype, shape in zip(form.names, form.dtypes, form.shapes, strict=True):
-            if name not in made:  # the image beside the text
+            if name not in made:  # the image of a model of text and images
                 made[name] = random_tensor([1, *(s for s in shape[1:] if isinstance(s, int))], dtype, generator)
         calls.append(form.place([made[name] for name in form.names]))
     what = f"The inputs are {len(calls)} English sentences that come with trimtab, through the folder's own tokenizer."
@@ -278,14 +279,14 @@ def _from_sentences(form: Form, tokenizer: Any, notes: list[str]) -> tuple[Form,
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What the library beneath transformers raises, of configurations with values of another type too."""
+    """Errors of huggingface_hub, which transformers passes on, for example for wrong types in a configuration."""
     found = vars(require("huggingface_hub.errors")).values()
     return tuple(value for value in found if isinstance(value, type) and issubclass(value, Exception))
 
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """No bars and reports of transformers on the terminal; as it was afterwards."""
+    """Suppress transformers' progress bars and messages in the block."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

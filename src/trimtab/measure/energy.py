@@ -1,4 +1,4 @@
-"""Energy, where the machine counts it: RAPL for CPUs, NVML for NVIDIA GPUs.
+"""Energy per call, if the machine counts it: RAPL for CPUs, NVML for NVIDIA GPUs.
 
 Source: https://www.kernel.org/doc/html/latest/power/powercap/powercap.html and the NVML API reference.
 """
@@ -20,7 +20,7 @@ from trimtab.measure.timer import BLOCK_S, MAX_CALLS, Runner
 
 POWERCAP = pathlib.Path("/sys/class/powercap")
 METERED_S = 0.5
-"""How long a runner is metered: RAPL's counters move every millisecond, NVML's every 20 to 100."""
+"""Seconds that a runner is metered. RAPL's counters are updated every millisecond, NVML's every 20 to 100."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Counter:
 
     name: str
     read: Callable[[], int]
-    """Its value now. Raises OSError if it can no longer be read."""
+    """The counter's present value. Raises OSError if it can no longer be read."""
     joules: float
-    """What one step of it is worth."""
+    """Joules per step of the counter."""
     wraps_at: int | None = None
     """The value after which it starts again at 0; ``None`` if it never does."""
 
 
 class Meter:
-    """Counts the joules since it was made. It sees whole processors and GPUs, whoever uses them.
+    """Joules since the meter was made, of whole processors and GPUs, including other users' work.
 
-    RAPL counters start again after 60 to 260 kJ, which a large machine draws in minutes: ask for :meth:`joules` in between.
+    RAPL counters wrap after 60 to 260 kJ, which a large machine draws in minutes: call :meth:`joules` before that.
     """
 
     def __init__(self, counters: Sequence[Counter]) -> None:
@@ -49,7 +49,7 @@ class Meter:
 
     @property
     def scope(self) -> str:
-        """What is counted, to be said beside the figure."""
+        """The names of the counted devices, to print with the figure."""
         return f"whole device, all processes: {', '.join(counter.name for counter in self._counters)}"
 
     def joules(self) -> float:
@@ -70,24 +70,24 @@ class Meter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Energy:
-    """The joules of one call, or the reason why they are not known."""
+    """The joules of one call, or the reason why they are unknown."""
 
     subject_j: float | None = None
     rival_j: float | None = None
     scope: str | None = None
-    """What was counted."""
+    """The devices that were counted."""
     reason: str | None = None
 
 
 class Power:
-    """What is drawn while runners work, as far as ``meter`` counts it: one of :func:`energy_meter`."""
+    """Watts drawn while runners work, from ``meter``, the result of :func:`energy_meter`."""
 
     def __init__(self, meter: Meter | str) -> None:
         self._meter = meter
         self._watts = collections.defaultdict[str, list[float]](list)
 
     def look(self, name: str, runner: Runner, call_s: float) -> None:
-        """Have ``runner`` make one call of about ``call_s`` after the other, and look what is drawn meanwhile."""
+        """Meter back-to-back calls of ``runner``, each of about ``call_s`` seconds."""
         if isinstance(self._meter, str):
             return
         calls = max(1, min(MAX_CALLS, int(BLOCK_S / call_s)))
@@ -101,7 +101,7 @@ class Power:
             self._meter = f"Energy cannot be measured here: {error}."
 
     def energy(self, subject_s: float, rival_s: float | None) -> Energy:
-        """That of calls of ``subject`` and ``rival``, the names that were looked at, which take so long."""
+        """Energy per call of ``subject`` and ``rival``, the names that were metered, from their seconds per call."""
         if isinstance(self._meter, str):
             return Energy(reason=self._meter)
         if not any(map(sum, self._watts.values())):
@@ -112,7 +112,7 @@ class Power:
 
 
 def energy_meter(powercap: pathlib.Path = POWERCAP) -> Meter | str:
-    """A meter over everything this machine counts, or the reason in a sentence why there is none."""
+    """A meter over all energy counters of this machine, or a sentence why there is none."""
     cpu = _rapl(powercap)
     gpu = _nvml() if torch.cuda.is_available() else "no CUDA GPU is in use"
     counters = [counter for found in (cpu, gpu) if not isinstance(found, str) for counter in found]
@@ -125,7 +125,7 @@ def energy_meter(powercap: pathlib.Path = POWERCAP) -> Meter | str:
 
 
 def _rapl(powercap: pathlib.Path) -> list[Counter] | str:
-    """Counters of the processor packages and their memory; cores and graphics are parts of a package and would count twice."""
+    """Counters of processor packages and their memory. Cores and graphics are parts of a package and would count twice."""
     packages = sorted(powercap.glob("intel-rapl:*"))  # the name is the same for AMD
     if not packages:
         return "the processor's RAPL counters are not there (virtual machines rarely have them)"
@@ -137,7 +137,7 @@ def _rapl(powercap: pathlib.Path) -> list[Counter] | str:
                 counters.append(_zone_counter(zone, f"{name} ({zone.name})"))
         except PermissionError:
             return f"{zone / 'energy_uj'} may not be read (run: sudo chmod a+r {powercap}/intel-rapl:*/energy_uj)"
-        except (OSError, ValueError):  # a zone that is listed but switched off
+        except (OSError, ValueError):  # a zone that is switched off
             continue
     return counters or "the processor's RAPL counters name no package"
 

@@ -1,4 +1,4 @@
-"""Figures of one output against its reference: how far apart they are, relative to what the reference varies by."""
+"""Error figures of one output against its reference, relative to the variation of the reference."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trimtab.tensors.comparison import is_discrete
 
 Tensor = torch.Tensor
 RELATIVE_FLOOR = 1e-3
-"""Relative errors are taken where the reference is at least this share of its own root mean square."""
+"""Relative errors use values of at least this share of the reference's root mean square."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """One output, over all batches. Errors are relative to ``scale``."""
+    """Figures of one output over all batches. Errors are relative to ``scale``."""
 
     name: str
     dtype: torch.dtype
@@ -32,9 +32,9 @@ class Figures:
     tail: float
     relative_to: Relative
     noise: float
-    """One rounding of the output's size, on the same scale."""
+    """One rounding error at the output's size, relative to ``scale``."""
     peak_noise: float
-    """One rounding of its largest value, on the same scale."""
+    """One rounding error at its largest value, relative to ``scale``."""
     unrelated: int
     """Examples whose error reaches the scale."""
 
@@ -45,7 +45,7 @@ class Figures:
 
 
 def figures_of(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> Figures:
-    """Those of an output, in two passes over its parts, so that only one at a time is held in double precision."""
+    """The figures of one output, in two passes over its batches, so that only one batch is held in double precision."""
     spread, relative_to, size, peak = scale_of(reference)
     scale = {"examples": spread, "output": spread, "size": size, "one": 1.0}[relative_to]
     floor = max(RELATIVE_FLOOR * size, 1e-30) if size else 1.0
@@ -65,7 +65,7 @@ def figures_of(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]
             max_relative = max(max_relative, float(relative.max()))
     dtype = reference[0].dtype
     rounding = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
-    far = relative_to == "examples" and max_abs >= scale and not is_discrete(dtype)  # else no example can be
+    far = relative_to == "examples" and max_abs >= scale and not is_discrete(dtype)  # else no example can reach the scale
     return Figures(
         name=name,
         dtype=dtype,

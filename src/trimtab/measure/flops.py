@@ -1,8 +1,8 @@
-"""Operations of one call, counted by running it: torch's own counter, and the operators that it does not know.
+"""Operations of one call, counted by running it: torch's counter, plus formulas for operators that it lacks.
 
 torch's :class:`~torch.utils.flop_counter.FlopCounterMode` counts matrix products, convolutions and GPU attention. Added are
 fused recurrent layers, attention on the CPU, the fused transformer layers of evaluation mode, matrix-vector products and
-quantized layers. A multiplication with its addition counts as two; element-wise work is not counted, as is usual.
+quantized layers. A multiply-add counts as two operations. Element-wise work is not counted, as is usual.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Formula = Callable[..., int]
 
 @dataclasses.dataclass(frozen=True)
 class FlopCount:
-    """What one call computes."""
+    """Operations of one call."""
 
     total: int
     by_operator: Mapping[str, int]
     """Operator -> its operations, the largest first."""
     uncounted: tuple[str, ...]
-    """Operators that ran and may compute a lot, but for which there is no formula: with any, ``total`` is a lower bound."""
+    """Heavy operators that ran and have no formula. If there are any, ``total`` is a lower bound."""
 
 
 def count_flops(
@@ -37,28 +37,28 @@ def count_flops(
     *,
     gradients: bool = False,
 ) -> FlopCount:
-    """Run ``model(*args, **kwargs)`` once and count its operations, those of a backward pass in it too with ``gradients``.
+    """Run ``model(*args, **kwargs)`` once and count its operations, with ``gradients`` also those of its backward pass.
 
-    The model runs in the mode it is in; in training mode its statistics change as in any call.
+    The model runs in its present mode; in training mode its statistics change.
 
     Raises:
         Exception: whatever the model raises.
     """
-    seen = _Seen()
+    seen = _OperatorRecorder()
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
-    counter.mod_tracker = _Untold()  # type: ignore[assignment]
+    counter.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
     with torch.set_grad_enabled(gradients), seen, counter:
         model(*args, **(kwargs or {}))
     counts = {str(operator): count for operator, count in counter.get_flop_counts().get("Global", {}).items() if count}
     ranked = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-    uncounted = sorted(str(operator) for operator in seen.operators - set(counter.flop_registry) if _heavy(operator))
+    uncounted = sorted(str(operator) for operator in seen.operators - set(counter.flop_registry) if _may_be_heavy(operator))
     return FlopCount(sum(ranked.values()), ranked, tuple(uncounted))
 
 
-class _Untold:
-    """In place of the counter's own watch over modules: its hooks cannot meet a leaf that ``torch.autograd.grad`` is asked for.
+class _NoModuleTracker:
+    """Replaces the counter's module tracker, whose hooks fail on leaves that are passed to ``torch.autograd.grad``.
 
-    Only sums over all modules are read here.
+    Only sums over all modules are used.
     """
 
     parents: ClassVar = frozenset({"Global"})
@@ -68,15 +68,15 @@ class _Untold:
     def __exit__(self, *error: object) -> None: ...
 
 
-class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers every operator that reaches the kernels."""
+class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every operator that reaches the kernels."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the operator and run it."""
+        """Record the operator and run it."""
         self.operators.add(getattr(func, "overloadpacket", func))
         return func(*args, **(kwargs or {}))
 
@@ -92,8 +92,8 @@ _LIGHT_WORDS = (
 )  # fmt: skip
 
 
-def _heavy(operator: Any) -> bool:
-    """Whether an operator without a formula may matter: matrix work by its name, or anything from outside torch."""
+def _may_be_heavy(operator: Any) -> bool:
+    """Whether an operator without a formula may be heavy: matrix work by its name, or an operator from outside torch."""
     namespace, _, name = str(getattr(operator, "_qualified_op_name", operator)).partition("::")
     if any(word in name for word in _LIGHT_WORDS):
         return False
@@ -101,7 +101,7 @@ def _heavy(operator: Any) -> bool:
 
 
 def _formulas() -> dict[Any, Formula]:
-    """Operator -> its formula, for those that this build of torch has."""
+    """Formulas by operator, for the operators that this build of torch has."""
     return {
         operator: _raw(formula)
         for formula, names in _OPERATORS.items()
@@ -116,7 +116,7 @@ def _operator(name: str) -> Any | None:
 
 
 def _raw(formula: Formula) -> Formula:
-    """Have torch's counter pass tensors instead of shapes: packed sequences and weights need more than shapes."""
+    """Mark ``formula`` so that torch's counter passes tensors instead of shapes: packed weights need more than shapes."""
 
     def counted(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         return formula(out_val, *args, **kwargs)
@@ -126,12 +126,12 @@ def _raw(formula: Formula) -> Formula:
 
 
 def _rows(x: torch.Tensor) -> int:
-    """Vectors in ``x``: everything but its last dimension."""
+    """Number of vectors in ``x``: the product of all sizes but the last."""
     return x.numel() // max(x.shape[-1], 1)
 
 
 def _matrices(rows: int, weights: Iterable[torch.Tensor]) -> int:
-    """Every row meets every matrix once; biases are no matrices."""
+    """Operations of multiplying every row with every matrix in ``weights``; biases are skipped."""
     return sum(2 * rows * weight.numel() for weight in weights if weight.dim() >= 2)
 
 
@@ -143,12 +143,12 @@ def _mkldnn_rnn(out: Any, x: torch.Tensor, w_input: torch.Tensor, w_hidden: torc
 def _mkldnn_rnn_backward(
     out: Any, x: torch.Tensor, w_input: torch.Tensor, w_hidden: torch.Tensor, *rest: Any, **more: Any
 ) -> int:
-    """Two products for each of a forward pass: what the matrix was given, and the matrix, get a gradient."""
+    """Two products for each one of the forward pass: the gradients of the input and of the matrix."""
     return 2 * _mkldnn_rnn(out, x, w_input, w_hidden)
 
 
 def _fused_rnn(out: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], *rest: Any, **more: Any) -> int:
-    """All layers and directions, projections included; a packed sequence has one row per real step."""
+    """All layers and directions, projections included. A packed sequence has one row per real step."""
     return _matrices(_rows(x), weights)
 
 
@@ -160,7 +160,7 @@ def _attention(out: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *res
 def _attention_backward(
     out: Any, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any
 ) -> int:
-    """``q k^T`` once more, then two products for each of the two that a forward pass has: as torch counts it on GPUs."""
+    """``q k^T`` again, then two products for each of the forward pass's two, as torch counts on GPUs."""
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
@@ -176,20 +176,20 @@ def _multi_head(
 
 
 def _encoder_layer(out: Any, x: torch.Tensor, width: int, heads: int, *rest: Any, **more: Any) -> int:
-    """nn.TransformerEncoderLayer's fast path: attention, then two linear layers. The order of its matrices is fixed."""
+    """nn.TransformerEncoderLayer's fast path: attention, then two linear layers, in the fixed order of its arguments."""
     qkv, project, first, second = (item for item in rest[:15] if isinstance(item, torch.Tensor) and item.dim() == 2)
     return _multi_head(out, x, x, x, width, heads, qkv, None, project) + _matrices(sum(_lengths(x)), (first, second))
 
 
 def _lengths(x: torch.Tensor) -> list[int]:
-    """Length of every sequence of a batch; a padded batch comes as a nested tensor without its padding."""
+    """Length of every sequence of a batch. A padded batch is a nested tensor without its padding."""
     if x.is_nested:
         return [int(size[0]) for size in x._nested_tensor_size()]
     return [x.shape[-2]] * math.prod(x.shape[:-2])
 
 
 def _dense(out: torch.Tensor, x: torch.Tensor, *rest: Any, **more: Any) -> int:
-    """A linear layer whose weight may be packed out of sight: rows times width in times width out."""
+    """A linear layer whose weight may be packed: rows times width in times width out."""
     return 2 * x.numel() * out.shape[-1]
 
 
@@ -206,7 +206,7 @@ def _convolution_backward(
     out: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int, wanted: Sequence[bool],
 ) -> int:  # fmt: skip
-    """As much as a forward pass for each of the input and the weight; torch's formula takes those of groups for one of all."""
+    """A forward pass's operations for each of input and weight. torch's formula is wrong for grouped convolutions."""
     return sum(wanted[:2]) * 2 * (x if transposed else grad).numel() * math.prod(weight.shape[1:])
 
 

@@ -1,4 +1,4 @@
-"""Who had the CPU: our own processes, other people's, or the hypervisor."""
+"""CPU time of our processes, of other processes, and of the hypervisor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ USER, NICE, SYSTEM, IDLE, IOWAIT, IRQ, SOFTIRQ, STEAL = range(8)
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """CPU time since boot, in nanoseconds over the CPUs that we may use, at one moment of the wall clock."""
+    """CPU time since boot at one moment, in nanoseconds, summed over the CPUs that we may use."""
 
     at_ns: int
     busy_ns: int
     stolen_ns: int
     cpus: int
     own_ns: Mapping[int, int]
-    """CPU time of each of our processes, all their threads included."""
+    """CPU time of each of our processes, including all threads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,26 +34,26 @@ class Share:
     seconds: float
     """Wall-clock time between the snapshots."""
     foreign: float
-    """Used by processes that are not ours."""
+    """Used by processes that are not ours, as a share of these CPUs."""
     stolen: float
-    """Given to other machines by the hypervisor."""
+    """Taken by the hypervisor for other machines."""
     resolution: float
-    """Share that one tick of the kernel's clock amounts to; ``foreign`` and ``stolen`` are right to within one or two."""
+    """The share of one tick of the kernel's clock; the error of ``foreign`` and ``stolen`` is one or two of these."""
 
     @property
     def disturbed(self) -> float:
-        """The share that was neither ours nor idle."""
+        """The share that was neither idle nor used by our processes."""
         return self.foreign + self.stolen
 
 
 class Host:
-    """Watches the CPU time of the machine against that of our processes ``pids``, their threads and their children.
+    """CPU time of the machine and of our processes ``pids``, their threads and their children.
 
-    Only the CPUs count that these may run on. Of two among sixty-four, a neighbour on one takes half, and those on the others
-    take nothing.
+    Only the CPUs on which these may run count: if two of 64 CPUs are ours, a busy neighbour on one of them takes half, and
+    neighbours on the others take nothing.
 
-    The list of children is read anew about once per second, because Linux offers no cheap way to it; a snapshot otherwise costs
-    some tens of microseconds. ``proc`` is where the process file system is mounted.
+    The list of children is updated about once per second, because reading it is slow on Linux. A snapshot otherwise takes some
+    tens of microseconds. ``proc`` is the mount point of the process file system.
     """
 
     def __init__(self, pids: Iterable[int], proc: str | os.PathLike[str] = "/proc") -> None:
@@ -61,11 +61,11 @@ class Host:
         self._proc = pathlib.Path(proc)
         self._family: Collection[int] = self._roots
         self._listed_ns: int | None = None
-        self._usable = _usable(self._roots)
+        self._usable_cpus = _usable_cpus(self._roots)
 
     def snapshot(self) -> Snapshot | None:
-        """CPU times now, or ``None`` where there is no ``/proc/stat`` to read them from."""
-        found = self._machine()
+        """CPU times now, or ``None`` without ``/proc/stat``."""
+        found = self._cpu_columns()
         if found is None:
             return None
         cpu, cpus = found
@@ -74,22 +74,22 @@ class Host:
         busy = sum(cpu[i] for i in (USER, NICE, SYSTEM, IRQ, SOFTIRQ))  # guest time is part of user time
         return Snapshot(at, busy * TICK_NS, cpu[STEAL] * TICK_NS, cpus, own)
 
-    def _machine(self) -> tuple[list[int], int] | None:
-        """The columns of ``/proc/stat`` over the CPUs that we may use, and how many these are; over all where it does not list
-        every one of them."""
+    def _cpu_columns(self) -> tuple[list[int], int] | None:
+        """The columns of ``/proc/stat`` summed over the CPUs that we may use, and the number of these CPUs; over all CPUs if
+        the file does not list each one."""
         try:
             with open(self._proc / "stat", encoding="ascii") as file:
                 lines = [line.split() for line in itertools.takewhile(lambda line: line.startswith("cpu"), file)]
         except OSError:
             return None
         columns = {head: [int(field) for field in fields] for head, *fields in lines}
-        ours = [columns[name] for cpu in self._usable if (name := f"cpu{cpu}") in columns]
-        if not ours or len(ours) < len(self._usable):
+        ours = [columns[name] for cpu in self._usable_cpus if (name := f"cpu{cpu}") in columns]
+        if not ours or len(ours) < len(self._usable_cpus):
             ours, count = [columns.get("cpu", [])], os.cpu_count() or 1
         else:
             count = len(ours)
         cpu = [sum(column) for column in zip(*ours, strict=True)]
-        return (cpu, count) if len(cpu) > STEAL and any(cpu) else None  # a sandbox may show a file full of zeros
+        return (cpu, count) if len(cpu) > STEAL and any(cpu) else None  # some sandboxes show a file full of zeros
 
     def _processes(self, now_ns: int) -> Collection[int]:
         if self._listed_ns is None or now_ns - self._listed_ns > 1e9:
@@ -99,7 +99,7 @@ class Host:
 
 
 def usage(before: Snapshot | None, after: Snapshot | None) -> Share | None:
-    """How CPU time was used between two snapshots; ``None`` where either is missing or no time passed."""
+    """The use of CPU time between two snapshots; ``None`` if either is missing or no time passed."""
     if before is None or after is None or after.at_ns <= before.at_ns:
         return None
     wall = after.at_ns - before.at_ns
@@ -111,25 +111,25 @@ def usage(before: Snapshot | None, after: Snapshot | None) -> Share | None:
 
 
 def foreign(before: Snapshot | None, after: Snapshot | None) -> float | None:
-    """Share of the CPUs that we may use which processes other than ours used between two snapshots."""
+    """Share of CPU time that processes other than ours used between two snapshots."""
     found = usage(before, after)
     return None if found is None else found.foreign
 
 
 def stolen(before: Snapshot | None, after: Snapshot | None) -> float | None:
-    """Share of the CPUs that we may use which the hypervisor took between two snapshots."""
+    """Share of CPU time that the hypervisor took between two snapshots."""
     found = usage(before, after)
     return None if found is None else found.stolen
 
 
 def waits(pid: int, proc: pathlib.Path = pathlib.Path("/proc")) -> dict[int, int]:
-    """Nanoseconds that each thread of process ``pid`` has waited for a core since it began; none where nobody tells.
+    """Nanoseconds that each thread of process ``pid`` has waited for a core since it began; empty if unknown.
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html, under /proc/<pid>/schedstat.
     """
     found, folder = {}, proc / str(pid) / "task"
     for thread in _listed(folder):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             fields = (folder / thread / "schedstat").read_bytes().split()
             if len(fields) > 1:
                 found[int(thread)] = int(fields[1])
@@ -137,12 +137,12 @@ def waits(pid: int, proc: pathlib.Path = pathlib.Path("/proc")) -> dict[int, int
 
 
 def waited_ns(before: Mapping[int, int], after: Mapping[int, int]) -> int:
-    """By how much :func:`waits` grew, over all threads."""
+    """Growth of :func:`waits` in nanoseconds, summed over all threads."""
     return sum(max(0, ns - before.get(thread, 0)) for thread, ns in after.items())
 
 
 def descendants(roots: Collection[int], proc: pathlib.Path = pathlib.Path("/proc")) -> set[int]:
-    """``roots`` and all processes below them that are alive."""
+    """``roots`` and all living processes below them."""
     children: dict[int, list[int]] = {}
     for entry in _listed(proc):
         if entry.isdecimal() and (parent := _parent(proc / entry)) is not None:
@@ -165,24 +165,24 @@ def _listed(folder: pathlib.Path) -> list[str]:
 def _parent(folder: pathlib.Path) -> int | None:
     try:
         text = (folder / "stat").read_bytes()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return None
-    fields = text.rpartition(b")")[2].split()  # the name before it may hold spaces and brackets
+    fields = text.rpartition(b")")[2].split()  # the process name before it may contain spaces and brackets
     return int(fields[1]) if len(fields) > 1 else None
 
 
-def _usable(pids: Iterable[int]) -> frozenset[int]:
-    """The CPUs that this process or one of ``pids`` may run on; none where the system does not tell. A runtime may have bound
-    this very thread to one of them, and has not bound those of the others to the same."""
+def _usable_cpus(pids: Iterable[int]) -> frozenset[int]:
+    """The CPUs that this process or one of ``pids`` may use; empty if unknown. All threads are read, because a runtime may
+    have pinned this very thread to one CPU."""
     found: set[int] = set()
     for pid in (0, *pids) if hasattr(os, "sched_getaffinity") else ():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             found |= os.sched_getaffinity(pid)
     return frozenset(found)
 
 
 def _process_ns(pid: int) -> int | None:
-    """CPU time of a process with all its threads, through the clock that Linux keeps for every one (clock_getcpuclockid(3))."""
+    """CPU time of a process with all its threads, from its CPU-time clock on Linux (clock_getcpuclockid(3))."""
     try:
         return time.clock_gettime_ns((~pid << 3) | 2)
     except (OSError, OverflowError, AttributeError):

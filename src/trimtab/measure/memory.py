@@ -1,4 +1,4 @@
-"""Peak memory: how far this process rose above where it was."""
+"""Peak memory of this process above its level at entry."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trimtab.hardware.system import lifetime_mb
 _STATUS = pathlib.Path("/proc/self/status")
 _CLEAR = pathlib.Path("/proc/self/clear_refs")
 _INTERVAL = 0.002
-"""Seconds between two looks where the kernel keeps no mark that can be reset."""
+"""Seconds between two samples if the kernel has no peak that can be reset."""
 _SLACK_MB = 8.0
-"""The kernel keeps the mark and the present level in batches, so the two may differ by some MB right after a reset."""
+"""Tolerance in MB: the kernel updates peak and present level in batches, so they may differ right after a reset."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,19 +30,19 @@ class PeakUse:
     host_mb: float
     """Peak resident memory of the process above its level on entry, at least 0."""
     idle_mb: float
-    """That level."""
+    """Resident memory on entry."""
     device_mb: float | None
     """Peak of torch's CUDA allocator above its level on entry, over all GPUs; ``None`` without one."""
     method: str
-    """How the host's peak was found."""
+    """How the host's peak was measured."""
 
 
 class PeakMemory:
-    """Measures the block it wraps: ``with PeakMemory() as memory: ...``, then ``memory.result``.
+    """Measures the peak memory of a block: ``with PeakMemory() as memory: ...``, then ``memory.result``.
 
-    Garbage is collected and free heap given back on entry, so that the block is not served from what an earlier one left;
-    without ``collect`` it may be, and entering costs nothing.
-    It sees the whole process with all its threads; two blocks at a time spoil each other, so they must not overlap.
+    On entry, garbage is collected and free heap returned to the system, so that the block does not use memory that an earlier
+    one left. Without ``collect`` it may, and entering takes no time.
+    The peak is that of the whole process with all threads, so two measured blocks must not overlap.
     """
 
     def __init__(self, *, collect: bool = True) -> None:
@@ -54,7 +54,7 @@ class PeakMemory:
 
     @property
     def result(self) -> PeakUse:
-        """What the block used.
+        """The peaks of the block.
 
         Raises:
             RuntimeError: the block has not ended.
@@ -83,7 +83,7 @@ class PeakMemory:
             peak, method = _mark_mb(), "kernel high-water mark"
         else:
             peak, method = self._sampler.finish()
-        before = self._devices or [0] * len(_allocated())  # the block itself may have been the first to use CUDA
+        before = self._devices or [0] * len(_allocated())  # the block may have initialized CUDA
         rises = [torch.cuda.max_memory_allocated(index) - level for index, level in enumerate(before)]
         self._result = PeakUse(
             host_mb=round(max(peak - self._idle, 0.0), 3),
@@ -99,7 +99,7 @@ def rss_mb() -> float:
 
 
 class _Sampler(threading.Thread):
-    """Looks at the resident memory every two milliseconds; the operating system's own mark helps where the block set it."""
+    """Samples the resident memory every two milliseconds, and uses the kernel's peak if the block raised it."""
 
     def __init__(self) -> None:
         super().__init__(name="trimtab-memory", daemon=True)
@@ -113,7 +113,7 @@ class _Sampler(threading.Thread):
             self._peak = max(self._peak, rss_mb())
 
     def finish(self) -> tuple[float, str]:
-        """The peak in MB, and how it was found."""
+        """The peak in MB, and how it was measured."""
         self._done.set()
         self.join()
         lifetime = lifetime_mb()
@@ -123,14 +123,14 @@ class _Sampler(threading.Thread):
 
 
 def _allocated() -> list[int]:
-    """Bytes that torch holds on each GPU; empty while CUDA was not used, so that measuring does not start it."""
+    """Bytes that torch holds on each GPU; empty while CUDA is unused, so that measuring does not initialize it."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
 
 
 def _reset_mark() -> bool:
-    """Bring the kernel's high-water mark down to now. Only Linux can; some containers forbid it, others just ignore it."""
+    """Reset the kernel's peak to the present level. Works on Linux only; some containers forbid or ignore it."""
     try:
         _CLEAR.write_text("5")
     except OSError:
@@ -139,7 +139,7 @@ def _reset_mark() -> bool:
 
 
 def _mark_mb() -> float:
-    """The kernel's high-water mark in MB; 0 where it keeps none. /proc writes kB for 1024 bytes."""
+    """The kernel's peak in MB; 0 if it keeps none. /proc writes kB for 1024 bytes."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -148,7 +148,7 @@ def _mark_mb() -> float:
 
 
 def _trim_heap() -> None:
-    """Give free heap back to the system, where the C library can."""
+    """Return free heap to the system, if the C library can."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):  # not glibc; Windows cannot open itself this way

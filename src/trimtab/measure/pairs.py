@@ -1,4 +1,4 @@
-"""Time two things in turns, A B B A, so that drift, frequency and noisy neighbours hit both alike."""
+"""Paired timing: two runners take turns, A B B A, so that drift, clock frequency and neighbours affect both alike."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from trimtab.measure.stats import ratio_interval, summarize, widened
 from trimtab.measure.timer import BLOCK_S, MAX_CALLS, Runner, WarmUp, calls_for, warm_up
 
 DISTURBED = 0.10
-"""A quad is thrown away when others had more than this share of the CPUs that we may use."""
+"""A quad is discarded if other processes had more than this share of the CPUs that we may use."""
 SLOWED, USUAL = 0.15, 0.25
-"""A quad is thrown away when around one of its blocks the core was by more than this slower than usual. Usual is what a quarter
-of the blocks reach: a neighbour may be there more often than not, and a clock that was fast at first is soon forgotten."""
+"""A quad is discarded if the core was slower by more than :data:`SLOWED` around one of its blocks. The usual pace is the
+:data:`USUAL` quantile over all blocks: a neighbour may be there most of the time, and a clock that was fast at first must not
+count for long."""
 SLACK_TICKS = 2.0
-"""Ticks of the kernel's clock by which a single block's CPU share may be wrong; forgiven before a block is called disturbed."""
+"""Ticks of the kernel's clock by which a block's CPU share may be wrong; allowed before a block counts as disturbed."""
 FEWEST_QUADS, FEW_QUADS = 2, 4
-"""Without two quads there is no interval; they are measured however long they take, and four unless a single one takes longer
-than :data:`LONG_S`."""
+"""An interval needs two quads, which are measured however long they take; four unless one takes longer than
+:data:`LONG_S`."""
 LONG_S = 4.0
 MOST_QUADS = 400
 PROCESS_NOISE = 0.01
-"""Standard deviation of the ratio between two things that are the same, relative to it, from one pair of processes to the next,
-where only one pair is compared. Several starts tell it themselves: :func:`trimtab.measure.pooled.pooled`.
+"""Relative standard deviation between pairs of processes of the ratio of two equal models, if only one pair is compared.
+Several starts measure it themselves: :func:`trimtab.measure.pooled.pooled`.
 
-How memory happens to be laid out makes a process faster or slower for as long as it lives (Mytkowicz et al., "Producing wrong
-data without doing anything obviously wrong!", 2009). No number of quads averages that out: it can only be added to the
-interval. Between 0.4% and 0.9% were found for most models on four machines, 2.5% for calls of a tenth of a millisecond, and 14%
-for a model whose large outputs were given back to the system after each call in some processes, and kept in others.
+The memory layout of a process makes it faster or slower as long as it lives (Mytkowicz et al., "Producing wrong data without
+doing anything obviously wrong!", 2009). No number of quads averages that out, so it is added to the interval. It was 0.4% to
+0.9% for most models on four machines, 2.5% for calls of a tenth of a millisecond, and 14% for a model whose large outputs were
+returned to the system after each call in some processes, and kept in others.
 """
 LEAD_S, LEAD_BLOCKS = 0.06, 3
-"""Seconds that a side runs unrecorded where its turn begins, at most, and at most that many of its blocks.
+"""Maximum seconds, and maximum number of its blocks, that a side runs unrecorded at the beginning of its turn.
 
 A runtime's threads spin for some milliseconds after its last call. The threads of the side that begins were asleep, and the
 scheduler may wake two of them on one core for tens of milliseconds. For 60 ms after a block of ONNX Runtime, a call of 0.9 ms
@@ -51,39 +52,39 @@ took 1.3 to 1.7 ms, which made a ratio of 12x read 14x with blocks of 20 ms.
 WARM_UP_SHARE = 0.15
 """Share of the time that the warm-up of each side may take."""
 PATIENCE = 2.0
-"""Where quiet quads are hard to find, the time limit is stretched to this many times its length until the fewest are there."""
+"""If quiet quads are rare, the time limit is extended up to this factor until there are enough."""
 
 LUCKY = 0.1
-"""Share of the calls that are taken for undisturbed where hardly any block was."""
+"""Share of calls that count as undisturbed if hardly any block was."""
 BURST, BURST_SHARE = 64, 0.1
-"""Calls in a row of each side, at most, and the share of the time that they may take, among which an undisturbed one is looked
-for where hardly any block was: neighbours stop the threads of a call that begins a turn far more often than one amid others."""
+"""Maximum calls in a row of each side, and their share of the time, among which an undisturbed call is sought if hardly any
+block was: neighbours stop the threads of a call at the beginning of a turn far more often than those of a later one."""
 LEFT = 1e-4
-"""Share of its time that a call is taken to have run at least: threads that wait at once may together wait for longer."""
+"""Minimum share of its time that a call counts as running: its waiting threads may together wait longer than the call takes."""
 
 StoppedBy = Literal["width", "time", "pairs"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Calls in a row of one side: the nanoseconds of each, and who else had the CPU meanwhile (``None`` if unknown)."""
+    """Consecutive calls of one side: nanoseconds of each, and the CPU time of others meanwhile (``None`` if unknown)."""
 
     times: Sequence[int]
     share: Share | None
     paces: tuple[int, int] = (1, 1)
-    """Nanoseconds of a fixed piece of work on the same core before it and after it."""
+    """Nanoseconds of a fixed piece of work on the same core before and after the block."""
     waited_ns: int = 0
-    """What the threads of its process together waited for a core meanwhile, as far as that is known."""
+    """Nanoseconds that the threads of its process waited for a core during the block, summed; 0 if unknown."""
 
     @cached_property
     def ns(self) -> float:
-        """What the block says of the side: its median call, at least a nanosecond."""
+        """The median call in nanoseconds, at least 1."""
         return max(1.0, statistics.median(self.times))
 
 
 @dataclasses.dataclass(frozen=True)
 class Quad:
-    """Candidate, rival, rival, candidate."""
+    """Four blocks: candidate, rival, rival, candidate."""
 
     blocks: tuple[Block, Block, Block, Block]
 
@@ -98,16 +99,16 @@ class Quad:
         return self.blocks[1], self.blocks[2]
 
     def mean(self, kind: Literal["foreign", "stolen", "disturbed"]) -> float:
-        """A share of CPU time over the four blocks together; 0 where it is not known."""
+        """A share of CPU time over the four blocks together; 0 if unknown."""
         shares = [block.share for block in self.blocks if block.share is not None]
         total = sum(share.seconds for share in shares)
         return sum(getattr(share, kind) * share.seconds for share in shares) / total if total else 0.0
 
     @property
     def quiet(self) -> bool:
-        """Whether we had the CPU, but for :data:`DISTURBED` of it, over the whole quad and in each of its blocks.
+        """Whether others had at most :data:`DISTURBED` of the CPUs, over the whole quad and in each block.
 
-        One block is only some ticks of the kernel's clock long, so a block alone has to be beyond doubt.
+        A block is only some ticks of the kernel's clock long, so a single block gets a tolerance.
         """
         shares = [block.share for block in self.blocks if block.share is not None]
         return self.mean("disturbed") <= DISTURBED and all(
@@ -117,12 +118,12 @@ class Quad:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a comparison stands, after each quad."""
+    """State of a comparison after a quad."""
 
     quads: int
     discarded: int
     ratio: Interval | None
-    """Without what differs from process to process, which is added at the end."""
+    """Without the variation between processes, which is added at the end."""
     seconds: float
     limit_s: float
 
@@ -142,19 +143,18 @@ def compare(
 ) -> Comparison:
     """Measure how many times faster ``candidate`` is than ``rival``.
 
-    Both are warmed up until steady. Then quads are measured until the interval of the ratio is narrower than ``width`` of it
-    (never by whether the answer is pleasant), ``seconds`` are up, or ``max_quads`` are done. At least ``min_quads`` are
-    measured unless that takes more than twice ``seconds``; two are, always.
+    Both are warmed up until steady. Then quads are measured until the interval of the ratio is narrower than ``width`` of it,
+    ``seconds`` are up, or ``max_quads`` are done; the ratio itself never ends the sampling. At least ``min_quads`` are measured
+    unless that takes more than twice ``seconds``; two are always measured.
 
-    Quads in which somebody else had the CPU, or a core was slower than usual, are thrown away and counted. If there are too few
-    quiet ones, the quietest of these are used after all, chosen by that and by nothing else; ``foreign``, ``stolen`` and
-    ``slowed`` then say how noisy it was, and the interval holds the ratio of the quickest calls that were seen of either side,
-    and that of the time in which their threads did not wait for a core: what neighbours take from a call is nothing that they
-    would leave it with.
+    Quads during which others had the CPU, or a core was slower than usual, are discarded and counted. If there are too few
+    quiet quads, the quietest are used, and ``foreign``, ``stolen`` and ``slowed`` say how noisy they were. The interval then
+    also contains the ratio of the fastest calls of both sides, and the ratio of the calls' times without the time in which
+    their threads waited for a core.
 
-    What more quads would not lessen, ``process_noise``, is added to the interval at the end, unless a runner is compared with
-    itself; ``width`` is about the part that they do lessen. So by default nothing that is less than about 2% faster is surely
-    so; of several comparisons, with less noise each, :attr:`~trimtab.core.measurement.Interval.faster` says the same.
+    ``process_noise``, the variation that more quads do not reduce, is added to the interval at the end, unless a runner is
+    compared with itself; ``width`` is about the rest. So by default a difference below about 2% is never sure. For several
+    pooled comparisons, with less noise each, :attr:`~trimtab.core.measurement.Interval.faster` has the same threshold.
 
     ``pids`` are the processes that count as ours, with their children: by default this one and those of the two runners.
 
@@ -167,7 +167,7 @@ def compare(
     warm = [warm_up(side, seconds=WARM_UP_SHARE * seconds, block_s=block_s) for side in (candidate, rival)]
     host = Host(pids if pids is not None else {os.getpid(), candidate.pid, rival.pid})
     session = _Session(candidate, rival, warm, block_s, host)
-    while (stopped := _stop(session, time.perf_counter() - begun, width, seconds, min_quads, max_quads)) is None:
+    while (stopped := _stop_reason(session, time.perf_counter() - begun, width, seconds, min_quads, max_quads)) is None:
         session.measure()
         if on_progress is not None:
             elapsed = time.perf_counter() - begun
@@ -179,12 +179,12 @@ def compare(
 
 
 def quick(candidate: Runner, rival: Runner, seconds: float = 1.5) -> Comparison:
-    """A cheap first timing: the same measurement with fewer quads, and so with a wider interval."""
+    """A short first timing: fewer quads, and so a wider interval."""
     return compare(candidate, rival, width=0.06, seconds=seconds, min_quads=4)
 
 
 class _Session:
-    """Quads of one comparison, sorted as they come."""
+    """The quads of one comparison, quiet and disturbed."""
 
     def __init__(self, candidate: Runner, rival: Runner, warm: Sequence[WarmUp], block_s: float, host: Host) -> None:
         self.sides = {"candidate": candidate, "rival": rival}
@@ -195,37 +195,40 @@ class _Session:
         self.quickest: dict[str, int] | None = None
         """Nanoseconds of the quickest call of each side, once :meth:`look` has looked for it."""
         self._host = host
-        self._usual: dict[str, list[float]] = {}
+        self._usual_pace: dict[str, list[float]] = {}
         lead_s = min(LEAD_S, LEAD_BLOCKS * block_s) if candidate.pid != rival.pid else 0.0
         self._lead = {name: min(MAX_CALLS, int(lead_s / each.call_s)) for name, each in self.warm.items()}
         self._last: str | None = None
         """The side whose block was the last."""
 
     def measure(self) -> None:
-        """Measure one quad, and judge all anew by what is now known of the cores' pace."""
+        """Measure one quad, and classify all quads by the pace of the cores as now known."""
         a, b, c, d = (self._block(side) for side in ("candidate", "rival", "rival", "candidate"))
         quads = [*self.quiet, *self.noisy, Quad((a, b, c, d))]
-        self._usual = {"candidate": _usual(quad.candidate for quad in quads), "rival": _usual(quad.rival for quad in quads)}
+        self._usual_pace = {
+            "candidate": _usual_pace(quad.candidate for quad in quads),
+            "rival": _usual_pace(quad.rival for quad in quads),
+        }
         self.quiet, self.noisy = [], []
         for quad in quads:
             (self.quiet if quad.quiet and self.slowed(quad) <= SLOWED else self.noisy).append(quad)
 
     def slowed(self, quad: Quad) -> float:
-        """By how much a core was slower than usual around one of the quad's blocks; the worst counts."""
+        """By which share the core was slower than usual around the worst of the quad's blocks."""
         sides = {"candidate": quad.candidate, "rival": quad.rival}
         return max(
             pace / usual - 1
             for side, blocks in sides.items()
             for block in blocks
-            for pace, usual in zip(block.paces, self._usual[side], strict=True)
+            for pace, usual in zip(block.paces, self._usual_pace[side], strict=True)
         )
 
     def ratio(self) -> Interval | None:
-        """The ratio over the quiet quads, once there are enough of them for an interval."""
+        """The ratio over the quiet quads, once there are enough for an interval."""
         return _ratio(self.quiet) if len(self.quiet) >= FEWEST_QUADS else None
 
     def look(self, seconds: float) -> None:
-        """Find the quickest call of each side, among those that were measured and so many more as take ``seconds`` or less."""
+        """Find the fastest call of each side, among the measured calls and further ones that take at most ``seconds``."""
         self.quickest = {}
         for name, runner in self.sides.items():
             more = runner.block(min(BURST, calls_for(seconds, self.warm[name].call_s)))
@@ -247,14 +250,16 @@ class _Session:
         return Block(times, usage(before, after), (first, last), waited)
 
 
-def _usual(pairs: Iterable[tuple[Block, Block]]) -> list[float]:
-    """The usual pace before and after blocks of one side: heavy work may leave a core slower than it found it."""
+def _usual_pace(pairs: Iterable[tuple[Block, Block]]) -> list[float]:
+    """The usual pace before and after blocks of one side, because heavy work may leave the core slower."""
     blocks = [block for pair in pairs for block in pair]
     return [quantile_of([block.paces[i] for block in blocks], USUAL) for i in (0, 1)]
 
 
-def _stop(session: _Session, elapsed: float, width: float, seconds: float, min_quads: int, max_quads: int) -> StoppedBy | None:
-    """What ends the sampling now, if anything. Looks at the number of quads, the width and the clock; never at the ratio."""
+def _stop_reason(
+    session: _Session, elapsed: float, width: float, seconds: float, min_quads: int, max_quads: int
+) -> StoppedBy | None:
+    """The reason to end sampling now, if any. Uses the number of quads, the width and the clock; never the ratio."""
     quiet, measured = len(session.quiet), len(session.quiet) + len(session.noisy)
     if quiet >= min_quads:
         ratio = session.ratio()
@@ -277,9 +282,9 @@ def _result(
     timed = {name: _measurement(session, name, pairs, conditions) for name, pairs in sides.items()}
     ratio = widened(_ratio(used), process_noise)
     sampling = None
-    if missing:  # where neighbours starve calls, all together, the luckiest or what they ran may tell another story than blocks
+    if missing:  # if neighbours starve calls, the fastest calls and the running time may give another ratio than blocks
         sampling = ratio
-        seen = [ratio.value, *(_quantiles(used, share) for share in (LUCKY, 0.5)), _ran(used)]
+        seen = [ratio.value, *(_quantile_ratio(used, share) for share in (LUCKY, 0.5)), _running_time_ratio(used)]
         if (best := session.quickest) is not None:
             seen.append(max(1, best["rival"]) / max(1, best["candidate"]))
         ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
@@ -321,8 +326,8 @@ def _ratio(quads: Sequence[Quad]) -> Interval:
     return ratio_interval(rival, [block.ns for quad in quads for block in quad.candidate])
 
 
-def _quantiles(quads: Sequence[Quad], share: float) -> float:
-    """The ratio of what ``share`` of all calls of either side take at most."""
+def _quantile_ratio(quads: Sequence[Quad], share: float) -> float:
+    """The ratio of the ``share`` quantiles of both sides' calls."""
     rival, candidate = (
         quantile_of([ns for quad in quads for block in getattr(quad, side) for ns in block.times], share)
         for side in ("rival", "candidate")
@@ -330,11 +335,11 @@ def _quantiles(quads: Sequence[Quad], share: float) -> float:
     return max(1.0, rival) / max(1.0, candidate)
 
 
-def _ran(quads: Sequence[Quad]) -> float:
-    """The ratio of what the calls of either side take once the time is left out in which their threads waited for a core.
+def _running_time_ratio(quads: Sequence[Quad]) -> float:
+    """The ratio of both sides' times without the time in which their threads waited for a core.
 
-    Where neighbours keep every core busy, threads that meet at barriers are late in each call, so that not even the luckiest
-    says what one takes.
+    If neighbours keep every core busy, threads that meet at barriers are late in each call, so that not even the fastest call
+    is undisturbed.
     """
 
     def ran(blocks: Sequence[Block]) -> float:
@@ -346,5 +351,5 @@ def _ran(quads: Sequence[Quad]) -> float:
 
 
 def _noise(pairs: Sequence[tuple[Block, Block]]) -> float:
-    """From blocks of one side that followed each other at once: the ratio that 95% of them stay within, less 1."""
+    """The ratio that 95% of pairs of consecutive blocks of one side stay within, less 1."""
     return math.expm1(quantile_of([abs(math.log(b.ns / a.ns)) for a, b in pairs], 0.95))

@@ -1,4 +1,4 @@
-"""How far the outputs of one executable are from those of another, judged against what the outputs vary by."""
+"""Compare the outputs of two executables, relative to the variation of the outputs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TOLERANCE = {  # of exact recipes, by the dtype of the output: (centred error, t
     torch.bfloat16: (4e-2, 4e-1),
 }
 ROUNDINGS = (4.0, 32.0)
-"""Roundings of the output's size that exact recipes may be off by, in the mean and at most: an output that is large but hardly
-varies cannot be right to a thousandth of what it varies by."""
+"""Rounding errors of the output's size that exact recipes may be off by, in the mean and at most: an output that is large and
+hardly varies cannot be right to a thousandth of its variation."""
 SLICES = 10.0
-"""Times the tolerance of the whole that the centred error of a slice may have, relative to what the slice itself varies by."""
+"""Factor on the whole output's tolerance for the centred error of a slice, relative to the variation of that slice."""
 SLICE_ROUNDINGS = 64.0
-"""Roundings of the output's size that a slice may be off by, however little it varies."""
+"""Rounding errors of the output's size that a slice may be off by, whatever its variation."""
 PART = 1 << 24
-"""Elements of one batch that are looked at together, at most."""
+"""Maximum elements of one batch that are compared at once."""
 SCORE = "Give an evaluation, whose score then judges it."
 UNNEEDED = "If nobody needs it, name the outputs that count: Evaluation(outputs=...)."
-"""What to do about an output of which something is lost."""
+"""Remedy for an output that was lost."""
 
 Tensor = torch.Tensor
 WORDS: dict[Relative, str] = {
@@ -46,7 +46,7 @@ WORDS: dict[Relative, str] = {
 
 
 _Rows = dict[tuple[str, torch.dtype], tuple[list[Tensor], list[Tensor]]]
-"""By the name and type of an output: the reference's values in all batches, in parts, and the other side's."""
+"""For each name and dtype of an output: the reference's values in all batches, in parts, and the other side's."""
 
 
 def compare_outputs(
@@ -59,34 +59,32 @@ def compare_outputs(
     specs: Sequence[TensorSpec] | None = None,
     gated: Collection[str] | None = (),
 ) -> Parity:
-    """Hold ``outputs`` against ``reference``: one nested value of tensors per batch, dimension 0 being the examples.
+    """Compare ``outputs`` with ``reference``: one nested value of tensors per batch; dimension 0 counts examples.
 
-    Structure, shapes, dtypes and the places of NaN and infinity must be the same. An ``exact`` recipe must also keep its errors
+    Structure, shapes, dtypes and the places of NaN and infinity must match. An ``exact`` recipe must also keep its errors
     within floating-point noise for the dtype (:data:`TOLERANCE`), and its integers and booleans equal but for near-ties
-    (:data:`~trimtab.tensors.comparison.NEAR_TIES`, or ``NEAR_TIES_ALONE`` where no floats stand beside them and they are not
-    ``scored``
-    besides); another one its centred error within ``max_error``, if given. ``reason`` names the output and the figure. The
-    figures are those of the worst output.
+    (:data:`~trimtab.tensors.comparison.NEAR_TIES`, or ``NEAR_TIES_ALONE`` if there are no floats and no score, ``scored``).
+    Any other recipe must keep its centred error within ``max_error``, if given. ``reason`` names the output and the figure.
+    The figures are those of the worst output.
 
-    What is large in an output must not hide what is small. Values of a mask (:mod:`trimtab.tensors.comparison`) stand for
-    none: they are
-    held to their own size, and nothing else to theirs. Along each axis but the first, every slice of an ``exact`` recipe
-    has to be right relative to what that slice varies by. With ``max_error`` another recipe may lose none of them altogether
-    (:func:`~trimtab.measure.slices.gone`), and a constant may do as well in fewer than a tenth.
+    Large values must not hide small ones. Mask values (:mod:`trimtab.tensors.comparison`) are compared relative to themselves,
+    and left out of everything else. Along each axis but the first, every slice of an ``exact`` recipe must be right relative to
+    its own variation. With ``max_error``, any other recipe may lose no slice altogether
+    (:func:`~trimtab.measure.slices.gone`), and a constant must be worse than it in more than nine tenths of the slices.
 
-    The scale of the errors is what the reference varies by over the examples, per element of the output, in the root mean
-    square. With one example only, or where it does not vary over the examples, it is what its values vary by within the
-    examples; then its size; then 1. ``relative_to`` says which.
+    Errors are relative to the variation of the reference over the examples, per element, in the root mean square. With one
+    example, or without such variation, they are relative to the variation within examples; else to the size; else to 1.
+    ``relative_to`` says which.
 
-    What follows from data is left to the score where there is one and the recipe is not ``exact``: sizes that are not the same
-    in all batches of the reference, as the number of boxes that are found, and, of what the evaluation's own run makes of the
-    outputs, texts, numbers and the lengths of lists. Where ``specs`` describe the outputs, no run makes anything of them: a
-    size that follows one of the inputs stays held, and so do texts and numbers, which a runtime keeps as it was built. Values
-    are compared in those batches only whose sizes are the reference's; ``left_out`` counts the others.
+    Data-dependent results are left to the score, if there is one and the recipe is not ``exact``: sizes that differ between
+    batches of the reference, such as the number of boxes, and the texts, numbers and lengths of lists that the evaluation's
+    ``run`` makes. ``specs`` describe the outputs if there is no ``run``: then sizes that follow an input, texts and numbers are
+    compared, because a runtime keeps these as it was built. Values are compared only in batches whose sizes match;
+    ``left_out`` counts the others.
 
-    ``gated`` are the names of floating-point outputs that must not be lost although a score judges the recipe: no error of
-    theirs may reach what they vary by, nor those of a tenth of their slices. ``None`` means all those whose sizes follow no
-    data, if there are several floating-point outputs: of a single one a score says enough. ``exact`` recipes are held in all.
+    ``gated`` names floating-point outputs that must not be lost although a score judges the recipe: the error of such an output
+    must not reach its variation, nor may that of a tenth of its slices. ``None`` means all without data-dependent sizes, if
+    there are several floating-point outputs. ``exact`` recipes are compared in all outputs.
     """
     if len(reference) != len(outputs):
         return _refused(f"There are outputs for {len(outputs)} batches and references for {len(reference)}.", 0)
@@ -95,7 +93,7 @@ def compare_outputs(
     left, right = [flatten(v, "reference") for v in reference], [flatten(v, "output") for v in outputs]
     n = _examples([leaves for leaves, _ in left])
     lenient = scored and not exact
-    free = _following_data(left, specs) if lenient else {}
+    free = _data_dependent_axes(left, specs) if lenient else {}
     rows, left_out, reason = _gathered(left, right, free, lenient and specs is None)
     if reason is not None:
         return _refused(reason, n)
@@ -119,16 +117,16 @@ def _gathered(
     free: Mapping[tuple[str, int], Collection[int]],
     loose: bool,
 ) -> tuple[_Rows, int, str | None]:
-    """The values of each output in all batches, how many batches were left out, and why the two sides cannot be compared.
+    """The values of each output in all batches, the number of batches left out, and why the sides cannot be compared.
 
-    Sizes of the axes that are ``free`` may differ, and where it is ``loose`` texts, numbers and the lengths of lists.
+    Sizes of the axes in ``free`` may differ; if ``loose``, texts, numbers and lengths of lists may differ too.
     """
     rows: _Rows = {}
     left_out = 0
     for number, ((ours, expected), (theirs, found)) in enumerate(zip(left, right, strict=True)):
         reason = unlike(expected, found, loose)
         pairs = [] if reason else _pairs(ours, expected, theirs, found)
-        reason = reason or _gates(pairs, free) or _nan_in_more(ours, theirs)
+        reason = reason or _hard_mismatch(pairs, free) or _nan_in_more(ours, theirs)
         if reason is not None:
             return rows, left_out, f"{reason[:-1]} (batch {number})." if len(left) > 1 else reason
         if len(ours) != len(theirs) or any(a.shape != b.shape for _, a, b in pairs):
@@ -150,18 +148,18 @@ def _judged(
     max_error: float | None,
     scored: bool,
 ) -> Iterator[str | None]:
-    """What each of the looks that are taken at the outputs says against them, the cheap ones first."""
+    """The objections of each check of the outputs, cheap checks first."""
     for (name, dtype), off in masks.items():
         yield _judge_masks(name, dtype, off, exact, max_error)
     beside = scored or any(each.continuous for each in figures)
     for each in figures:
         yield _judge(each, exact, max_error, beside)
-    # whoever allows as large an error as a constant's has allowed it of every slice
+    # a max_error that allows a constant for the output allows it for every slice
     if exact or (max_error is not None and max_error < REACHED):
         for (name, _), pair in rows.items():
             yield _judge_slices(name, *pair, exact)
     for each in gated:
-        yield _lost(each, *rows[each.name, each.dtype])
+        yield _lost_output(each, *rows[each.name, each.dtype])
 
 
 def _refused(reason: str, n: int) -> Parity:
@@ -198,11 +196,11 @@ def _examples(batches: Sequence[Sequence[Tensor]]) -> int:
     return sum(leaves[0].shape[0] if leaves and leaves[0].dim() else 1 for leaves in batches)
 
 
-def _following_data(
+def _data_dependent_axes(
     batches: Sequence[tuple[Sequence[Tensor], Structure]], specs: Sequence[TensorSpec] | None
 ) -> dict[tuple[str, int], set[int]]:
-    """The axes of each output, by its name and number of axes, whose sizes are not the same in all ``batches``, but for those
-    that ``specs`` say follow a size of the inputs."""
+    """The axes of each output, by name and number of axes, whose sizes differ between ``batches``, without those that follow
+    a size of the inputs according to ``specs``."""
     shapes: dict[tuple[str, int], set[torch.Size]] = {}
     for leaves, structure in batches:
         for name, leaf in zip(names(structure, "output"), leaves, strict=True):
@@ -217,7 +215,7 @@ def _following_data(
 def _pairs(
     ours: Sequence[Tensor], expected: Structure, theirs: Sequence[Tensor], found: Structure
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """The tensors that belong together, with their name; where a list has become longer or shorter, those in equal places."""
+    """Corresponding tensors with their names. In lists of different lengths, tensors at equal positions correspond."""
     where, there = names(expected, "output"), names(found, "output")
     if where == there:
         return list(zip(where, ours, theirs, strict=True))
@@ -225,8 +223,8 @@ def _pairs(
     return [(name, leaf, other[name]) for name, leaf in zip(where, ours, strict=True) if name in other]
 
 
-def _gates(pairs: Sequence[tuple[str, Tensor, Tensor]], free: Mapping[tuple[str, int], Collection[int]]) -> str | None:
-    """What no recipe may change: shapes but for the axes that are ``free``, dtypes, and which values are NaN or infinite."""
+def _hard_mismatch(pairs: Sequence[tuple[str, Tensor, Tensor]], free: Mapping[tuple[str, int], Collection[int]]) -> str | None:
+    """Why shapes (apart from the axes in ``free``), dtypes, or places of NaN and infinity differ; ``None`` if they match."""
     for name, a, b in pairs:
         axes = free.get((name, a.dim()), ())
         same = a.dim() == b.dim() and all(x == y or i in axes for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)))
@@ -234,7 +232,7 @@ def _gates(pairs: Sequence[tuple[str, Tensor, Tensor]], free: Mapping[tuple[str,
             return f"{name!r} has the shape {list(b.shape)}, but the reference has {list(a.shape)}."
         if a.dtype != b.dtype:
             return f"{name!r} is {dtype_name(b.dtype)}, but the reference is {dtype_name(a.dtype)}."
-        strange = _strange if a.shape == b.shape else _strange_anywhere
+        strange = _nonfinite_mismatches if a.shape == b.shape else _nonfinite_counts
         for word, count in strange(a, b).items():
             if count:
                 return f"{name!r} has {count} of {b.numel()} values that are {word}."
@@ -242,14 +240,14 @@ def _gates(pairs: Sequence[tuple[str, Tensor, Tensor]], free: Mapping[tuple[str,
 
 
 def _nan_in_more(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
-    """The same for the tensors that are there in addition, where a list has become longer."""
+    """Why the surplus tensors of a longer list have NaN or infinity; ``None`` if they have not."""
     if len(theirs) <= len(ours) or any(leaf.isnan().any() for leaf in ours):
         return None
     return "The output holds NaN where the reference has none." if any(leaf.isnan().any() for leaf in theirs) else None
 
 
-def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
-    """How many values are NaN or infinite on one side only, in words."""
+def _nonfinite_mismatches(a: Tensor, b: Tensor) -> dict[str, int]:
+    """Number of values that are NaN or infinite on one side only, by kind in words."""
     if all_finite(a) and all_finite(b):
         return {}
     a, b = signed_infinities(real(a)), signed_infinities(real(b))
@@ -261,8 +259,8 @@ def _strange(a: Tensor, b: Tensor) -> dict[str, int]:
     }
 
 
-def _strange_anywhere(a: Tensor, b: Tensor) -> dict[str, int]:
-    """The same where sizes differ, so that no value has a counterpart: how many are NaN or infinite where none was."""
+def _nonfinite_counts(a: Tensor, b: Tensor) -> dict[str, int]:
+    """Number of NaN or infinite values if the reference has none, for tensors whose sizes differ."""
     a, b = signed_infinities(real(a)), signed_infinities(real(b))
     return {
         "NaN where the reference has none": 0 if a.isnan().any() else int(b.isnan().sum()),
@@ -271,7 +269,7 @@ def _strange_anywhere(a: Tensor, b: Tensor) -> dict[str, int]:
 
 
 def _judge(found: Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
-    """Why this output is not good enough; ``beside`` says whether continuous outputs or a score are judged too."""
+    """Why this output is refused; ``beside`` says whether continuous outputs or a score are judged too."""
     if not found.continuous:
         return _judge_discrete(found, exact, max_error, beside)
     limits: list[tuple[str, float, float]] = []
@@ -292,7 +290,7 @@ def _judge(found: Figures, exact: bool, max_error: float | None, beside: bool) -
 
 
 def _judge_masks(name: str, dtype: torch.dtype, off: float, exact: bool, max_error: float | None) -> str | None:
-    """Why the values with which this output is masked are not good enough: they are ``off`` by this share of themselves."""
+    """Why the mask values of this output are refused; ``off`` is their largest error relative to themselves."""
     allowed = TOLERANCE.get(dtype, TOLERANCE[torch.float32])[0] if exact else max_error
     if allowed is None or off <= allowed:
         return None
@@ -304,7 +302,7 @@ def _judge_masks(name: str, dtype: torch.dtype, off: float, exact: bool, max_err
 
 
 def _judge_discrete(found: Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
-    """Why these integers or booleans are not good enough."""
+    """Why these integers or booleans are refused."""
     if exact:
         allowed = NEAR_TIES if beside else NEAR_TIES_ALONE
         advice = "Rounding turns near-ties over, in an argmax or at a threshold, but not so many."
@@ -323,7 +321,7 @@ def _judge_discrete(found: Figures, exact: bool, max_error: float | None, beside
 def _judge_slices(
     name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor], exact: bool, advice: str = SCORE
 ) -> str | None:
-    """Why some slices of this output are not good enough, which the rest of it hides."""
+    """Why single slices of this output are refused although the whole passes."""
     dtype, axes = reference[0].dtype, axes_of([a.shape for a in reference])
     if is_discrete(dtype) or not axes:
         return None
@@ -350,8 +348,8 @@ def _judge_slices(
     return None
 
 
-def _lost(found: Figures, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
-    """Why an output beside the score is not good enough: nothing is left of it, or of a part of it."""
+def _lost_output(found: Figures, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
+    """Why an output that no score judges is refused: it, or a part of it, is no better than a constant."""
     if found.centred >= REACHED:
         return (
             f"{found.name!r} has a centred error of {found.centred:.3g}, relative to {WORDS[found.relative_to]}: a constant "

@@ -1,4 +1,4 @@
-"""Several comparisons of the same two things, each between a pair of freshly started processes, as one."""
+"""Pool comparisons of the same two runners, each between a pair of freshly started processes."""
 
 from __future__ import annotations
 
@@ -12,41 +12,40 @@ from trimtab.measure.pairs import FEW_QUADS, PROCESS_NOISE, SLOWED
 from trimtab.measure.quantiles import CONFIDENCE, normal_quantile, t_quantile
 
 STARTS, MOST_STARTS = 8, 16
-"""Starts of both sides that a figure rests on which is handed over; more where their interval is still wider than
-:data:`WIDE`, as long as there is time."""
+"""Starts for a reported figure, and the maximum: more starts are made while the interval is wider than :data:`WIDE` and there
+is time."""
 START_S, LEAST_START_S = 1.0, 0.5
-"""Seconds of timing in one start, and the fewest that are worth a start."""
+"""Seconds of timing in one start, and the minimum for a start."""
 PRIOR_STARTS = 1
-"""Degrees of freedom of the prior of the variance from start to start: that many starts count as much as the prior."""
+"""Degrees of freedom of the prior of the variance between starts: it counts as many starts."""
 WIDE = 1.15
-"""Bounds of a pooled ratio that are further apart than this factor are worth more starts."""
+"""More starts are worth their time if the bounds of the pooled ratio differ by more than this factor."""
 
 
 def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Comparison:
-    """``starts`` as one comparison, whose interval holds for another start of both sides.
+    """Pool ``starts`` into one comparison. Its interval holds for a further start of both sides.
 
-    The figure is the median of the ratios of the starts. Each is a ratio of times that were measured in turns, so that a
-    machine that slows down between two starts does not change it. (The ratio of both sides' median times does change: on a
-    machine whose cores ran at half their pace for minutes its standard deviation was 7% with 8 starts, against 4%.)
+    The value is the median of the starts' ratios. Each is a ratio of times measured in turns, so a machine that slows down
+    between two starts does not change it. (The ratio of both sides' median times does change: on a machine whose cores ran at
+    half their pace for minutes its standard deviation was 7% with 8 starts, against 4%.)
 
     The interval is Student's t around the mean of the logarithms. Their variance is shrunk towards a scaled inverse chi-square
-    prior with :data:`PRIOR_STARTS` degrees of freedom, which holds :data:`PROCESS_NOISE`, what the time of the rival varied by
-    where it was ``seen`` elsewhere, as in the trials of a study, and the starts' own errors (Gelman et al., "Bayesian Data
-    Analysis", section 2.6). So a few starts that agree by chance do not give a narrow interval. A single start has the prior
-    alone, which is taken for known.
+    prior with :data:`PRIOR_STARTS` degrees of freedom (Gelman et al., "Bayesian Data Analysis", section 2.6). The prior
+    contains :data:`PROCESS_NOISE`, the variation of the rival's time in ``seen``, and the starts' own errors. So a few starts
+    that agree by chance do not give a narrow interval. A single start uses the prior as a known variance.
 
-    Two things that more starts do not average out widen the interval further: what neighbours may have done to both sides
-    (:attr:`~trimtab.core.measurement.Comparison.sampling`), and a time of the rival that differs from the one that was ``seen``
-    while the cores ran at the same pace, as of a model that has two speeds for minutes.
+    Two uncertainties that more starts do not reduce widen the interval further: the effect of neighbours on both sides
+    (:attr:`~trimtab.core.measurement.Comparison.sampling`), and a time of the rival that differs from the one in ``seen`` at
+    the same pace of the cores, as for a model that has two speeds for minutes.
 
     Args:
         starts: made with ``process_noise=0``.
-        seen: further comparisons with the rival, by other processes or at other times. Those beside busy neighbours are left
-            out.
+        seen: further comparisons with the rival, by other processes or at other times, such as the trials of a study. Those
+            beside busy neighbours are ignored.
     """
     logs, n = [math.log(found.ratio.value) for found in starts], len(starts)
     known = _at_the_same_pace([each.rival for each in seen if each.foreign + each.stolen <= QUIET], starts)
-    halves = [_half(found.sampling or found.ratio) for found in starts]
+    halves = [_half_width(found.sampling or found.ratio) for found in starts]
     error = (statistics.median(halves) / normal_quantile((1 + CONFIDENCE) / 2)) ** 2
     prior = max(PROCESS_NOISE, _spread(known)) ** 2 + error
     freedom, centre, value = PRIOR_STARTS + n - 1, statistics.fmean(logs), statistics.median(logs)
@@ -70,8 +69,8 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
         ratio=Interval(math.exp(value), math.exp(low), math.exp(high)),
         sampling=None,
         pairs=total,
-        candidate=_joined([found.candidate for found in starts]),
-        rival=_joined([found.rival for found in starts]),
+        candidate=_middle_measurement([found.candidate for found in starts]),
+        rival=_middle_measurement([found.rival for found in starts]),
         discarded=sum(found.discarded for found in starts),
         noise=max((found.noise for found in starts if found.noise is not None), default=None),
         process_noise=max(PROCESS_NOISE, statistics.stdev(logs) if n > 1 else 0.0),
@@ -82,13 +81,13 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
 
 
 def narrow(starts: Sequence[Comparison]) -> bool:
-    """Whether the interval of the pooled ``starts`` is so narrow that more of them would not be worth their time."""
+    """Whether the interval of the pooled ``starts`` is narrow enough to stop."""
     ratio = pooled(starts).ratio
     return ratio.high <= WIDE * ratio.low
 
 
 def number_of_starts(candidate_s: float, rival_s: float, seconds: float) -> int:
-    """Into how many starts ``seconds`` of timing are divided, for calls that take so long.
+    """The number of starts among which ``seconds`` of timing are divided, for calls of this duration.
 
     Slow calls get fewer, because each start measures at least :data:`~trimtab.measure.pairs.FEW_QUADS` quads.
     """
@@ -97,7 +96,7 @@ def number_of_starts(candidate_s: float, rival_s: float, seconds: float) -> int:
 
 
 def _at_the_same_pace(seen: Sequence[Measurement], starts: Sequence[Comparison]) -> list[float]:
-    """Logarithms of the times of those of ``seen`` during which the cores were about as fast as in the ``starts``: others tell
+    """Logarithms of the times in ``seen`` during which the cores were about as fast as in the ``starts``: the others tell
     about the machine only."""
     paces = [pace for found in starts if (pace := _pace(found.rival)) is not None]
     usual = statistics.median(paces) if paces else math.nan
@@ -118,13 +117,13 @@ def _pace(timed: Measurement) -> float | None:
     return float(pace) if isinstance(pace, (int, float)) and pace > 0 else None
 
 
-def _half(ratio: Interval) -> float:
-    """Half the width of the interval of its logarithm; the wider half where they differ."""
+def _half_width(ratio: Interval) -> float:
+    """The wider half of the interval of the ratio's logarithm."""
     return max(math.log(ratio.high / ratio.value), math.log(ratio.value / ratio.low))
 
 
-def _joined(found: Sequence[Measurement]) -> Measurement:
-    """The middle one, with bounds that hold them all."""
+def _middle_measurement(found: Sequence[Measurement]) -> Measurement:
+    """The middle measurement, with bounds that contain those of all."""
     middle = sorted(found, key=lambda each: each.median)[len(found) // 2]
     low, high = min(each.interval.low for each in found), max(each.interval.high for each in found)
     return dataclasses.replace(middle, n=sum(each.n for each in found), interval=Interval(middle.median, low, high))

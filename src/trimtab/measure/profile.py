@@ -1,4 +1,4 @@
-"""Where the time of one call goes, operator by operator."""
+"""Time of one call by operator."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trimtab.core.measurement import OperatorTime, operator_shares
 
 _LEVEL = "KINETO_LOG_LEVEL"
 _OF_THE_DRIVER = ("cuda", "Activity Buffer", "Lazy Function", "Runtime Triggered")
-"""How events of the GPU's driver begin, which are listed beside the operators that had it do something."""
+"""Prefixes of events of the GPU's driver, which are listed beside the operators that caused them."""
 
 
 def operator_times(call: Callable[[], object], *, repeats: int = 10) -> list[OperatorTime]:
-    """Profile ``repeats`` runs of ``call`` after one that warms up; the slowest operator first, empty if torch ran none.
+    """Profile ``repeats`` runs of ``call`` after a warm-up run; slowest operator first, empty if torch ran none.
 
     The profiler costs about a microsecond per operator: its times add up to more than the call takes without it, and small
-    operators look a little larger than they are.
+    operators look slightly larger than they are.
 
     Raises:
         ValueError: ``repeats`` is not positive.
@@ -35,8 +35,7 @@ def operator_times(call: Callable[[], object], *, repeats: int = 10) -> list[Ope
 
 
 def _recorded(call: Callable[[], object], repeats: int) -> list[Any]:
-    """The profiler's events by operator. Kernels of a GPU are listed beside the operators that launched them, which have their
-    time already, so they are left out."""
+    """The profiler's events by operator, without GPU kernels: their time is already in the operators that launched them."""
     on_gpu = _gpu_has_anything()
     if on_gpu:
         torch.cuda.synchronize()
@@ -54,14 +53,14 @@ def _recorded(call: Callable[[], object], repeats: int) -> list[Any]:
 
 
 def _gpu_has_anything() -> bool:
-    """Whether anything lies on a GPU: a driver that somebody asked for its name would put its own events into the profile."""
+    """Whether torch has memory on a GPU. Asking the driver for anything would put its own events into the profile."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     return any(torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count()))
 
 
 def _self_times(events: Sequence[Any]) -> list[tuple[Any, float]]:
-    """Each event's own microseconds: on the GPU where any has some, because what the host does meanwhile hides behind it."""
+    """Each event's own microseconds: GPU time if any event has some, because host time is hidden behind it."""
     if any(event.self_device_time_total > 0 for event in events):
         return [(event, float(event.self_device_time_total)) for event in events]
     return [(event, float(event.self_cpu_time_total)) for event in events]
@@ -69,7 +68,7 @@ def _self_times(events: Sequence[Any]) -> list[tuple[Any, float]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A block in which torch's profiler starts without a word: Kineto writes stages to stderr unless told not to at first."""
+    """Silence torch's profiler in a block: Kineto prints stages to stderr unless configured before its first use."""
     before = os.environ.get(_LEVEL)
     os.environ[_LEVEL] = before or "99"
     try:

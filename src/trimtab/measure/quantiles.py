@@ -8,7 +8,7 @@ from functools import lru_cache
 from statistics import NormalDist
 
 CONFIDENCE = 0.95
-"""With which every interval holds, and every bound of a drop by itself."""
+"""Confidence level of every interval, and of every single bound of a drop."""
 
 _NORMAL = NormalDist()
 _TINY = 1e-300
@@ -21,7 +21,7 @@ def normal_quantile(p: float) -> float:
 
 @lru_cache(maxsize=1024)
 def t_quantile(p: float, df: float) -> float:
-    """The same for Student's t with ``df`` degrees of freedom."""
+    """The ``p`` quantile of Student's t with ``df`` degrees of freedom."""
     if p == 0.5:
         return 0.0
     if p < 0.5:
@@ -33,7 +33,7 @@ def t_quantile(p: float, df: float) -> float:
 
 @lru_cache(maxsize=1024)
 def beta_quantile(p: float, a: float, b: float) -> float:
-    """The same for a beta variable with the shapes ``a`` and ``b``, by bisection on the logit, which resolves both tails."""
+    """The ``p`` quantile of a beta variable with shapes ``a`` and ``b``, by bisection on the logit."""
     return _bisect(lambda x: beta_cdf(x, a, b), p)
 
 
@@ -49,7 +49,7 @@ def beta_cdf(x: float, a: float, b: float) -> float:
 
 
 def clopper_pearson_upper(count: int, n: int) -> float:
-    """The largest share that ``count`` of ``n`` leaves believable: the exact one-sided upper bound; about 3/n for none of n."""
+    """Exact one-sided upper confidence bound of a probability after ``count`` of ``n``; about 3/n for ``count`` 0."""
     return 1.0 if count >= n else beta_quantile(CONFIDENCE, count + 1, n - count)
 
 

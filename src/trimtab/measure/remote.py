@@ -1,7 +1,7 @@
 """A runner in another process, over a UNIX socket.
 
-Messages are JSON in :mod:`multiprocessing.connection`'s frames, after its mutual authentication by a shared key. Nothing is
-ever pickled: ``send`` and ``recv`` of a connection, which would, are not used.
+Messages are JSON in :mod:`multiprocessing.connection`'s frames, after mutual authentication by a shared key. Nothing is
+pickled: ``send`` and ``recv`` of a connection, which pickle, are not used.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from multiprocessing.connection import Client, Connection, Listener
 from types import TracebackType
 from typing import Any, Self
 
-from trimtab._internal.text import said, shortened
+from trimtab._internal.text import error_text, shortened
 from trimtab.errors import MeasurementError, TrimtabError
 from trimtab.measure.timer import MAX_CALLS, Runner
 
 LONGEST_PATH = 107
-"""Bytes that the path of a UNIX socket may have on Linux."""
+"""Maximum bytes of the path of a UNIX socket on Linux."""
 LONGEST_REQUEST = 4096
 LONGEST_ANSWER = 64 * MAX_CALLS
 _GONE = (EOFError, OSError, AuthenticationError)
 _FAILURES = (RuntimeError, ValueError, TypeError, ArithmeticError, LookupError, OSError, MemoryError, AssertionError)
-"""What a runner may raise that is no fault of the server; trimtab's own errors come beside."""
+"""Exceptions of a runner that are sent to the peer, besides trimtab's own errors."""
 
 
 def serve(runner: Runner, address: str | os.PathLike[str], authkey: bytes) -> None:
-    """Time blocks of ``runner`` for whoever connects to the socket ``address`` with ``authkey``, one peer after the other.
+    """Time blocks of ``runner`` for peers that connect to the socket ``address`` with ``authkey``, one after the other.
 
-    A peer that disconnects, dies or talks nonsense is forgotten and the next one taken, because a baseline outlives many
-    trials. Returns when a peer says stop. An exception of the runner is told to the peer, and the server goes on.
-
+    If a peer disconnects, dies or sends invalid messages, the next one is accepted, because a baseline outlives many trials.
+    Returns when a peer sends stop. An exception of the runner is sent to the peer, and the server goes on.
     Raises:
         MeasurementError: the address cannot be listened on.
     """
@@ -49,17 +48,17 @@ def serve(runner: Runner, address: str | os.PathLike[str], authkey: bytes) -> No
             try:
                 peer = listener.accept()
             except (EOFError, ConnectionError, AuthenticationError):
-                continue  # somebody without the key, or who left before the handshake was done
+                continue  # a peer without the key, or one that left during the handshake
             with peer, contextlib.suppress(*_GONE):
-                if _converse(peer, runner):
+                if _serve_peer(peer, runner):
                     return
 
 
 class RemoteRunner:
-    """The runner that :func:`serve` offers at ``address``, as if it were in this process.
+    """Client for the runner that :func:`serve` offers at ``address``.
 
-    Connecting is retried for ``connect_s`` seconds, while the server may still be starting or busy with another peer.
-    ``timeout_s`` is the longest that one block may take.
+    Connecting is retried for ``connect_s`` seconds, because the server may still be starting or busy with another peer.
+    ``timeout_s`` is the maximum duration of one block in seconds.
 
     Raises:
         MeasurementError: nobody listens or answers in time, the key is wrong, or the server died; says which.
@@ -80,7 +79,7 @@ class RemoteRunner:
         return [int(ns) for ns in answer["ns"]]
 
     def pace(self) -> int:
-        """How fast the core of the other process is now."""
+        """Nanoseconds of the fixed piece of work on the core of the other process."""
         return int(self._ask({"do": "pace"}, self._timeout_s)["ns"])
 
     def stop(self) -> None:
@@ -107,7 +106,7 @@ class RemoteRunner:
         try:
             self._connection.send_bytes(json.dumps(request).encode())
             if not self._connection.poll(seconds):
-                self.close()  # a late answer must not be taken for that to the next question
+                self.close()  # a late answer must not be read as that to the next request
                 raise MeasurementError(
                     f"The other process of the comparison (at {self._address}) did not answer within {seconds:.0f} s. It "
                     "hangs, or one block takes longer than that; see its log."
@@ -127,8 +126,8 @@ class RemoteRunner:
         return f", process {self.pid}" if hasattr(self, "pid") else ""
 
 
-def _converse(peer: Connection, runner: Runner) -> bool:
-    """Answer one peer until it leaves (raises) or says stop (gives ``True``); nonsense ends the conversation (``False``)."""
+def _serve_peer(peer: Connection, runner: Runner) -> bool:
+    """Answer one peer. Raises when it leaves, returns ``True`` on stop and ``False`` on an invalid message."""
     while True:
         try:
             request = json.loads(peer.recv_bytes(LONGEST_REQUEST))
@@ -162,7 +161,7 @@ def _listening(path: str, authkey: bytes) -> Iterator[Listener]:
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
             os.unlink(path)  # left behind by a server that was killed
-    # bound under another name first, so that nobody finds the socket before it listens and is ours alone
+    # bound under a temporary name first, so that the socket is visible only when it listens and has our permissions
     hidden = f"{path}~"
     pathlib.Path(hidden).unlink(missing_ok=True)
     try:
@@ -179,7 +178,7 @@ def _listening(path: str, authkey: bytes) -> Iterator[Listener]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         with contextlib.suppress(FileNotFoundError):
-            listener.close()  # wants to remove the name that it was bound to
+            listener.close()  # would remove the name that it was bound to
 
 
 def _connect(path: str, authkey: bytes, seconds: float) -> Connection:
@@ -201,7 +200,7 @@ def _connect(path: str, authkey: bytes, seconds: float) -> Connection:
 
 
 def _handshake(path: str, authkey: bytes, deadline: float) -> Connection:
-    """Connect in a thread, because the authentication waits without limit for a server that is busy with somebody else."""
+    """Connect in a thread, because authentication waits without limit for a server that is busy with another peer."""
     done: queue.SimpleQueue[Connection | BaseException] = queue.SimpleQueue()
     given_up = threading.Event()
 
@@ -235,5 +234,5 @@ def _check_address(path: str) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    words = shortened(said(error))
+    words = shortened(error_text(error))
     return f"{type(error).__name__}: {words}" if words else type(error).__name__

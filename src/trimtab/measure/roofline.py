@@ -1,4 +1,4 @@
-"""The roofline: how much of what this machine can do a run really used.
+"""The roofline: achieved operations per second relative to what the machine allows.
 
 Source: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore
 architectures", Communications of the ACM 52(4), 2009.
@@ -19,13 +19,13 @@ class Roofline:
     """One run against the two limits of a machine."""
 
     intensity: float
-    """Operations per byte moved."""
+    """Operations per byte of memory traffic."""
     attainable: float
     """GFLOP/s (GOP/s for int8) that the machine allows at this intensity."""
     achieved: float
     """GFLOP/s of the run."""
     share: float
-    """Achieved over attainable. Above 1 where the data stay in the caches, which are faster than the memory measured."""
+    """Achieved over attainable. Above 1 if the data stay in caches, which are faster than the measured memory."""
     bound: Literal["compute", "memory"]
     """Which of the two limits is the lower one at this intensity."""
 
@@ -40,10 +40,10 @@ def roofline(
     device: str = "cpu",
     threads: int | None = None,
 ) -> Roofline | None:
-    """Place a run of ``flops`` operations over ``bytes_moved`` bytes in ``seconds`` under the machine's roof.
+    """Compare a run of ``flops`` operations over ``bytes_moved`` bytes in ``seconds`` with the machine's roofline.
 
-    ``threads`` defaults to all usable ones. ``None`` where a peak for this device, type and number of threads was not measured,
-    or where a count is not positive: a share of a guess would be a guess.
+    ``threads`` defaults to all usable ones. Returns ``None`` if a peak for this device, type and number of threads was not
+    measured, or if a count is not positive.
     """
     compute, memory = peaks.find(dtype, device, threads), peaks.find("memory", device, threads)
     if not compute or not memory or min(flops, bytes_moved, seconds) <= 0:

@@ -1,7 +1,7 @@
 """Intervals for latencies, for ratios of latencies and for drops of a score. Imports no torch.
 
-Everything random is seeded, so that the same samples give the same interval; only a slow metric may get to another number of
-resamples the next time.
+Everything random is seeded, so that equal samples give equal intervals; only a slow metric may get another number of
+resamples.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ MetricOf = Callable[[np.ndarray[Any, np.dtype[np.int64]], int], float]
 
 NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 TRIM = 0.2
-"""Share of the quads that is trimmed at either end before the ratio's centre and spread are taken."""
+"""Share of the quads that is trimmed at either end for the ratio's centre and spread."""
 LOOKS = 4.0
-"""Intervals of a ratio are widened by ``1 + LOOKS / n``: what looking after every quad, and stopping once it is narrow, costs.
+"""Intervals of a ratio are widened by ``1 + LOOKS / n``, the cost of stopping as soon as the interval is narrow.
 
 Found by simulation: without it, 95% intervals hold in 88% of all cases and say "faster" of the same thing in 6%, at the worst
 ratio of noise to the width asked for; with it in 94% and 3% from six quads on, 93% and 3% from four (normal or heavy tails).
 """
 ENOUGH_QUADS = 4
-"""Of fewer, t knows so little of the spread that the interval would be of 27 standard deviations (two quads) or of six."""
+"""With fewer quads, t would give an interval of 27 standard deviations (two quads) or six (three)."""
 SEED = 20_260_801
 FEW, MANY = 5, 200
-"""Resamples below which a metric has no interval, and from which its bounds are quantiles of them. In between, where a quantile
-would be one resample's luck, the bounds are Student's t on their spread, and so the wider the fewer there are."""
+"""Below :data:`FEW` resamples a metric has no interval; from :data:`MANY` on, its bounds are quantiles. In between they are
+Student's t on the spread of the resamples, because a quantile would depend on one resample."""
 PATIENCE = 4.0
-"""Times the seconds of a bootstrap that a slow metric may take, to be resampled at least :data:`FEW` times."""
+"""Factor on the seconds of a bootstrap that a slow metric may take to be resampled :data:`FEW` times."""
 ALIKE = 1e-3
-"""What a metric may differ by when it is asked the same twice, relative to what it could lose: by rounding alone."""
+"""Tolerance between two values of a metric on equal data, relative to its largest possible loss: rounding only."""
 UNUSABLE = (ValueError, TypeError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StopIteration)
-"""What a metric raises on a resample that it cannot judge, such as one with a single class."""
+"""Exceptions of a metric on a resample that it cannot score, such as one with a single class."""
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """The median with an interval made of two order statistics, which holds for any distribution of independent samples.
+    """The median with an interval of two order statistics, which holds for any distribution of independent samples.
 
-    With fewer than six samples no two of them reach 95%; the interval is then from the smallest to the largest.
+    With fewer than six samples no two of them reach 95%; the interval then goes from the smallest to the largest.
 
     Raises:
         UsageError: there are no samples.
@@ -62,8 +62,8 @@ def median_interval(samples: Sequence[float]) -> Interval:
     if not samples:
         raise UsageError("A median needs at least one sample, but there are none.")
     ordered, n = sorted(samples), len(samples)
-    # the largest rank whose interval, from that order statistic to its mirror image, is still wide enough; found by halving,
-    # since there may be a million samples
+    # the largest rank whose interval, from that order statistic to its mirror image, is wide enough; by bisection, since
+    # there may be a million samples
     rank, most = 0, max(0, math.ceil(n / 2) - 1)
     while rank < most:
         middle = (rank + most + 1) // 2
@@ -72,10 +72,10 @@ def median_interval(samples: Sequence[float]) -> Interval:
 
 
 def percentile(samples: Sequence[float], q: float) -> float | None:
-    """The ``q``-quantile (0.99 for p99), or ``None`` where the samples are too few to know it.
+    """The ``q``-quantile (0.99 for p99), or ``None`` if there are too few samples.
 
-    The rule: it must be 95% sure that the largest (for q below one half, the smallest) sample lies beyond it, so that the
-    sample bounds it at all. That takes 29 samples for p90 and 299 for p99.
+    With 95% probability the largest sample (for q below one half, the smallest) must lie beyond the quantile. That takes 29
+    samples for p90 and 299 for p99.
     """
     within = max(q, 1 - q)
     return quantile_of(samples, q) if samples and within ** len(samples) <= 0.05 else None
@@ -90,8 +90,8 @@ def summarize(
 ) -> Measurement:
     """Samples in nanoseconds as a measurement in ``unit`` (ns, us, ms or s).
 
-    Calls that follow each other are not independent. Where ``blocks``, the medians of separate blocks of calls in
-    nanoseconds, are given, the interval of the median rests on them instead of on the single calls.
+    Consecutive calls are not independent. With ``blocks``, the medians of separate blocks of calls in nanoseconds, the
+    interval of the median is computed from these.
 
     Raises:
         UsageError: no samples, or an unknown unit.
@@ -116,12 +116,12 @@ def summarize(
 
 
 def ratio_interval(rival_blocks: Sequence[float], candidate_blocks: Sequence[float]) -> Interval:
-    """The speed-up of the candidate over the rival, from times of blocks that were measured in A B B A quads.
+    """The speed-up of the candidate over the rival, from times of blocks in A B B A quads.
 
-    Both sequences hold two blocks per quad, in the order they were measured. Each quad gives one log ratio, in which linear
-    drift cancels. The centre is their 20% trimmed mean and the interval Tukey and McLaughlin's (1963): t on the winsorized
-    spread, widened for sequential stopping (:data:`LOOKS`). Of fewer than :data:`ENOUGH_QUADS`, each half gives one, and drift
-    only widens the interval.
+    Both sequences hold two blocks per quad, in the order of measurement. Each quad gives one log ratio, in which linear drift
+    cancels. The value is their 20% trimmed mean, and the interval is Tukey and McLaughlin's (1963): t on the winsorized spread,
+    widened for sequential stopping (:data:`LOOKS`). With fewer than :data:`ENOUGH_QUADS` quads, each half gives one ratio, and
+    drift widens the interval.
 
     Raises:
         UsageError: fewer than two quads, or times that are not positive.
@@ -140,7 +140,7 @@ def ratio_interval(rival_blocks: Sequence[float], candidate_blocks: Sequence[flo
 
 
 def widened(ratio: Interval, sigma: float) -> Interval:
-    """``ratio`` with a further, independent uncertainty: a relative standard deviation ``sigma`` that no quad lessens."""
+    """``ratio`` with a further, independent uncertainty: a relative standard deviation ``sigma`` that quads do not reduce."""
     extra = normal_quantile((1 + CONFIDENCE) / 2) * sigma
     down, up = (math.hypot(math.log(ratio.value / ratio.low), extra), math.hypot(math.log(ratio.high / ratio.value), extra))
     return Interval(ratio.value, ratio.value * math.exp(-down), ratio.value * math.exp(up))
@@ -152,11 +152,11 @@ def paired_drop(
     limit: float | None = None,
     higher_is_better: bool = True,
 ) -> Drop:
-    """How much mean score was lost, from scores of the same examples in the same order; each bound holds with 95%.
+    """The drop of the mean score, from scores of the same examples in the same order; each bound holds with 95%.
 
     The bound is Gaffke's (2005; studied by Phan et al., "Towards practical mean bounds for small samples", 2021): the mean
-    under Dirichlet weights of the differences seen, and of one more that was not seen and is as bad as can be, namely the
-    whole spread of the scores or, of those between 0 and 1, which can fall to 0, the largest one. On scores of 0 and 1 without
+    under Dirichlet weights of the observed differences, and of one unobserved difference that is as bad as possible: the
+    spread of the scores or, for scores between 0 and 1, which can fall to 0, the largest one. On scores of 0 and 1 without
     gains it is Clopper and Pearson's exact bound, so that no difference among n examples bounds the drop by about 3/n, and
     not by 0.
 
@@ -166,7 +166,7 @@ def paired_drop(
     baseline, candidate = np.asarray(baseline_scores, float), np.asarray(candidate_scores, float)
     _check_scores(baseline, candidate)
     lost = baseline - candidate if higher_is_better else candidate - baseline
-    fall, rise = _reach(np.concatenate([baseline, candidate]))
+    fall, rise = _largest_changes(np.concatenate([baseline, candidate]))
     worst, best = (fall, rise) if higher_is_better else (rise, fall)
     value, n = float(lost.mean()), len(lost)
     upper, low = mean_upper(lost, worst), -mean_upper(-lost, best)
@@ -175,7 +175,7 @@ def paired_drop(
 
 
 def mean_upper(values: Array, worst: float) -> float:
-    """Gaffke's upper confidence bound for the mean of what ``values`` are samples of, when nothing exceeds ``worst``."""
+    """Gaffke's upper confidence bound for the mean of the distribution of ``values``, of which nothing exceeds ``worst``."""
     distinct, counts = np.unique(np.append(values, worst), return_counts=True)
     if len(distinct) == 1:
         return float(worst)
@@ -201,21 +201,21 @@ def bootstrap_drop(
     resamples: int = 2000,
     seconds: float = 5.0,
 ) -> Drop:
-    """How much of a whole-set metric was lost; each bound holds with 95%.
+    """The drop of a whole-set metric; each bound holds with 95%.
 
     ``metric_of(indices, which)`` is the metric over the examples at ``indices`` (int64, repeats possible), of the baseline for
     ``which`` 0 and of the candidate for 1. Both sides are resampled with the same indices. The interval is bias-corrected
     (Efron 1987, without acceleration) and widened for small n (Hesterberg 2015, "expanded percentile"). It is never narrower
-    than what a failure that n examples would not have shown, about 3/n of all, could do to the metric: what it is worth itself,
-    its spread, or the way from it to ``failed``, the metric of a baseline that answers every example wrong.
+    than the effect of a failure unseen in n examples, about 3/n of all. That effect is the largest of the metric's value, its
+    spread, and its distance from ``failed``, the metric of a baseline that answers every example wrong.
 
-    There are as many resamples, at most ``resamples``, as ``seconds`` allow; ``method`` says how many. Bounds from fewer than
-    :data:`MANY` are wider. Where not even :data:`FEW` are done in :data:`PATIENCE` times the seconds, or most of them cannot be
-    judged, the interval is what the metric itself could lose, which decides hardly anything.
+    There are as many resamples, at most ``resamples``, as ``seconds`` allow; ``method`` states the number. Bounds from fewer
+    than :data:`MANY` are wider. If not even :data:`FEW` are done in :data:`PATIENCE` times the seconds, or most of them cannot
+    be scored, the interval is the largest possible loss of the metric, which decides hardly anything.
 
     Raises:
         UsageError: there are no examples, or the metric of the whole set is not finite.
-        WorkloadError: the metric keeps something from call to call, or is random.
+        WorkloadError: the metric keeps state between calls, or is random.
     """
     if n < 1:
         raise UsageError("A drop needs at least one example, but there are none.")
@@ -228,7 +228,7 @@ def bootstrap_drop(
     value, lost = sign * (sides[0] - sides[1]), sign * (found[:, 0] - found[:, 1])
     spread = 3 * math.sqrt(n) * float(found[:, 0].std()) if len(found) else 0.0
     worst = max(abs(sides[0]), abs(sides[1]), spread, 0.0 if failed is None else abs(failed - sides[0])) or 1.0
-    refuse_memory(sides[0], metric_of(whole, 0), worst)  # which has made both sides alike by now
+    refuse_memory(sides[0], metric_of(whole, 0), worst)  # a metric with state has seen both sides by now
     rare = worst * clopper_pearson_upper(0, n)
     low, upper = value - worst, value + worst
     if 2 * len(found) < tried:
@@ -244,10 +244,10 @@ def bootstrap_drop(
 
 
 def refuse_memory(first: float, again: float, worst: float) -> None:
-    """Refuse a metric that is ``first`` and then ``again`` of the same, where ``worst`` is the most that it could lose.
+    """Refuse a metric with the values ``first`` and ``again`` on equal data; ``worst`` is its largest possible loss.
 
     Raises:
-        WorkloadError: it keeps something from call to call, or is random.
+        WorkloadError: the metric keeps state between calls, or is random.
     """
     if not abs(again - first) <= ALIKE * worst:
         raise WorkloadError(
@@ -276,16 +276,16 @@ def _check_scores(baseline: Array, candidate: Array) -> None:
         raise UsageError(f"{bad} scores are not finite, so their mean means nothing; look for NaN in the outputs or the score.")
 
 
-def _reach(scores: Array) -> tuple[float, float]:
-    """How far the score of one example can fall, and rise, at most: by the spread of all scores, or by their size where all are
-    equal. What lies between 0 and 1 can fall to 0, however close to each other those are that were seen."""
+def _largest_changes(scores: Array) -> tuple[float, float]:
+    """The largest possible fall and rise of one example's score: the spread of all scores, or their size if all are equal.
+    Scores between 0 and 1 can fall to 0, however close to each other the observed ones are."""
     spread = float(np.ptp(scores)) or abs(float(scores[0])) or 1.0
     lowest, highest = float(scores.min()), float(scores.max())
     return (max(spread, highest) if lowest >= 0 and highest <= 1 else spread), spread
 
 
 def _resampled(metric_of: MetricOf, n: int, resamples: int, seconds: float) -> tuple[Array, int]:
-    """The metric of both sides on every resample that it could judge, of shape (resamples, 2), and how many were tried."""
+    """The metric of both sides on every resample that it could score, of shape (resamples, 2), and the number of tries."""
     rng, begun = np.random.default_rng(SEED), time.perf_counter()
     rows: list[tuple[float, float]] = []
     tried = 0
@@ -311,7 +311,7 @@ def _bias_corrected(found: Array, value: float, n: int, p: float) -> float:
 
 
 def _student(found: Array, value: float, n: int, p: float) -> float:
-    """The ``p`` bound from the spread of a few resamples, which is itself uncertain: normal theory, widened for small n."""
+    """The ``p`` bound from the spread of a few resamples, itself uncertain: normal theory, widened for small n."""
     spread = float(found.std(ddof=1)) * math.sqrt(n / max(n - 1, 1))
     return value + t_quantile(p, max(1, min(n, len(found)) - 1)) * spread
 

@@ -1,4 +1,4 @@
-"""What differs between two outputs but for the values of their tensors: containers, texts and numbers."""
+"""Differences between two nested outputs other than the values of tensors: containers, texts and numbers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from trimtab.tensors.structure import Structure
 
 
 def unlike(expected: Structure, found: Structure, lenient: bool, where: str = "The output") -> str | None:
-    """What differs between two structures, constants included; the names of classes may differ and, where that is ``lenient``,
-    texts, numbers and the lengths of lists."""
+    """The first difference between two structures, constants included, as a sentence. Class names may differ; if ``lenient``,
+    texts, numbers and the lengths of lists may differ too."""
     longer = len(expected.items) != len(found.items) and not (lenient and expected.kind == "list")
     if expected.kind != found.kind or expected.keys != found.keys or longer:
         return f"{where} is {_shape_of(found)}, but the reference is {_shape_of(expected)}."
-    alike = _alike if lenient else _equal_constants
+    alike = _score_may_judge if lenient else _equal_constants
     if expected.kind == "constant" and not alike(expected.value, found.value):
         return f"{where} is {found.value!r}, but the reference is {expected.value!r}."
     keys = expected.keys or tuple(map(str, range(len(expected.items))))
@@ -32,8 +32,8 @@ def _equal_constants(a: object, b: object) -> bool:
     return a == b
 
 
-def _alike(a: object, b: object) -> bool:
-    """Whether a score may judge between two constants: both are texts, or both numbers, and what was finite still is."""
+def _score_may_judge(a: object, b: object) -> bool:
+    """Whether a score may judge the difference of two constants: two texts, or two numbers of which none became infinite."""
     if isinstance(a, (bool, int, float)) and isinstance(b, (bool, int, float)):
         return math.isfinite(b) or _equal_constants(a, b)
     return (isinstance(a, str) and isinstance(b, str)) or _equal_constants(a, b)

@@ -1,4 +1,4 @@
-"""Time calls in blocks, and find out how long it takes until their times are steady."""
+"""Time calls in blocks, and warm up until their times are steady."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Protocol, runtime_checkable
 import torch
 
 BLOCK_S = 0.075
-"""What a block of calls should take: long against a scheduler's time slice, short against the drift of a machine."""
+"""Duration of a block of calls in seconds: long against a scheduler's time slice, short against the drift of a machine."""
 MAX_CALLS = 5_000
-"""Most calls in one block; keeps what a block sends and stores small where a call takes microseconds."""
+"""Maximum calls in one block; limits what a block sends and stores if a call takes microseconds."""
 SPINS = 3_000
-"""Rounds of the loop that tells a core's pace: a fifth of a millisecond."""
+"""Rounds of the loop that measures a core's pace: a fifth of a millisecond."""
 STEADY = 0.05
 """Blocks are steady when the medians of the last three lie within this share of each other."""
 
@@ -28,22 +28,22 @@ class Runner(Protocol):
     """Something that can be timed, in this process or in another."""
 
     pid: int
-    """The process that does the work."""
+    """The process that makes the calls."""
 
     def block(self, calls: int) -> list[int]:
-        """Call it ``calls`` times in a row and give the nanoseconds of each."""
+        """Make ``calls`` calls in a row; returns the nanoseconds of each."""
 
     def pace(self) -> int:
-        """What :func:`pace` says in the process that does the work."""
+        """:func:`pace` in the process that makes the calls."""
 
 
 class LocalRunner:
     """Times ``call`` in this process, by the wall clock.
 
-    Every call is waited for with ``synchronize`` before the clock is read, so that a device that works in the background is not
-    timed by how fast it takes orders. The garbage collector is off within a block. Before the recorded calls come a few that
-    are not (an eighth of them, at least one from four on): they find the caches and the clock frequency as the other
-    process of a pair left them. ``before`` is run ahead of every call and not timed.
+    ``synchronize`` runs after every call and before the clock is read, because a device may work in the background. The
+    garbage collector is off within a block. A few calls before the recorded ones (an eighth of them, at least one from four on)
+    are not recorded, because the other process of a pair has changed caches and clock frequency. ``before`` runs ahead of every
+    call and is not timed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LocalRunner:
             return self._run(calls)
 
     def pace(self) -> int:
-        """How fast the core is now."""
+        """Nanoseconds of the fixed piece of work on this core."""
         return pace()
 
     def _run(self, calls: int) -> list[int]:
@@ -87,22 +87,22 @@ class LocalRunner:
 
 @dataclasses.dataclass(frozen=True)
 class WarmUp:
-    """How a warm-up ended."""
+    """The result of a warm-up."""
 
     calls_per_block: int
-    """Calls that make a block of the length asked for; at least 1."""
+    """Calls in a block of the requested duration; at least 1."""
     steady: bool
-    """Whether block times had stopped changing, rather than the time being up."""
+    """Whether block times had become steady; ``False`` if the time was up first."""
     seconds: float
     call_s: float
-    """Wall-clock time of one call, all overheads included."""
+    """Wall-clock seconds of one call, all overheads included."""
 
 
 def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S) -> WarmUp:
     """Run blocks until the last three medians are within :data:`STEADY` of each other, or ``seconds`` are up.
 
-    Block lengths come from the wall clock and not from what the runner reports, which may be scaled. At least
-    three calls are made, unless they take more than four times ``seconds``, because runtimes optimize during the first two.
+    Block lengths come from the wall clock, because the runner's times may be scaled. At least three calls are made, unless
+    they take more than four times ``seconds``, because runtimes optimize during the first two.
     """
     begun = time.perf_counter()
     calls, made = 1, 0
@@ -114,7 +114,7 @@ def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S) -
         call_s = (now - started) / (calls + unrecorded(calls))
         made += calls
         wanted = calls_for(block_s, call_s)
-        grown = wanted <= 2 * calls  # until then calls were too few to say how long one takes
+        grown = wanted <= 2 * calls  # fewer calls cannot tell how long one takes
         medians = [*medians[-2:], statistics.median(times)] if grown else []
         settled = len(medians) == 3 and max(medians) <= (1 + STEADY) * min(medians)
         calls = wanted
@@ -125,7 +125,7 @@ def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S) -
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """A block without the garbage collector, whose turn would come in one block and not in another."""
+    """Disable the garbage collector in a block, because it would run in one block and not in another."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -136,10 +136,10 @@ def uncollected() -> Iterator[None]:
 
 
 def pace() -> int:
-    """Nanoseconds that a fixed piece of work takes, which needs a core and nothing else; the quickest of three times.
+    """Nanoseconds of a fixed piece of work that needs nothing but a core; the fastest of three times.
 
-    It tells what no counter of the system does: that the core itself is slower for a while, as where another machine has the
-    other half of it.
+    No counter of the system shows that a core itself is slower for a while, for instance because another machine has its other
+    half.
     """
     return min(_timed(_spin, time.perf_counter_ns) for _ in range(3))
 
@@ -151,17 +151,17 @@ def _spin() -> None:
 
 
 def calls_for(block_s: float, call_s: float) -> int:
-    """How many recorded calls of ``call_s`` seconds make a block of about ``block_s`` seconds; at least 1."""
+    """The number of recorded calls of ``call_s`` seconds in a block of about ``block_s`` seconds; at least 1."""
     return max(1, min(MAX_CALLS, round(block_s / max(call_s, 1e-9))))
 
 
 def unrecorded(calls: int) -> int:
-    """How many calls run before the recorded ones of a block."""
+    """The number of unrecorded calls before the recorded ones of a block."""
     return max(1, calls // 8) if calls >= 4 else 0
 
 
 def synchronizer(device: torch.device | str) -> Callable[[], None]:
-    """What waits for ``device``; nothing has to for the CPU, where a call that returns is done."""
+    """A function that waits for ``device``; for the CPU it does nothing, because a call that returns is done."""
     device = torch.device(device)
     if device.type == "cpu":
         return _nothing
@@ -171,7 +171,7 @@ def synchronizer(device: torch.device | str) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """Waits for nothing: on the CPU a call that returns is done."""
+    """Wait for nothing: on the CPU a call that returns is done."""
 
 
 def _timed(call: Callable[[], object], clock: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""The values of an output that are compared, and what they vary by."""
+"""The values of an output that are compared, and their variation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trimtab.core.measurement import Relative
 from trimtab.tensors.comparison import mask_bound, masked
 
 HUGE = 1e30
-"""A mask's -3.4e38 stands for minus infinity; figures that include it would say nothing about the rest."""
+"""Values beyond this count as infinite: a mask's -3.4e38 stands for minus infinity, and would dominate all figures."""
 MOST_ROUNDING = 2**-6
-"""Share of an output's size below which what it varies by may be rounding; 64 roundings of its dtype where that is less, as of
-bfloat16 it is not: they would be half of the size."""
+"""A variation below this share of an output's size may be rounding; 64 rounding errors of its dtype if that is less (for
+bfloat16 it is half of the size)."""
 
 Tensor = torch.Tensor
 
@@ -26,23 +26,23 @@ def real(tensor: Tensor) -> Tensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or beyond :data:`HUGE`. Most outputs are so, and one pass over them saves many."""
+    """Whether no value is NaN or beyond :data:`HUGE`. One pass over an output without any saves many others."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     tensor = tensor.detach().resolve_conj()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    low, high = map(float, torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float()))  # of 8 bits torch has none
+    low, high = map(float, torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float()))  # torch has none for 8 bits
     return low >= -HUGE and high <= HUGE
 
 
 def signed_infinities(tensor: Tensor) -> Tensor:
-    """``tensor`` with what is beyond :data:`HUGE` as infinite."""
+    """``tensor`` with values beyond :data:`HUGE` as infinite."""
     return tensor if all_finite(tensor) else torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
 
 
 def without_masks(reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """``reference`` with the values of a mask (:func:`~trimtab.tensors.comparison.mask_bound`) as infinite, and by what share
-    of themselves those of ``outputs`` are off at most."""
+    """``reference`` with mask values (:func:`~trimtab.tensors.comparison.mask_bound`) as infinite, and the largest relative
+    error of these values in ``outputs``."""
     bound, found, worst = mask_bound(reference), [], 0.0
     if bound > HUGE:
         return list(reference), 0.0
@@ -55,7 +55,7 @@ def without_masks(reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> tup
 
 
 def finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The values that are finite in the reference, flat."""
+    """The values that are finite in the reference, flattened."""
     x, y = real(a), real(b)
     if all_finite(a):
         return x.flatten(), y.flatten()
@@ -64,8 +64,8 @@ def finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float]:
-    """What the reference varies by, over what, its root mean square, and its largest value; one batch at a time is held in
-    double precision."""
+    """The variation of the reference, over what it is taken, its root mean square, and its largest value. One batch at a time
+    is held in double precision."""
     count, total, squares, peak = 0, 0.0, 0.0, 0.0
     for x in map(_finite, reference):
         count, total, squares = count + len(x), total + float(x.sum()), squares + float(x.dot(x))
@@ -85,7 +85,7 @@ def scale_of(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    """The values that are finite, flat."""
+    """The finite values, flattened."""
     x = real(tensor)
     return x.flatten() if all_finite(tensor) else x[signed_infinities(x).isfinite()]
 
@@ -93,7 +93,7 @@ def _finite(tensor: Tensor) -> Tensor:
 def _spread_over_examples(reference: Sequence[Tensor]) -> float:
     """Root mean square, over the elements of an example, of their standard deviation over the examples; 0 if unknown.
 
-    Examples of different shapes, such as sentences of different length, have no elements in common: 0 as well.
+    Examples of different shapes, such as sentences of different length, have no common elements, which gives 0 too.
     """
     rows = [a if a.dim() else a[None] for a in reference]
     if len({a.shape[1:] for a in rows}) > 1 or sum(len(a) for a in rows) < 2:
@@ -108,13 +108,13 @@ def _spread_over_examples(reference: Sequence[Tensor]) -> float:
 
 
 def _usable(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The values, and which of them are finite."""
+    """The values, and a mask of the finite ones."""
     x = real(tensor)
     return x, torch.tensor(True).expand(x.shape) if all_finite(tensor) else signed_infinities(x).isfinite()
 
 
 def unrelated(reference: Tensor, output: Tensor, scale: float) -> int:
-    """How many examples have a root mean square error of at least ``scale``."""
+    """The number of examples with a root mean square error of at least ``scale``."""
     x, y = signed_infinities(real(reference)), real(output)
     if not reference.dim():
         x, y = x[None], y[None]

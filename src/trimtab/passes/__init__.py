@@ -1,1 +1,1 @@
-"""Techniques, one file each: the file name registers it. See :class:`trimtab.core.technique.Pass`."""
+"""Passes, one file each; the file name registers the pass. See :class:`trimtab.core.technique.Pass`."""

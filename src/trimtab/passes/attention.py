@@ -1,4 +1,4 @@
-"""Kernels of attention."""
+"""Choice of the attention kernel."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ON_GPUS = ("efficient", "cudnn")
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Pass):
-    """Have scaled dot-product attention use one kernel, instead of the first in torch's own order that takes the inputs.
+    """Make scaled dot-product attention use one kernel, instead of the first one in torch's order that supports the inputs.
 
-    Pays where that order is wrong for the shapes at hand, as for short sequences, whose matrices are small enough to be made.
+    Pays off if torch's order is wrong for the shapes, as for short sequences, where plain matrix products are fastest.
     Source: Dao 2023, https://arxiv.org/abs/2307.08691;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
     """
@@ -31,20 +31,20 @@ class Attention(Pass):
     tries = True
 
     kernel: Literal["flash", "efficient", "cudnn", "math"] = "flash"
-    """``flash`` and ``efficient`` never hold the matrix of all pairs; ``cudnn`` is NVIDIA's; ``math`` is plain products."""
+    """``flash`` and ``efficient`` never store the attention matrix; ``cudnn`` is NVIDIA's; ``math`` is plain products."""
 
     def describe(self) -> str:
-        """Says which."""
+        """Names the kernel."""
         return f"{self.kernel} attention"
 
     def why_not_here(self) -> str | None:
-        """Two of the kernels need a GPU."""
+        """``efficient`` and ``cudnn`` need a GPU."""
         if self.kernel in ON_GPUS and not torch.cuda.is_available():
             return f"{self.kernel} attention needs an NVIDIA GPU, and PyTorch finds none here."
         return None
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Needs a model that calls torch's attention, in a way that the kernel takes; trying tells both."""
+        """Needs a model that calls torch's attention with inputs that the kernel supports; the model is run to find out."""
         if self.kernel in ON_GPUS and not candidate.settings.device.startswith("cuda"):
             return f"{self.kernel} attention needs an NVIDIA GPU, and this runs on {candidate.settings.device!r}."
         if self._failure(candidate, []) is None:
@@ -54,17 +54,18 @@ class Attention(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; whoever trains it has this kernel come first, and another for inputs that it does not take."""
+        """The same model. The Trainer prefers this kernel, and uses another for inputs that it does not support."""
         return candidate.with_settings({"attention": self.kernel})
 
     def _failure(self, candidate: Candidate, kernels: list[SDPBackend]) -> str | None:
-        """Why a call fails that may use ``kernels`` only, with gradients, because fused layers of evaluation hide the call.
+        """The error of a call that may use ``kernels`` only, or ``None``.
 
-        It has the precision that the settings ask for: some kernels take 16 bits only.
+        Gradients are enabled, because fused inference layers do not call attention separately. Autocast follows the settings,
+        because some kernels support 16 bits only.
         """
         device, named = torch.device(candidate.settings.device), candidate.settings.precision.autocast
         precision = torch.autocast(device.type, dtype=getattr(torch, named)) if named else contextlib.nullcontext()
-        drawing = [] if device.type == "cpu" else [device]  # torch else wakes all GPUs that there are, with a warning
+        drawing = [] if device.type == "cpu" else [device]  # by default torch initializes all GPUs, with a warning
         kept = torch.random.fork_rng(drawing, device_type=device.type)
         try:
             with sdpa_kernel(kernels), kept, torch.enable_grad(), precision:

@@ -13,10 +13,10 @@ from trimtab.core.technique import Pass
 
 @dataclass(frozen=True, kw_only=True)
 class Autocast(Pass):
-    """Run matrix multiplications and convolutions in 16 bits, the rest in 32.
+    """Run matrix products and convolutions in 16 bits and the rest in 32 bits.
 
-    Pays where the processor multiplies 16-bit numbers itself (AVX512-BF16, AMX, tensor cores). Elsewhere they are emulated: on
-    one CPU without them BERT ran at 0.4 of its speed, which a measurement finds out.
+    Pays off if the processor has 16-bit instructions (AVX512-BF16, AMX, tensor cores). Without them it is slow: on one such CPU
+    BERT ran at 0.4 of its speed. The measurement decides.
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html
     """
 
@@ -26,19 +26,19 @@ class Autocast(Pass):
     tries = True
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    """``bfloat16`` keeps the range of float32; ``float16`` keeps three more bits and overflows at 65504."""
+    """``bfloat16`` has the range of float32; ``float16`` has three more bits of precision and overflows at 65504."""
 
     @property
     def exact(self) -> bool:
-        """16 bits are not 32."""
+        """16-bit rounding changes the outputs."""
         return False
 
     def describe(self) -> str:
-        """Says the type."""
+        """Names the data type."""
         return f"matrix products in {self.dtype}"
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Needs float32 weights, and kernels for every operator of the model: some CPUs have none for a float16 LSTM."""
+        """Needs float32 weights and 16-bit kernels for every operator: some CPUs have none for a float16 LSTM."""
         if candidate.settings.precision.autocast is not None:
             return f"The candidate runs under autocast to {candidate.settings.precision.autocast} already."
         if not torch.amp.is_autocast_available(candidate.settings.device):
@@ -48,11 +48,11 @@ class Autocast(Pass):
         return self._failure(candidate)
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; the settings tell backends to run it under autocast."""
+        """The same model with the setting ``precision.autocast``, which backends apply."""
         return candidate.with_settings({"precision.autocast": self.dtype})
 
     def _failure(self, candidate: Candidate) -> str | None:
-        """Why one run on the example fails; there is no list of what a processor can do in 16 bits but trying."""
+        """The error of a run under autocast, or ``None``. Only a run shows which operators have 16-bit kernels."""
         try:
             with torch.no_grad():
                 self.apply(candidate).flat(copied=False)(*candidate.own_leaves())

@@ -1,4 +1,4 @@
-"""Examples per call."""
+"""Batch size of inference calls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trimtab.tensors.structure import unflatten
 class Batch(Pass):
     """Run this many examples per call.
 
-    Pays for throughput: weights are read once per call and not once per example, and matrix multiplications grow into shapes
-    that use the whole processor. It costs latency, so it is for the throughput objective only.
+    Pays off for throughput: weights are read once per call instead of once per example, and larger matrix products use
+    the whole processor. Latency grows, so it is tried for the throughput objective only.
     Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-fully-connected/index.html#batch-size
     """
 
@@ -28,7 +28,7 @@ class Batch(Pass):
     """Examples per call."""
 
     def describe(self) -> str:
-        """Says the number."""
+        """Names the batch size."""
         return f"{self.size} example{'s' if self.size != 1 else ''} per call"
 
     def why_not(self, candidate: Candidate) -> str | None:
@@ -42,7 +42,7 @@ class Batch(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the example inputs repeated, or cut, to the batch size."""
+        """The same model, with the example inputs repeated or cut to the batch size."""
         if reason := self.why_not(candidate):
             raise CompileError(reason)
         name = str(candidate.signature.batch)

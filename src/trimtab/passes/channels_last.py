@@ -11,9 +11,9 @@ from trimtab.tensors.memory_format import lay_out
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelsLast(Pass):
-    """Store 4-D activations and weights as NHWC, the layout that convolution kernels on CPUs and tensor cores read fastest.
+    """Store 4-D activations and weights as NHWC, the fastest layout for convolution kernels of CPUs and tensor cores.
 
-    Pays on convolutional networks; elsewhere it does nothing.
+    Pays off for convolutional networks.
     Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
 
@@ -22,7 +22,7 @@ class ChannelsLast(Pass):
     sets = frozenset({"memory_format"})
 
     def describe(self) -> str:
-        """The layout in words."""
+        """Names the layout."""
         return "channels-last memory layout"
 
     def why_not(self, candidate: Candidate) -> str | None:
@@ -34,7 +34,7 @@ class ChannelsLast(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """A copy of the model with NHWC weights; the settings make backends lay out the inputs alike."""
+        """A copy of the model with NHWC weights. Backends convert the inputs, because of the setting ``memory_format``."""
         model = candidate.own_model()
         lay_out(model)
         return candidate.with_model(model, {"memory_format": "channels_last"})

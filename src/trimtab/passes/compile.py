@@ -1,4 +1,4 @@
-"""Compilation while training."""
+"""torch.compile for training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trimtab.hardware.system import no_compiler
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Pass):
-    """Train through ``torch.compile``, which fuses element-wise work and leaves Python out of the forward and backward pass.
+    """Train through ``torch.compile``, which fuses element-wise operations and removes Python from forward and backward pass.
 
-    Pays on runs that are long enough for what compiling costs, from seconds to minutes, and where shapes seldom change: each
-    new one may be compiled again. For inference the backends ``inductor`` and ``aoti`` do the same.
+    Pays off if the run is long compared with the compile time, from seconds to minutes, and shapes seldom change: each new
+    shape may be compiled again. For inference, use the backends ``inductor`` and ``aoti``.
     Source: Ansel et al. 2024, https://pytorch.org/assets/pytorch2-2.pdf
     """
 
@@ -25,7 +25,7 @@ class Compile(Pass):
     sets = frozenset({"compile"})
 
     def describe(self) -> str:
-        """What it is."""
+        """Names the compiler."""
         return "compiled by torch.compile"
 
     def why_not_here(self) -> str | None:
@@ -33,9 +33,9 @@ class Compile(Pass):
         return None if torch.cuda.is_available() else no_compiler()
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """On a CPU, needs a C++ compiler, whatever GPU there is beside it."""
+        """Training on the CPU needs a C++ compiler even if there is a GPU."""
         return no_compiler() if candidate.settings.device == "cpu" else None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; the Trainer compiles it."""
+        """The same model with the setting ``compile``; the Trainer compiles it."""
         return candidate.with_settings({"compile": True})

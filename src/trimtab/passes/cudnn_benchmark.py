@@ -1,4 +1,4 @@
-"""cuDNN's own search."""
+"""cuDNN's benchmark mode."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trimtab.core.technique import Pass
 
 @dataclass(frozen=True, kw_only=True)
 class CudnnBenchmark(Pass):
-    """Have cuDNN time its convolution algorithms for each shape that it meets, and use the fastest from then on.
+    """Let cuDNN time its convolution algorithms for each new input shape, and use the fastest one.
 
-    Pays on convolutional networks whose inputs keep one shape, or few; each new shape costs another search.
+    Pays off for convolutional networks with one or few input shapes; each new shape costs another search.
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
 
@@ -24,7 +24,7 @@ class CudnnBenchmark(Pass):
     sets = frozenset({"cudnn_benchmark"})
 
     def describe(self) -> str:
-        """What it is."""
+        """Describes the effect."""
         return "convolutions chosen by cuDNN's timing"
 
     def why_not_here(self) -> str | None:
@@ -32,7 +32,7 @@ class CudnnBenchmark(Pass):
         return None if torch.cuda.is_available() else "cudnn_benchmark needs an NVIDIA GPU, and PyTorch finds none here."
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Must run on that GPU, and have a convolution."""
+        """Needs a convolution, and training on the GPU."""
         if not candidate.settings.device.startswith("cuda"):
             return f"cudnn_benchmark needs an NVIDIA GPU, and this runs on {candidate.settings.device!r}."
         if not any(isinstance(module, nn.modules.conv._ConvNd) for module in candidate.model.modules()):
@@ -40,5 +40,5 @@ class CudnnBenchmark(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; whoever trains it sets torch's flag."""
+        """The same model with the setting ``cudnn_benchmark``; the Trainer sets torch's flag."""
         return candidate.with_settings({"cudnn_benchmark": True})

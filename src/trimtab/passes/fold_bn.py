@@ -1,4 +1,4 @@
-"""Batch norms folded into the layer before them."""
+"""Fold batch norms into the layers before them."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from trimtab.tensors.weights import tolerance
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 DOUBLE_TOLERANCE, SINGLE_TOLERANCE = 1e-8, 1e-3
-"""Largest error relative to the largest output that a right fold may make in float64 and in float32."""
+"""Largest allowed error of a fold, relative to the largest output, in float64 and in float32."""
 
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldBn(Pass):
-    """Fold a batch norm, which is a scale and a shift at inference, into the convolution or linear layer before it.
+    """Fold each batch norm, which is a scale and a shift at inference, into the convolution or linear layer before it.
 
-    Pays on convolutional networks whose runtime does not fold by itself (eager, and exports that are quantized afterwards); it
-    removes one read and one write of every activation. Which norm follows which layer is taken from a symbolic trace, where
-    the model allows one, and from the order of registration; both are guesses, so every fold is verified: a copy of the
-    model with random batch-norm statistics must give the same outputs, in double precision where it can, on the example, on
-    random inputs and at other sizes. Statistics of a freshly made model would hide a wrong fold: they change next to nothing.
+    Saves one read and one write of every activation. Pays off for convolutional networks on runtimes that do not fold (eager,
+    and exports that are quantized later). Pairs of layer and norm are guessed from a symbolic trace, if the model can be
+    traced, and from the order of registration. Therefore every fold is verified: a copy of the model with random batch-norm
+    statistics (fresh ones would hide a wrong fold) must give equal outputs on the example, on random inputs and at other sizes,
+    in float64 if the model supports it.
     Source: Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 3.2; ``torch.nn.utils.fusion``.
     """
 
     name = "fold_bn"
 
     def describe(self) -> str:
-        """What became of the batch norms."""
+        """Describes the rewrite."""
         return "batch norms folded into their neighbours"
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Needs a batch norm behind a convolution or a linear layer."""
+        """Needs a batch norm after a convolution or linear layer."""
         if not any(isinstance(module, _BatchNorm) for module in candidate.model.modules()):
             return "fold_bn needs a batch norm, and the model has no BatchNorm."
         if not _pairs(candidate.model):
@@ -58,7 +58,7 @@ class FoldBn(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """A copy of the model with every fold that proved right; the rest of its batch norms stay."""
+        """A copy of the model with all verified folds. The other batch norms stay."""
         proof = _Proof(candidate)
         pairs = _safe(proof, [pair for pair in _pairs(candidate.model) if pair[1] in proof.ran])
         if not pairs:
@@ -72,22 +72,22 @@ class FoldBn(Pass):
 
 
 class _Proof:
-    """Tells whether folds keep the outputs, on a copy of the model whose batch norms do something."""
+    """Verifies folds on a copy of the model with random batch-norm statistics."""
 
     def __init__(self, candidate: Candidate) -> None:
         self._structure = candidate.signature.input_structure
         generator = torch.Generator().manual_seed(0)
         self._model, self._tolerance = candidate.own_model(), tolerance(candidate.model, SINGLE_TOLERANCE)
-        _stir(self._model, generator)
-        # some inputs go with each other, such as sequences and their lengths in falling order
+        _randomize_norms(self._model, generator)
+        # the model may refuse resampled inputs, for example lengths that must be in falling order
         others = filter(self._answers, [_resampled(candidate.leaves, generator), *_other_sizes(candidate)])
         self._inputs = [candidate.leaves, *others]
         self._double()
-        with _noted(self._model) as self.ran:
+        with _names_of_running_norms(self._model) as self.ran:
             self._reference = [self._outputs(self._model, leaves) for leaves in self._inputs]
 
     def __call__(self, pairs: Sequence[Pair]) -> bool:
-        """Whether folding all of ``pairs`` keeps the outputs."""
+        """Whether the outputs stay equal if all of ``pairs`` are folded."""
         folded = copied(self._model)
         try:
             _fold(folded, pairs)
@@ -104,7 +104,7 @@ class _Proof:
         return True
 
     def _double(self) -> None:
-        """Go to double precision if the model works in it; some cast to float32 by name."""
+        """Switch to float64 if the model supports it; some models cast to float32 explicitly."""
         model = copied(self._model).double()
         inputs = [[t.double() if t.is_floating_point() else t for t in leaves] for leaves in self._inputs]
         try:
@@ -116,12 +116,12 @@ class _Proof:
 
     def _outputs(self, model: nn.Module, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         found = flatten(call_model(model, self._structure, leaves), "output")[0]
-        return [leaf.clone() for leaf in found]  # it may be memory that the next call writes to
+        return [leaf.clone() for leaf in found]  # clone: the next call may overwrite the outputs
 
 
 @contextlib.contextmanager
-def _noted(model: nn.Module) -> Iterator[set[str]]:
-    """The names of the batch norms that run within the block; of a fold of any other, outputs tell nothing."""
+def _names_of_running_norms(model: nn.Module) -> Iterator[set[str]]:
+    """Collect the names of the batch norms that run in the block. Folds of any other cannot be verified."""
     ran = set[str]()
     norms = [item for item in model.named_modules(remove_duplicate=False) if isinstance(item[1], _BatchNorm)]
     hooks = [norm.register_forward_hook(lambda *_, name=name: ran.add(name)) for name, norm in norms]
@@ -133,7 +133,7 @@ def _noted(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _safe(proof: Callable[[Sequence[Pair]], bool], pairs: Sequence[Pair]) -> list[Pair]:
-    """As many of ``pairs`` as can be folded together, found by halving."""
+    """A large subset of ``pairs`` that can be folded together, found by bisection."""
     if not pairs or proof(pairs):
         return list(pairs)
     if len(pairs) == 1:
@@ -147,7 +147,7 @@ def _safe(proof: Callable[[Sequence[Pair]], bool], pairs: Sequence[Pair]) -> lis
 
 
 def _pairs(model: nn.Module) -> list[Pair]:
-    """Names of (layer, batch norm) that may be folded; each name occurs once, and what a trace says comes first."""
+    """(layer, batch norm) pairs that may be folded. Each name occurs once; pairs from the trace take precedence."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: list[Pair] = []
     taken: set[str] = set()
@@ -159,13 +159,13 @@ def _pairs(model: nn.Module) -> list[Pair]:
 
 
 def _traced(model: nn.Module) -> list[Pair]:
-    """Pairs where one module's output goes to the other module and nowhere else; empty if the model cannot be traced.
+    """Pairs in which the layer's output is used by the norm only; empty if the model cannot be traced.
 
-    A trace knows a module that has several names by one of them only, whichever it was called by, so such pairs are left out.
+    A trace refers to a module with several names by one of them, so such modules are skipped.
     """
     try:
-        # it runs the user's own code on symbols, which may refuse them with any exception; that of a copy, because models keep
-        # what they computed, which would be symbols afterwards
+        # Tracing runs the model's code on symbolic values, which can raise any error. A copy is traced, because models may
+        # store computed values as attributes.
         with user_code("The model cannot be traced"):
             graph = torch.fx.Tracer().trace(copied(model))
     except (UsageError, WorkloadError):
@@ -181,9 +181,9 @@ def _traced(model: nn.Module) -> list[Pair]:
 
 
 def _registered(model: nn.Module) -> list[Pair]:
-    """Neighbours in the order in which modules register their children."""
+    """Pairs of consecutive children in the order of registration."""
     found = []
-    for prefix, parent in model.named_modules():  # a layer that two parents share can be folded in each of them
+    for prefix, parent in model.named_modules():  # yields a layer that two parents share once per parent
         names = [f"{prefix}.{name}" if prefix else name for name, child in parent.named_children() if _concerned(child)]
         found += list(itertools.pairwise(names))
     return found
@@ -194,7 +194,7 @@ def _concerned(module: nn.Module) -> bool:
 
 
 def _fits(layer: nn.Module, norm: nn.Module) -> bool:
-    """Whether the two are of kinds that fold: plain, in evaluation mode, without hooks, and of one width."""
+    """Whether ``norm`` can be folded into ``layer``: supported types, evaluation mode, no hooks, equal width."""
     if not isinstance(norm, _BatchNorm) or norm.training or norm.running_mean is None or layer.training:
         return False
     if any(
@@ -225,8 +225,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _stir(model: nn.Module, generator: torch.Generator) -> None:
-    """Give every batch norm statistics and weights that change what goes through it."""
+def _randomize_norms(model: nn.Module, generator: torch.Generator) -> None:
+    """Give every batch norm random statistics and weights, so that it changes its inputs."""
     with torch.no_grad():
         for norm in model.modules():
             if isinstance(norm, _BatchNorm) and norm.running_mean is not None and norm.running_var is not None:
@@ -242,7 +242,7 @@ def _stir(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def _resampled(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> list[torch.Tensor]:
-    """Inputs of the same kind: floats drawn with the example's mean and spread, other values in another order."""
+    """Inputs like the example: floats with its mean and standard deviation, other values permuted."""
     return [_resample(leaf, generator) for leaf in leaves]
 
 
@@ -253,7 +253,7 @@ def _resample(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _other_sizes(candidate: Candidate) -> Iterator[list[torch.Tensor]]:
-    """The example with each dynamic dimension at another size and at its least: models leave norms out for a single row."""
+    """The example with each dynamic dimension at another size and at its minimum: models may skip norms for a single row."""
     signature = candidate.signature
     now = signature.sizes(candidate.leaves)
     for dim in signature.dims:

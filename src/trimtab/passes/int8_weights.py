@@ -15,16 +15,16 @@ from trimtab.errors import CompileError
 from trimtab.tensors.weights import is_composed
 
 MINIMUM = 17
-"""Input features from which on dynamic activations are quantized; torchao leaves smaller layers alone."""
+"""Smallest number of input features for dynamic quantization of activations; torchao skips smaller layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Weights(Pass):
-    """Keep the weights of linear layers as 8-bit integers with one scale per output, through torchao.
+    """Store the weights of linear layers as 8-bit integers with one scale per output channel, with torchao.
 
-    The form is plain tensors and plain operators, so any backend can export it. Pays where weights do not fit the cache and are
-    read once per call (large linear layers, batch 1), and makes the artifact about four times smaller. With
-    ``activations="int8"`` the inputs are quantized too, per row at run time, and the product is computed in integers: faster
+    The result consists of plain tensors and operators, so every backend can export it, and the artifact is about four times
+    smaller. Pays off if the weights exceed the cache and are read once per call (large linear layers, batch 1). With
+    ``activations="int8"`` the inputs are quantized as well, per row at run time, and products are computed in integers: faster
     on CPUs with VNNI and a compiler that fuses the conversions (``inductor``, ``aoti``), slower in eager mode.
     Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339; https://docs.pytorch.org/ao/stable/
     """
@@ -37,16 +37,16 @@ class Int8Weights(Pass):
 
     @property
     def exact(self) -> bool:
-        """8 bits are not 32."""
+        """8-bit rounding changes the outputs."""
         return False
 
     def describe(self) -> str:
-        """Says whether activations are quantized too."""
+        """Says whether activations are quantized as well."""
         both = " and activations" if self.activations == "int8" else ""
         return f"int8 weights{both} in linear layers"
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Needs linear layers with float weights."""
+        """Needs linear layers with floating-point weights."""
         if not any(map(self._takes, candidate.model.modules())):
             return f"int8_weights needs a linear layer with float weights{self._width()}, and the model has none."
         return None
@@ -60,7 +60,7 @@ class Int8Weights(Pass):
         chosen = Int8WeightOnlyConfig if self.activations == "float" else Int8DynamicActivationInt8WeightConfig
         model = candidate.own_model()
         try:
-            # Without set_inductor_config=False these change inductor's global configuration for good.
+            # without set_inductor_config=False torchao changes inductor's global configuration permanently
             quantize_(model, chosen(set_inductor_config=False), filter_fn=lambda module, _: self._takes(module))
             model = unwrap_tensor_subclass(model)
             model.eval()
@@ -70,7 +70,7 @@ class Int8Weights(Pass):
         return candidate.with_model(model)
 
     def _takes(self, module: nn.Module) -> bool:
-        # attention reads the weight of its last layer by itself, which is of a class of its own for this reason
+        # nn.MultiheadAttention reads the weight of this layer directly
         if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
             return False
         if hasattr(module, "parametrizations") or is_composed(module.weight):

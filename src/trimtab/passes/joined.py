@@ -1,4 +1,4 @@
-"""The batches of an update as one."""
+"""Run the batches of an update as one batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trimtab.core.technique import Pass
 
 @dataclass(frozen=True, kw_only=True)
 class Joined(Pass):
-    """Run the batches that are accumulated for an update as one, where they differ in their examples alone and fit into memory.
+    """Run the accumulated batches of an update as one batch, if only their batch size differs and memory suffices.
 
-    Pays on small batches, whose matrix products do not use the whole processor. BatchNorm then sees the whole update, as in
-    training without accumulation; ``data.exact_batchnorm`` sees to it that it always does.
+    Pays off for small batches, whose matrix products do not use the whole processor. BatchNorm then normalizes over the whole
+    update, as in training without accumulation. ``data.exact_batchnorm`` enforces this.
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, on what accumulation does to BatchNorm
     """
 
@@ -22,15 +22,15 @@ class Joined(Pass):
     sets = frozenset({"data.joined"})
 
     def describe(self) -> str:
-        """What it is."""
+        """Describes the effect."""
         return "the batches of an update run as one"
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Needs an accumulation."""
+        """Needs gradient accumulation."""
         if candidate.settings.data.accumulate == 1:
             return "joined needs batches that are accumulated, and each of these is an update of its own."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; the Trainer joins the batches."""
+        """The same model with the setting ``data.joined``; the Trainer joins the batches."""
         return candidate.with_settings({"data.joined": True})

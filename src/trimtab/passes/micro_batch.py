@@ -1,4 +1,4 @@
-"""Examples per forward pass of a training."""
+"""Micro-batch size of training."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trimtab.core.technique import Choice, Pass
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(Pass):
-    """Take the loader's batches apart and accumulate the gradients of the parts, so that an update stays what it was.
+    """Split the loader's batches and accumulate the gradients of the parts. Updates stay the same.
 
-    Pays where the activations of a whole batch fall out of the processor's caches, or do not fit into memory. Where BatchNorm
-    looks at batches, or dropout draws masks, a part is not a whole: losses then differ by more than rounding, and show it.
+    Pays off if the activations of a whole batch exceed the processor's caches or the memory. With BatchNorm or dropout, parts
+    do not give the same result as the whole; the losses then differ by more than rounding.
     Source: Ott et al. 2018, https://arxiv.org/abs/1806.00187
     """
 
@@ -26,16 +26,16 @@ class MicroBatch(Pass):
     """Examples per part."""
 
     def describe(self) -> str:
-        """Says the number."""
+        """Names the size."""
         return f"{self.size} examples per forward pass"
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Needs batches that are larger."""
+        """Needs larger batches than ``size``."""
         rows = next((leaf.shape[0] for leaf in candidate.leaves if leaf.dim()), 1)
         if self.size >= rows:
             return f"micro_batch takes batches apart that have more than {self.size} examples, and these have no more."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; the Trainer takes the batches apart."""
+        """The same model with the setting ``data.micro_batch``; the Trainer splits the batches."""
         return candidate.with_settings({"data.micro_batch": self.size})

@@ -1,4 +1,4 @@
-"""How the optimizer's arithmetic is carried out."""
+"""Choice of the optimizer's implementation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trimtab.core.technique import Pass
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKernels(Pass):
-    """Update all parameters in few kernels instead of one operation at a time and parameter by parameter.
+    """Update all parameters with few kernels, instead of one operation and parameter at a time.
 
-    Pays where parameters are many or large: an update in the plain loop reads and writes every tensor several times over.
-    Which of torch's optimizers have which implementation is theirs to say; the Trainer declines what they have not.
+    Pays off for many or large parameters: the plain loop reads and writes every tensor several times. Not every torch optimizer
+    has every implementation; the Trainer refuses missing ones.
     Source: https://docs.pytorch.org/docs/stable/optim.html#algorithms
     """
 
@@ -23,12 +23,12 @@ class OptimizerKernels(Pass):
     sets = frozenset({"optimizer.implementation"})
 
     kernels: Literal["fused", "foreach"] = "fused"
-    """``fused`` makes the whole update one kernel; ``foreach`` makes each of its operations one kernel for all parameters."""
+    """``fused``: one kernel for the whole update. ``foreach``: one kernel per operation, for all parameters."""
 
     def describe(self) -> str:
-        """Says which."""
+        """Names the implementation."""
         return f"{self.kernels} optimizer"
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; the Trainer tells the optimizer."""
+        """The same model with the setting ``optimizer.implementation``; the Trainer applies it."""
         return candidate.with_settings({"optimizer.implementation": self.kernels})

@@ -1,4 +1,4 @@
-"""Dropout taken out."""
+"""Remove dropout layers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from trimtab.core.technique import Pass
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveDropout(Pass):
-    """Replace dropout layers by the identity, which they are at inference.
+    """Replace dropout layers by identities, which they are at inference.
 
-    Pays a little in eager mode, where each is a module call, and where a runtime would keep an export's dropout as an
-    operator, which stops the fusion of what stands around it; most exporters take it out by themselves. Calls of
-    ``functional.dropout`` are left alone: in evaluation mode they return their input, and nothing in the module says that they
-    are there.
+    Pays off a little in eager mode, which calls one module less per layer, and on runtimes that would keep dropout as an
+    operator, which prevents fusion; most exporters remove it themselves. Calls of ``functional.dropout`` are not changed: they
+    are not visible in the module, and return their input in evaluation mode.
     Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html (dropout is for training only).
     """
 
     name = "remove_dropout"
 
     def describe(self) -> str:
-        """What became of the dropout layers."""
+        """Describes the rewrite."""
         return "dropout removed"
 
     def why_not(self, candidate: Candidate) -> str | None:
@@ -35,7 +34,7 @@ class RemoveDropout(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """A copy of the model with identities, and with the rates inside attention and recurrent layers set to zero."""
+        """A copy of the model with identities. Dropout rates inside attention and recurrent layers are set to zero."""
         model = candidate.own_model()
         if _removable(model):
             return candidate.with_model(_identity())
@@ -49,14 +48,14 @@ class RemoveDropout(Pass):
 
 
 def _removable(module: nn.Module) -> bool:
-    """A dropout layer in evaluation mode that nothing is hooked to and that does what torch's own do; others may do more."""
+    """Whether ``module`` is a dropout layer of torch, in evaluation mode, without hooks and with torch's ``forward``."""
     if not isinstance(module, _DropoutNd) or module.training or module._forward_hooks or module._forward_pre_hooks:
         return False
     return "forward" not in vars(module) and type(module).forward.__module__ == _DropoutNd.__module__
 
 
 def _identity() -> nn.Module:
-    """An identity that still answers to ``p``, which some models hand on to ``functional.dropout``."""
+    """An identity with the attributes of a dropout layer; some models pass ``p`` to ``functional.dropout``."""
     identity = nn.Identity().eval()
     identity.p = 0.0  # type: ignore[assignment]
     identity.inplace = False  # type: ignore[assignment]

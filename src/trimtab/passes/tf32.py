@@ -10,14 +10,14 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.technique import Pass
 
 NEEDED = (8, 0)
-"""The compute capability of Ampere."""
+"""Compute capability of Ampere GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tf32(Pass):
     """Round the inputs of float32 products to 10 bits of mantissa, so that tensor cores can multiply them.
 
-    Pays on NVIDIA GPUs from Ampere on wherever products in float32 are left, with or without mixed precision for the others.
+    Pays off on NVIDIA GPUs since Ampere, for all products in float32, with or without mixed precision for the others.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
 
@@ -27,15 +27,15 @@ class Tf32(Pass):
 
     @property
     def exact(self) -> bool:
-        """10 bits of mantissa are not 23."""
+        """10 bits of mantissa instead of 23 change the outputs."""
         return False
 
     def describe(self) -> str:
-        """What it is."""
+        """Names the format."""
         return "products in TensorFloat-32"
 
     def why_not_here(self) -> str | None:
-        """Needs a GPU that has it."""
+        """Needs an Ampere GPU or a newer one."""
         if not torch.cuda.is_available():
             return "tf32 needs an NVIDIA GPU, and PyTorch finds none here."
         if all(torch.cuda.get_device_capability(index) < NEEDED for index in range(torch.cuda.device_count())):
@@ -43,7 +43,7 @@ class Tf32(Pass):
         return None
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Must run on that GPU."""
+        """Needs training on such a GPU."""
         device = candidate.settings.device
         if not device.startswith("cuda"):
             return f"tf32 needs an NVIDIA GPU, and this runs on {device!r}."
@@ -52,5 +52,5 @@ class Tf32(Pass):
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; whoever trains it sets torch's precision of products."""
+        """The same model with the setting ``precision.tf32``; the Trainer sets torch's precision."""
         return candidate.with_settings({"precision.tf32": True})

@@ -1,4 +1,4 @@
-"""Number of threads."""
+"""Number of intra-operator threads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trimtab.hardware import system
 
 @dataclass(frozen=True, kw_only=True)
 class Threads(Pass):
-    """Share an operator between this many threads.
+    """Compute each operator with this many threads.
 
-    The default of most runtimes is every core. Fewer threads pay on small networks, where handing out the work costs more than
-    doing it, and wherever several copies of a model share a machine.
+    Most runtimes use all cores by default. Fewer threads pay off for small networks, where distributing the work costs more
+    than doing it, and if several models share a machine.
     Source: https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html
     """
 
@@ -25,10 +25,10 @@ class Threads(Pass):
     sets = frozenset({"threads"})
 
     count: Annotated[int, Choice(1, 2, 4, 8)] = 1
-    """Threads within one operator."""
+    """Threads per operator."""
 
     def describe(self) -> str:
-        """Says the number."""
+        """Names the number."""
         return f"{self.count} thread{'s' if self.count != 1 else ''}"
 
     def __post_init__(self) -> None:
@@ -37,11 +37,11 @@ class Threads(Pass):
             raise UsageError(f"threads: count is {self.count}; it is at least 1.")
 
     def why_not_here(self) -> str | None:
-        """More threads than cores only wait for each other."""
+        """Needs as many usable cores: more threads than cores only wait for each other."""
         if self.count > (cores := system.usable_cores()):
             return f"threads asks for {self.count} threads, and the cores that this process may use are {cores}."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model; whoever runs the settings sets the runtime's thread count."""
+        """The same model with the setting ``threads``; backends and the Trainer apply it."""
         return candidate.with_settings({"threads": self.count})

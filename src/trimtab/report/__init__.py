@@ -1,4 +1,4 @@
-"""The report of a study: a rendering of what its record holds. It computes nothing but where things stand."""
+"""Render a study's record as report, terminal text and comparison. Nothing is measured here."""
 
 from trimtab.report.comparison import side_by_side
 from trimtab.report.page import html

@@ -1,5 +1,5 @@
-"""The charts as data for plotly. Colours are names that the page looks up in its theme, so that they follow it; a number behind
-a name says how much of the colour there is, on paper."""
+"""The charts as data for plotly. Colours are names that the page looks up in its theme, so that charts follow it; a number
+after a name is the share of that colour in a mix with the paper's."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from trimtab.study import ranking
 from trimtab.study.record import Record
 
 SERIES = 8
-"""Colours that the theme has for backends; further ones begin again."""
+"""Number of backend colours in the theme; further backends reuse them."""
 AREA = 34
-"""Diameter, in pixels, of the largest point."""
+"""Diameter of the largest point in pixels."""
 SMALL = 1e-9
-"""A size, in MB, for what has none: plotly draws no point at all for 0, and the smallest for this."""
+"""Size in MB of a point without a size: plotly draws none for 0, and the smallest for this value."""
 PALE = 0.35
-"""How much of its colour a point has that others beat; the rest is paper, so that points do not darken each other."""
+"""Share of its colour in a dominated point; the rest is the paper's, so that overlapping points do not darken."""
 REACH = 3.0
-"""How many times as high as the fastest trial the chart may become to show a limit that nothing meets."""
+"""Maximum height of the chart, relative to the fastest trial, to show a limit that nothing meets."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One chart, and in a sentence what it shows, for those who cannot see it."""
+    """One chart, and a sentence that describes it for readers who cannot see it."""
 
     name: str
     about: str
@@ -42,7 +42,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A trial in the plane of speed against loss."""
+    """A trial in the plane of speed and loss."""
 
     row: int
     x: float
@@ -57,12 +57,12 @@ class Point:
 
 
 def safe(text: str) -> str:
-    """Text that plotly shows as it is; it reads tags."""
+    """``text`` escaped for plotly, which reads tags."""
     return html.escape(plain(text), quote=False)
 
 
 def wrapped(text: str, width: int = 46) -> str:
-    """``text`` in lines of about ``width`` letters, at most four."""
+    """``text`` in lines of about ``width`` letters, at most four lines."""
     lines: list[str] = []
     line = ""
     for word in words.clipped(text, 4 * width).split():
@@ -119,13 +119,13 @@ def _usable(found: Interval | None) -> bool:
 
 
 def _label(y: str, text: str) -> dict[str, Any]:
-    """The figures of a bar, above its beginning, where a narrow screen has room for them too."""
+    """The figures of a bar, above its beginning, where narrow screens have room for them."""
     place = {"x": 0, "y": y, "xanchor": "left", "yanchor": "bottom", "yshift": 13}
     return place | {"text": safe(text), "showarrow": False, "font": {"color": "@ink"}}
 
 
 def _bars(both: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Error bars that reach ``(down, up)`` from each point."""
+    """Error bars that extend ``(down, up)`` from each point."""
     return {
         "type": "data",
         "symmetric": False,
@@ -146,7 +146,7 @@ def _line(*, x: float | None = None, y: float | None = None, colour: str = "@bad
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in both speed and loss, the smallest loss first; only finished trials count."""
+    """The points that no other point beats in both speed and loss, smallest loss first. Only complete trials count."""
     found: list[Point] = []
     for point in sorted((p for p in points if p.complete), key=lambda p: (p.x, -p.speed.value)):
         if not found or point.speed.value > found[-1].speed.value:
@@ -155,12 +155,12 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def points(record: Record, rows: Sequence[Row]) -> list[Point]:
-    """The trials of which both figures are known."""
+    """The trials with known speed and loss."""
     return [point for index, row in enumerate(rows) if (point := _point(index, row, record)) is not None]
 
 
 def drawable(speed: Interval | None) -> bool:
-    """Whether a speed-up is known well enough to be drawn."""
+    """Whether a speed-up is known and narrow enough to draw."""
     return speed is not None and _usable(speed) and not speed.vague
 
 
@@ -186,7 +186,7 @@ def _point(index: int, row: Row, record: Record) -> Point | None:
 def _hover(row: Row, record: Record) -> str:
     trial = row.trial
     loss = (
-        f"{words.terms(record).drop} {words.drop(trial.drop, record)}"
+        f"{words.terms(record).drop}: {words.change(trial.drop, record) if trial.drop else words.UNKNOWN}"
         if labelled(record)
         else f"error {words.error(trial.parity.centred_error if trial.parity else None)}"
     )
@@ -197,14 +197,14 @@ def _hover(row: Row, record: Record) -> str:
 
 
 def _kept(row: Row, record: Record) -> str:
-    """What is known of the limits, to stand behind the state: a trial that ended early was not held against them."""
+    """Whether limits are kept, to follow the state; empty for a trial that ended early, which was not compared with them."""
     if row.keeps or row.trial.state is not State.COMPLETE:
         return ", within the limits" if row.keeps else ""
     return ", not within the limits" if ranking.misses(row.trial, record.limits) else ", not in a form that ships"
 
 
 def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:
-    """Speed against loss: size as area, backend as colour, the dominated pale, the limits drawn."""
+    """Speed against loss: area is size, colour is backend, dominated points are pale, limits are lines."""
     found = points(record, rows)
     if not found:
         return None
@@ -214,7 +214,7 @@ def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:
     backends = sorted({point.backend for point in found})
     colours = {backend: f"@series-{index % SERIES}" for index, backend in enumerate(backends)}
     beaten = [point for point in found if point not in best]
-    data = [  # what is drawn later covers what is drawn first
+    data = [  # later traces cover earlier ones
         *_traces(beaten, colours, place, largest, pale=True),
         _front_line(best, place),
         *_traces(best, colours, place, largest, pale=False),
@@ -229,7 +229,7 @@ def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:
 
 
 def _axis(found: Sequence[Point], *, log: bool) -> Callable[[float], float]:
-    """How a loss is placed: as it is, or on an axis of powers of ten, where nothing lost stands left of the least loss."""
+    """The position of a loss: unchanged, or on a logarithmic axis, where zero loss is left of the smallest loss."""
     if not log:
         return lambda x: x
     least = min((point.x for point in found if point.x > 0), default=1e-7)
@@ -251,7 +251,7 @@ def _front_line(best: Sequence[Point], place: Callable[[float], float]) -> dict[
 def _traces(
     found: Sequence[Point], colours: Mapping[str, str], place: Callable[[float], float], largest: float, *, pale: bool
 ) -> list[dict[str, Any]]:
-    """A trace for each backend, the large points below the small ones; only those that no other beats have whiskers."""
+    """A trace for each backend, large points below small ones. Only points that no other beats have error bars."""
     own = {name: sorted((p for p in found if p.backend == name), key=lambda p: -(p.size or 0.0)) for name in colours}
     return [_trace(name, colours[name], points, place, largest, pale=pale) for name, points in own.items() if points]
 
@@ -290,7 +290,7 @@ def _trace(
 
 
 def _key(name: str, colour: str) -> dict[str, Any]:
-    """The backend's place in the legend, which would else take the look of its first point."""
+    """The backend's entry in the legend, which would otherwise look like its first point."""
     return {
         "type": "scatter",
         "mode": "markers",
@@ -306,14 +306,14 @@ def _pareto_layout(
     record: Record, rows: Sequence[Row], found: Sequence[Point], place: Callable[[float], float]
 ) -> dict[str, Any]:
     top = max(min(point.speed.high, 1.3 * point.speed.value) for point in found)
-    asked = _asked(record)
+    asked = _required_speedup(record)
     if asked is not None and asked <= REACH * top:
         top = max(top, asked)
     shapes, notes = _limit_lines(record, top)
     spots = [point.x if labelled(record) else math.log10(place(point.x)) for point in found]
     middle = (min(spots) + max(spots)) / 2
     notes += [
-        _shipping(record, x, point.speed.value, right=x > middle)
+        _winner_note(record, x, point.speed.value, right=x > middle)
         for x, point in zip(spots, found, strict=True)
         if rows[point.row].ships
     ]
@@ -337,8 +337,8 @@ def _pareto_layout(
     }
 
 
-def _shipping(record: Record, x: float, y: float, *, right: bool) -> dict[str, Any]:
-    """What ships, by name and with its confirmed speed-up; its words go inwards from a point in the ``right`` half."""
+def _winner_note(record: Record, x: float, y: float, *, right: bool) -> dict[str, Any]:
+    """Name and confirmed speed-up of what ships; the text is left of the point in the ``right`` half, otherwise right of it."""
     again = record.confirmation.speedup if record.confirmation is not None and record.confirmation.again else None
     text = "ships" if again is None else f"ships<br>({words.quoted(again)} when measured again)"
     arrow = {"showarrow": True, "arrowcolor": "@ink", "arrowwidth": 1, "ax": 0, "ay": -34}
@@ -346,15 +346,15 @@ def _shipping(record: Record, x: float, y: float, *, right: bool) -> dict[str, A
     return arrow | {"x": x, "y": y, "text": text, "font": {"color": "@ink"}, "xanchor": side, "align": side}
 
 
-def _asked(record: Record) -> float | None:
-    """The speed-up with which the model as written would meet the limit of the latency, if there is one."""
+def _required_speedup(record: Record) -> float | None:
+    """The speed-up at which the model as written would meet the latency limit, if there is one."""
     medians = (rung["latency_ms"]["median"] for rung in record.ladder if rung.get("rung") == "as_written")
     written, limit = words.known(next(medians, None)), record.limits.latency_ms
     return written / limit if record.objective == "latency" and limit and written else None
 
 
 def _limit_lines(record: Record, top: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The limits that have a place in this plane, up to ``top``; that of the latency is told in words where it has none."""
+    """Lines of the limits, up to ``top``. A latency limit above that is a note instead."""
     shapes, notes = [], []
     scale = 100.0 if words.in_percent(record) else 1.0
     base = words.known(record.prepared.score)
@@ -365,7 +365,7 @@ def _limit_lines(record: Record, top: float) -> tuple[list[dict[str, Any]], list
     elif not labelled(record):
         shapes.append(_line(x=record.limits.max_error))
         notes.append(_limit_note(f"limit {words.error(record.limits.max_error)}", x=math.log10(record.limits.max_error)))
-    if (asked := _asked(record)) is not None:
+    if (asked := _required_speedup(record)) is not None:
         limit_ms = f"limit {words.milliseconds(record.limits.latency_ms)}"
         if asked <= top:
             shapes.append(_line(y=asked))
@@ -376,7 +376,7 @@ def _limit_lines(record: Record, top: float) -> tuple[list[dict[str, Any]], list
 
 
 def _limit_note(text: str, *, x: float | None = None, y: float | None = None) -> dict[str, Any]:
-    """A word beside the line of a limit, or at the upper edge where there is no line."""
+    """A label beside the line of a limit, or at the upper edge if there is no line."""
     note = {"text": text, "showarrow": False, "font": {"color": "@bad", "size": 12}}
     if x is not None:
         return note | {"x": x, "yref": "paper", "y": 1, "yanchor": "bottom"}

@@ -1,4 +1,4 @@
-"""Two studies side by side: two machines, two versions, two limits."""
+"""Compare two studies side by side: two machines, two versions, two sets of limits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trimtab.study.ranking import RUNGS
 from trimtab.study.record import Record
 
 NAME = 22
-"""Columns of the terminal for names; the two studies share the rest."""
+"""Terminal columns for names; the two studies share the rest."""
 MOST = 6
-"""Recipes that are named for one kind of difference."""
+"""Maximum recipes that are named for one kind of difference."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,20 +33,20 @@ class Line:
 
     @property
     def differs(self) -> bool:
-        """Whether the two are not the same."""
+        """Whether the two sides differ."""
         return self.left != self.right
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """Two studies, fact by fact, and what differs in sentences; ``str()`` of it has 100 columns."""
+    """Facts of two studies, and their differences in sentences; ``str()`` of it has 100 columns."""
 
     schema: ClassVar[int] = 1
 
     lines: tuple[Line, ...]
     differences: tuple[str, ...]
     names: tuple[str, str] = ("", "")
-    """What the person calls the two, as their folders."""
+    """What the user calls the two studies, such as their folders."""
 
     def to_json(self) -> dict[str, Any]:
         """``{"schema": 1, "names": [left, right], "lines": [{"name", "left", "right", "differs"}], "differences": [...]}``."""
@@ -54,7 +54,7 @@ class SideBySide:
         return {"schema": self.schema, "names": list(self.names), "lines": lines, "differences": list(self.differences)}
 
     def shown(self, columns: int | None = None) -> str:
-        """For a terminal of ``columns``, of which at most 100 are used."""
+        """Text for a terminal of ``columns``, of which at most 100 are used."""
         width = words.columns(columns)
         side = (width - NAME - 4) // 2
         left, right = (f"{place} {name}".rstrip() for place, name in zip(("LEFT", "RIGHT"), self.names, strict=True))
@@ -68,13 +68,13 @@ class SideBySide:
 
 
 def side_by_side(left: Record, right: Record, names: tuple[str, str] = ("", "")) -> SideBySide:
-    """What two studies, called ``names``, have in common and what they have not."""
+    """Compare two studies called ``names``."""
     differences = tuple(plain(sentence) for sentence in _differences(left, right))
     return SideBySide(lines=tuple(_lines(left, right)), differences=differences, names=names)
 
 
 def _table_rows(line: Line, width: int) -> Iterator[str]:
-    """A fact over as many rows as its longer side needs; a tilde marks what differs."""
+    """A fact in as many rows as its longer side needs; a tilde marks a difference."""
     sides = [textwrap.wrap(side, width) or [""] for side in (line.left, line.right)]
     names = textwrap.wrap(line.name, NAME)
     for index in range(max(len(names), *map(len, sides))):
@@ -111,7 +111,7 @@ def _rung(name: str, record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _lines(left: Record, right: Record) -> Iterator[Line]:
-    """Facts of either side in the order in which they come; versions only where they differ."""
+    """Facts of both sides in order; versions only if they differ."""
     sides = [{name: plain(value) for name, value in _facts(record)} for record in (left, right)]
     for name in dict.fromkeys((*sides[0], *sides[1])):
         line = Line(name=name, left=sides[0].get(name, "–"), right=sides[1].get(name, "–"))
@@ -125,7 +125,7 @@ def _differences(left: Record, right: Record) -> Iterator[str]:
         return
     if left.prepared.identity != right.prepared.identity:
         yield "These are two different workloads, or two states of one: their speed-ups do not compare one to one."
-    elif _judged(left) != _judged(right):
+    elif _evaluation_data(left) != _evaluation_data(right):
         yield "They were judged on other data: their scores, and what they lost, do not compare one to one."
     if left.objective != right.objective:
         yield f"They look for different things: {left.objective} on the left, {right.objective} on the right."
@@ -137,11 +137,11 @@ def _differences(left: Record, right: Record) -> Iterator[str]:
         yield "One of them has no verdict: it is still running, or it was cut off."
     yield from _winners(left, right)
     yield from _states(left, right)
-    yield from _speeds(left, right)
+    yield from _speed_differences(left, right)
 
 
-def _judged(record: Record) -> tuple[Any, ...]:
-    """What is known of the data that is the same on every machine."""
+def _evaluation_data(record: Record) -> tuple[Any, ...]:
+    """Properties of the evaluation data that do not depend on the machine."""
     prepared = record.prepared
     return dict(prepared.splits), prepared.n, words.known(prepared.score) is None
 
@@ -151,14 +151,14 @@ def _by_recipe(record: Record) -> dict[str, Trial]:
 
 
 def _winners(left: Record, right: Record) -> Iterator[str]:
-    """How what ships on one side did on the other."""
+    """How the winner of each side did on the other."""
     for here, there, place in ((left, right, "right"), (right, left, "left")):
         if here.winner is None or here.best == there.best:
             continue
         other = _by_recipe(there).get(here.winner.recipe.hash)
         home = "left" if place == "right" else "right"
         what = f"{words.terms(here).answer} on the {home}, {here.winner.recipe},"
-        many = here.mode == "train"  # settings
+        many = here.mode == "train"  # settings are plural
         if other is None:
             yield f"{what} {'were' if many else 'was'} not tried on the {place}."
         else:
@@ -180,19 +180,19 @@ def _states(left: Record, right: Record) -> Iterator[str]:
         yield f"{words.count(alone[0], 'recipe')} tried on the left only, {alone[1]:,} on the right only."
 
 
-def _apart(a: Interval, b: Interval) -> bool:
-    """Whether two speed-ups differ by more than their intervals; of a bound that is not finite nothing is known."""
+def _differ(a: Interval, b: Interval) -> bool:
+    """Whether two speed-ups differ by more than their intervals; unknown, and so ``False``, if a bound is not finite."""
     known = all(words.known(figure) is not None for each in (a, b) for figure in (each.value, each.low, each.high))
     return known and min(a.value, b.value) > 0 and not (a.low <= b.high and b.low <= a.high)
 
 
-def _speeds(left: Record, right: Record) -> Iterator[str]:
-    """Recipes whose speed-ups differ by more than their intervals, the largest difference first."""
+def _speed_differences(left: Record, right: Record) -> Iterator[str]:
+    """Recipes whose speed-ups differ by more than their intervals, largest difference first."""
     other = _by_recipe(right)
     found: list[tuple[float, str]] = []
     for trial in left.trials:
         a, b = trial.speedup, getattr(other.get(trial.recipe.hash), "speedup", None)
-        if a is None or b is None or not _apart(a, b):
+        if a is None or b is None or not _differ(a, b):
             continue
         words_of_it = f"{trial.recipe}: {words.speed(a)} on the left, {words.speed(b)} on the right."
         found.append((abs(math.log(a.value / b.value)), words_of_it))

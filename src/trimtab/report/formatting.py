@@ -1,4 +1,4 @@
-"""Figures and recipes as people read them. What is not known is said to be not measured, never left to be guessed."""
+"""Figures and recipes in readable form. An unknown figure is shown as not measured."""
 
 from __future__ import annotations
 
@@ -27,45 +27,48 @@ STOP_WORDS = {
     "pairs": "the pairs asked for were done",
 }
 WIDTH, NARROWEST = 100, 40
-"""Columns of what is made for a terminal of which nothing is known, and the fewest that anything is made for."""
+"""Default columns of text for a terminal of unknown width, and the minimum."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a study is about, and what its figures are called."""
+    """The terms of one kind of study: inference or training."""
 
     subject: str
-    """What was to become faster."""
+    """The baseline."""
     answer: str
-    """What the study ends with."""
+    """Heading of the result."""
     stays: str
-    """The verdict where that is the original."""
+    """The verdict if the baseline stays."""
     quality: str
-    """What a faster recipe may cost."""
+    """What a faster recipe may lose."""
     score: str
     drop: str
+    """A score that is worse than as written."""
+    gain: str
+    """A score that is better."""
     outputs: str
-    """What is compared with the original."""
+    """What is compared with the reference."""
     basis: str
-    """The samples that a drop rests on: a preposition, to be followed by their number."""
+    """Preposition before the number of samples that a drop rests on."""
     sample: str
     scored: str
-    """Of how many samples the score as written is."""
+    """Phrase for the number of samples of the baseline's score."""
     searched: str
-    """Where the search measured a drop."""
+    """Phrase for the drop in the search."""
     again: str
-    """Where the confirmation did."""
+    """Phrase for the drop in the confirmation."""
     rungs: str
-    """What the ladder leads over."""
+    """Phrase for the rungs of the ladder."""
     measure: str
     call: str
-    """What is timed: the name of its time, and its own."""
+    """What is timed; ``measure`` is the name of its duration."""
     drawn: str
-    """What the size and the colour of a point say."""
+    """Legend of a point's size and colour."""
 
     @property
     def lost(self) -> str:
-        """The figure that a limit binds."""
+        """The figure that the accuracy limit bounds, such as ``drop of the score``."""
         return f"{self.drop} of the {self.score}"
 
     def samples(self, number: int) -> str:
@@ -81,6 +84,7 @@ TERMS: Mapping[Mode, Terms] = {
         quality="accuracy",
         score="score",
         drop="drop",
+        gain="improvement",
         outputs="outputs",
         basis="on",
         sample="example",
@@ -99,6 +103,7 @@ TERMS: Mapping[Mode, Terms] = {
         quality="loss",
         score="loss",
         drop="rise",
+        gain="fall",
         outputs="losses",
         basis="over the last",
         sample="update",
@@ -114,17 +119,17 @@ TERMS: Mapping[Mode, Terms] = {
 
 
 def terms(record: Record) -> Terms:
-    """The words for this study."""
+    """The terms of this study."""
     return TERMS[record.mode]
 
 
 def columns(asked: int | None) -> int:
-    """Columns to fill of a terminal that has as many as ``asked``, if that is known."""
+    """Columns to use on a terminal with ``asked`` columns, if that is known."""
     return WIDTH if asked is None else max(NARROWEST, min(asked, WIDTH))
 
 
 def status(record: Record) -> str:
-    """The verdict in a word or two."""
+    """The verdict in one or two words."""
     if record.status != "kept_original":
         return STATUS_WORDS[record.status]
     if record.confirmation is not None and not record.confirmation.ok:
@@ -134,7 +139,7 @@ def status(record: Record) -> str:
 
 
 def known(value: float | None) -> float | None:
-    """``value``, or ``None`` where it is none, not a number or not finite."""
+    """``value``, or ``None`` if it is ``None``, NaN or infinite."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -145,7 +150,7 @@ def clipped(text: str, length: int) -> str:
 
 
 def some(lines: Iterable[str]) -> list[str]:
-    """Up to 20 different ones of ``lines``, each of up to 600 letters, and how many others there are."""
+    """Up to 20 distinct ``lines`` of up to 600 letters, and the number of those left out."""
     found = list(dict.fromkeys(clipped(line, 600) for line in lines))
     if len(found) <= 21:
         return found
@@ -153,7 +158,7 @@ def some(lines: Iterable[str]) -> list[str]:
 
 
 def digits(value: float | None, count: int = 3) -> str:
-    """``value`` to ``count`` significant digits, with thousands marked and without an exponent where that is readable."""
+    """``value`` to ``count`` significant digits, with thousands separators, without an exponent if that is readable."""
     value = known(value)
     if value is None:
         return UNKNOWN
@@ -174,7 +179,7 @@ def times(ratio: float | None) -> str:
 
 
 def span(interval: Interval | None) -> str:
-    """``2.41 to 2.66``; empty where nothing is known. An upper bound that is not finite is one that says nothing."""
+    """``2.41 to 2.66``; empty if unknown. An infinite upper bound is left out."""
     if interval is None or known(interval.low) is None:
         return ""
     high = times(interval.high)[:-1] if interval.high <= MANY else f">{MANY:.0f}"
@@ -190,20 +195,20 @@ def speed(interval: Interval | None) -> str:
 
 
 def quoted(interval: Interval | None) -> str:
-    """``2.53x``; where the interval is too wide for one number, the bound that is nearer to 1, or that it is unclear."""
+    """``2.53x``; if the interval is too wide for one number, the bound nearer to 1, or that it is unclear."""
     if interval is None or known(interval.value) is None:
         return UNKNOWN
     return interval.quoted() if interval.vague else times(interval.value)
 
 
 def bounds(interval: Interval) -> str:
-    """What stands below a speed-up."""
+    """The line below a speed-up."""
     found = span(interval)
     return f"{found}, 95% interval" if found else ""
 
 
 def milliseconds(value: float | None) -> str:
-    """A latency in the unit that suits it."""
+    """A latency in a suitable unit."""
     value = known(value)
     if value is None:
         return UNKNOWN
@@ -215,19 +220,19 @@ def milliseconds(value: float | None) -> str:
 
 
 def alone(record: Record) -> bool:
-    """Whether latencies are of single calls, each with as many examples as its recipe takes at once, and not of the timing."""
+    """Whether latencies are of single calls, with as many examples as each recipe takes at once, and not from the timing."""
     return record.objective == "throughput" and record.mode == "infer"
 
 
 def examples(trial: Trial | None, record: Record) -> int | None:
-    """With how many examples the call was that the latency of a trial is of; ``None`` where all calls have the same."""
+    """Examples in the call of a trial's latency; ``None`` if all trials have the same number."""
     found = None if trial is None or not alone(record) else trial.latency_ms
     number = None if found is None else found.conditions.get("examples")
     return number if isinstance(number, int) else None
 
 
 def megabytes(value: float | None) -> str:
-    """A size; one MB is 10**6 bytes."""
+    """A size in MB (10**6 bytes)."""
     value = known(value)
     if value is None:
         return UNKNOWN
@@ -250,7 +255,7 @@ def duration(seconds: float | None) -> str:
 
 
 def share(value: float | None, decimals: int = 1) -> str:
-    """``3.2%``; what is more than nothing never becomes 0%."""
+    """``3.2%``; a positive value never becomes 0%."""
     value = known(value)
     if value is None:
         return UNKNOWN
@@ -259,7 +264,7 @@ def share(value: float | None, decimals: int = 1) -> str:
 
 
 def error(value: float | None) -> str:
-    """An error relative to what the outputs vary by."""
+    """An error relative to the variation of the outputs."""
     value = known(value)
     if value is None:
         return UNKNOWN
@@ -267,7 +272,7 @@ def error(value: float | None) -> str:
 
 
 def in_percent(record: Record) -> bool:
-    """Whether scores are shares, such as an accuracy, so that a drop reads best in percent."""
+    """Whether scores are shares, such as an accuracy, so that drops are shown in percent."""
     return record.prepared.share
 
 
@@ -280,7 +285,7 @@ def score(value: float | None, record: Record) -> str:
 
 
 def lost(value: float | None, record: Record) -> str:
-    """A difference of scores, in percent points where the score is a share."""
+    """A difference of scores, in percent points if the score is a share."""
     value = known(value)
     if value is None:
         return UNKNOWN
@@ -292,6 +297,14 @@ def drop(found: Drop | None, record: Record) -> str:
     if found is None:
         return UNKNOWN
     return f"{lost(found.value, record)} (≤ {lost(found.upper, record)})"
+
+
+def change(found: Drop, record: Record) -> str:
+    """The drop in a sentence or a list of facts: ``0.20% (≤ 0.55%)``, or ``improvement of 1.09% (drop ≤ 2.08%)``."""
+    if found.value >= 0:
+        return drop(found, record)
+    named = terms(record)
+    return f"{named.gain} of {lost(abs(found.value), record)} ({named.drop} ≤ {lost(found.upper, record)})"
 
 
 def parity(found: Parity | None, record: Record) -> str:
@@ -314,7 +327,7 @@ count = counted
 
 
 def recipe(found: Recipe, record: Record) -> str:
-    """A recipe in words: the runtime, what is done to the model, the data that it was fitted to, the threads."""
+    """A recipe in words: runtime, passes, calibration data, threads."""
     words = [found.describe()] if record.mode == "infer" else [step.describe() for step in found.passes]
     words = words or ["the settings as written"]
     examples = record.prepared.splits.get("calibration", 0)
@@ -326,14 +339,14 @@ def recipe(found: Recipe, record: Record) -> str:
 
 
 def compared(record: Record) -> tuple[str, str]:
-    """What the scores rest on: what it is, and how much there is of it."""
+    """The data of the scores: its name and its amount."""
     if record.mode == "train":
         return "losses compared", count(record.prepared.n or 0, "update")
     return "examples", ", ".join(f"{name} {size:,}" for name, size in record.prepared.splits.items()) or "none"
 
 
 def limits(record: Record) -> list[tuple[str, str]]:
-    """What the study had to keep, as names and values."""
+    """The study's limits, as names and values."""
     wished = record.limits
     found = [
         ("latency", None if wished.latency_ms is None else milliseconds(wished.latency_ms)),
@@ -354,6 +367,6 @@ def limits(record: Record) -> list[tuple[str, str]]:
 
 
 def rung_interval(rung: Mapping[str, Any]) -> Interval | None:
-    """The speed-up of a rung of the ladder, which is kept as plain JSON."""
+    """The speed-up of a ladder rung, which is stored as plain JSON."""
     values = [rung["speedup"][key] for key in ("value", "low", "high")]
     return None if None in values else Interval(*values)

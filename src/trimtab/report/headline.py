@@ -1,4 +1,4 @@
-"""What the top of a report says: the answer, the figures that carry it, the recipe in words."""
+"""The top of a report: verdict, main figures, recipe in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNNING = "This study has no verdict: it is still running, or it was cut off. Th
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One figure of the answer, with what stands below it."""
+    """One main figure, with a line below it."""
 
     name: str
     value: str
@@ -30,7 +30,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of the recipe: in words, what it is, its fields."""
+    """One step of the recipe: name, description, fields."""
 
     words: str
     about: str
@@ -38,7 +38,7 @@ class Step:
 
 
 def headline(record: Record) -> str:
-    """The answer in as few words as there are."""
+    """The verdict in a few words."""
     if record.status != "improved":
         return words.status(record)
     found, first = record.confirmation, rung(record, "as_written")
@@ -46,13 +46,13 @@ def headline(record: Record) -> str:
         key, what = ("size_mb", "size") if record.objective == "size" else ("peak_mb", "memory")
         before, after = first.get(key), (rung(record, "best") or {}).get(key)
         if record.objective == "memory" and found is not None and found.original_mb is not None:
-            before = found.original_mb  # measured beside the winner
+            before = found.original_mb  # measured in the same confirmation
         return f"{words.megabytes(after)} of {what} instead of {words.megabytes(before)}"
     if found is None or found.speedup is None:
         return words.status(record)
     if found.speedup.unclear:
         return "keeps the limits, at what speed is unclear"
-    if found.speedup.high < 1:  # which only an original that misses a limit gives way to
+    if found.speedup.high < 1:  # a slower winner is possible only if the original misses a limit
         return f"keeps the limits that the original misses, at {words.quoted(found.speedup)} its speed"
     wide = doubt(record) and not found.speedup.vague
     ratio = f"{words.span(found.speedup)} times" if wide else words.quoted(found.speedup)
@@ -60,7 +60,7 @@ def headline(record: Record) -> str:
 
 
 def sentence(record: Record) -> str:
-    """The verdict, as the study gave it."""
+    """The study's verdict as a sentence."""
     return words.clipped(record.sentence, 2000) or RUNNING
 
 
@@ -70,7 +70,7 @@ def rung(record: Record, name: str) -> Mapping[str, Any] | None:
 
 
 def leader(record: Record) -> Trial | None:
-    """What ships, or the best so far where that is not known yet."""
+    """The trial that ships, or the best so far."""
     if record.winner is not None or record.status is not None:
         return record.winner
     ranked = ranking.ranked(record.trials, record.limits, record.objective)
@@ -78,13 +78,13 @@ def leader(record: Record) -> Trial | None:
 
 
 def recipe(record: Record) -> str:
-    """What ships, in words; empty where nothing does."""
+    """The recipe that ships, in words; empty if none does."""
     found = leader(record)
     return "" if found is None else plain(words.recipe(found.recipe, record))
 
 
 def steps(record: Record) -> list[Step]:
-    """The steps of what ships, the runtime last, as they are carried out."""
+    """The steps of the recipe that ships in order, the runtime last."""
     found = leader(record)
     if found is None:
         return []
@@ -99,7 +99,7 @@ def steps(record: Record) -> list[Step]:
 
 
 def conditions(record: Record) -> str:
-    """Under what the figures hold, in a sentence."""
+    """The conditions of the measurement, in a sentence."""
     found = record.confirmation.comparison if record.confirmation is not None else None
     pairs = "" if found is None else f", {words.count(found.pairs, 'pair')} of timings taken in turns"
     if found is not None and found.rival_ms is not None:
@@ -115,7 +115,7 @@ def conditions(record: Record) -> str:
 
 
 def tiles(record: Record) -> list[Tile]:
-    """The figures of the answer; those that were not measured are left out."""
+    """The main figures; those that were not measured are left out."""
     found = [*_speed(record), *_cost(record)]
     return [tile for tile in found if tile.value != words.UNKNOWN]
 
@@ -128,7 +128,7 @@ def _speed(record: Record) -> Iterator[Tile]:
             below = f"{words.span(trial.speedup)} in the search, not confirmed".lstrip()
             yield Tile("best so far" if record.status is None else "speed-up", words.quoted(trial.speedup), below)
         return
-    if found.speedup is not None and found.again:  # settings that stay are once as fast as themselves, which nobody measured
+    if found.speedup is not None and found.again:  # the ratio of settings to themselves was not measured
         yield Tile("speed-up over as written", words.quoted(found.speedup), words.bounds(found.speedup))
     if found.against_tuned is not None:
         yield Tile("speed-up over tuned", words.quoted(found.against_tuned), words.bounds(found.against_tuned))
@@ -140,8 +140,8 @@ def _speed(record: Record) -> Iterator[Tile]:
 
 
 def _written(record: Record, found: Confirmation, first: Mapping[str, Any] | None, best: Mapping[str, Any]) -> str:
-    """What the latency was as written: in turns with what ships, for what another minute saw does not compare."""
-    if words.alone(record):  # these are timed one after the other, and each of as many examples as its recipe takes
+    """The latency as written, timed in turns with what ships: a latency from another minute is not comparable."""
+    if words.alone(record):  # timed one after the other, each with as many examples as its recipe takes
         before = _from(first, "latency_ms")
         parts = (of_examples(record, best).strip(), f"{before}{of_examples(record, first)}" if before else "")
         return "; ".join(part for part in parts if part)
@@ -153,19 +153,19 @@ def _written(record: Record, found: Confirmation, first: Mapping[str, Any] | Non
 def _throughput(found: Confirmation, measured: Measurement) -> Tile:
     bounds, times = f"{words.digits(measured.interval.low)} to {words.digits(measured.interval.high)}", found.comparison
     before = ""
-    if times is not None:  # both are of as many examples
+    if times is not None:  # both have the same number of examples
         before = f"; {words.digits(measured.median * times.candidate.median / times.rival.median)} as written, in turns with it"
     return Tile("throughput", f"{words.digits(measured.median)} {plain(measured.unit)}", bounds + before)
 
 
 def examples(record: Record, found: Mapping[str, Any] | None) -> int | None:
-    """With how many examples the call was that the latency of a rung is of; ``None`` where all calls have the same."""
+    """Examples in the call of a rung's latency; ``None`` if all rungs have the same number."""
     name = None if found is None else found["recipe"]
     return words.examples(next((trial for trial in record.trials if str(trial.recipe) == name), None), record)
 
 
 def of_examples(record: Record, found: Mapping[str, Any] | None) -> str:
-    """`` for 8 examples``, to stand behind the latency of a rung; empty where all calls have the same."""
+    """`` for 8 examples``, to follow the latency of a rung; empty if all rungs have the same number."""
     number = examples(record, found)
     return "" if number is None else f" for {words.count(number, 'example')}"
 
@@ -175,8 +175,8 @@ def _cost(record: Record) -> Iterator[Tile]:
     terms = words.terms(record)
     if found is not None and found.drop is not None:
         scores = f"{terms.score} {words.score(found.baseline_score, record)} to {words.score(found.score, record)}"
-        below = f"at most {words.lost(found.drop.upper, record)}; {scores}"
-        yield Tile(terms.lost, words.lost(found.drop.value, record), below)
+        label = f"{terms.gain} of the {terms.score}" if found.drop.value < 0 else terms.lost
+        yield Tile(label, words.lost(abs(found.drop.value), record), f"{found.drop.bound(2)}; {scores}")
     elif found is not None and found.parity is not None and not labelled(record):
         yield Tile(f"error of the {terms.outputs}", words.error(found.parity.centred_error), f"of {found.parity.of}")
     if best is not None:
@@ -186,7 +186,7 @@ def _cost(record: Record) -> Iterator[Tile]:
 
 
 def _from(first: Mapping[str, Any] | None, key: str) -> str:
-    """What the same figure was as written."""
+    """The figure as written, to follow that of what ships."""
     if first is None or first[key] is None:
         return ""
     if key == "latency_ms":
@@ -197,8 +197,8 @@ def _from(first: Mapping[str, Any] | None, key: str) -> str:
 
 
 def doubt(record: Record) -> str:
-    """A warning where the figures of the answer rest on a machine that was too busy, on too few calls, or on processes that
-    run unlike each time; else empty."""
+    """A warning if the figures of the verdict come from a machine that was too busy, from too few calls, or from processes
+    that differ from start to start; else empty."""
     found = record.confirmation.comparison if record.confirmation is not None else None
     if found is None or found.doubt is None:
         return ""
@@ -238,7 +238,7 @@ def rungs(record: Record) -> list[dict[str, str]]:
 
 
 def tested(record: Record) -> str | None:
-    """What the score of the best rung is to be read beside, where it is of other data than those of the other rungs."""
+    """The original's score on the data of the best rung's score, if that is other data than the other rungs'."""
     found, terms = record.confirmation, words.terms(record)
     if found is None or not found.ok or found.before in (None, record.prepared.score):
         return None

@@ -1,4 +1,4 @@
-"""Texts of any length for a report of a bounded one: the ends of logs, cut so that all of them together fit."""
+"""Ends of logs, cut so that all of them fit into a report of bounded size."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trimtab._internal.text import plain
 from trimtab.core.trial import State, Trial
 
 MOST, LEAST, EACH = 600_000, 120_000, 12_000
-"""Bytes of the report for the texts of all trials, of few and of many of them, and of one."""
+"""Bytes of the report for the logs of all trials, if there are few trials and if there are many, and for one log."""
 ROW = 2_200
-"""Bytes of the report that a trial takes without them."""
+"""Bytes of the report for a trial without its log."""
 BROKEN = 4
-"""How much more of its texts is kept of a trial that broke."""
+"""Factor on the log size of a trial that failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tail:
-    """The end of a log. ``whole`` is the number of bytes of all of it, ``cut`` whether something is missing."""
+    """The end of a log. ``whole`` is the size of the log in bytes, ``cut`` whether the beginning is missing."""
 
     text: str
     whole: int
@@ -31,7 +31,7 @@ class Tail:
 
 
 def embedded(value: Any) -> str:
-    """``value`` as JSON that may stand in an HTML ``script`` element: nothing in it can end the element or open another."""
+    """``value`` as JSON for an HTML ``script`` element: nothing in it can end the element or open another."""
     text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -39,8 +39,7 @@ def embedded(value: Any) -> str:
 
 
 def allowances(trials: Sequence[Trial], refused: Collection[str] = ()) -> list[int]:
-    """Bytes of the report that the texts of each trial may take; those that broke, or whose recipe's hash is among ``refused``,
-    get more."""
+    """Bytes of the report for the log of each trial. Failed trials, and recipes whose hash is in ``refused``, get more."""
     broke = [trial.state in (State.FAILED, State.MISMATCH) or trial.recipe.hash in refused for trial in trials]
     weights = [BROKEN if each else 1 for each in broke]
     total = max(LEAST, MOST - ROW * max(0, len(trials) - 200))
@@ -50,7 +49,7 @@ def allowances(trials: Sequence[Trial], refused: Collection[str] = ()) -> list[i
 def tail(folder: pathlib.Path, log: str | None, most: int) -> Tail | None:
     """The end of ``log`` in run folder ``folder``, in at most ``most`` bytes of JSON.
 
-    ``None`` where there is none, or where it lies outside: a report is passed around, and must not take along what a forged
+    ``None`` if there is no log, or if it is outside the folder: a report is shared, and must not contain a file that a forged
     record points to.
     """
     if log is None:
@@ -64,7 +63,7 @@ def tail(folder: pathlib.Path, log: str | None, most: int) -> Tail | None:
             whole = file.seek(0, os.SEEK_END)
             file.seek(max(0, whole - most))
             data = file.read(most)
-    except (OSError, ValueError):  # it may not be read here, or is no path at all
+    except (OSError, ValueError):  # unreadable, or not a path
         return None
     text = plain(data.decode("utf-8", "replace")).strip("\n")
     shown = fitted(text, most)

@@ -1,4 +1,4 @@
-"""Why it is as fast as it is: operators side by side, what the runtime said, what is left."""
+"""Operator times of the original and of the winner, messages of the runtime, and operators that it could not run natively."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trimtab.report.roofline_chart import SIDES
 from trimtab.study.record import Record
 
 SHOWN = 12
-"""Operators by name; the rest are added up."""
+"""Operators shown by name; the rest are summed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """One operator. ``width`` is a percentage, on one scale for both sides."""
+    """One operator. ``width`` is a percentage, on one scale for both models."""
 
     name: str
     time: str
@@ -41,7 +41,7 @@ class Side:
 
 
 def sides(record: Record) -> list[Side]:
-    """The model as written and what ships, as far as they were explained."""
+    """The original and the winner, if they were profiled."""
     found = {name: record.explanations[name] for name in SIDES if name in record.explanations}
     longest = max((bar.self_ms for each in found.values() for bar in _shown(each)), default=0.0)
     return [_side(SIDES[name], each, longest, several=words.alone(record)) for name, each in found.items()]
@@ -59,7 +59,7 @@ def _side(title: str, found: Explanation, longest: float, *, several: bool) -> S
 
 
 def _shown(found: Explanation) -> list[OperatorTime]:
-    """The slowest by name, all others as one."""
+    """The slowest operators by name, and all others as one."""
     rows = [row for row in found.operators if words.known(row.self_ms) is not None and words.known(row.share) is not None]
     head, rest = (rows, []) if len(rows) <= SHOWN + 1 else (rows[:SHOWN], rows[SHOWN:])
     if not rest:
@@ -80,14 +80,14 @@ def _bar(found: OperatorTime, longest: float) -> Bar:
 
 
 def _time(ms: float, longest: float) -> str:
-    """Milliseconds or microseconds, the same for all operators, with the decimals one below the other."""
+    """Milliseconds or microseconds, one unit for all operators, with aligned decimals."""
     if longest >= 1:
         return f"{ms:.3f} ms" if ms >= 0.0005 else "below 0.001 ms"
     return f"{1e3 * ms:.1f} µs" if ms >= 0.00005 else "below 0.1 µs"
 
 
 def _summary(found: Explanation, *, several: bool) -> Iterator[str]:
-    """How the operators add up beside the time of a call; where ``several`` requests were timed at once they need not."""
+    """Sum of the operators beside the time of a call; with ``several`` concurrent requests they need not agree."""
     total = sum(words.known(row.self_ms) or 0.0 for row in found.operators)
     seconds = words.known(found.seconds)
     if several:
@@ -116,7 +116,7 @@ def _summary(found: Explanation, *, several: bool) -> Iterator[str]:
 
 
 def left(record: Record) -> str:
-    """Where the time goes that is left, in a sentence; empty where it is not known."""
+    """The operator with most of the remaining time, in a sentence; empty if unknown."""
     found = record.explanations.get("best") or record.explanations.get("as_written")
     rows = [] if found is None else [row for row in found.operators if words.known(row.share) is not None]
     if not rows:
@@ -145,12 +145,12 @@ def _roof_line(name: str, found: Explanation) -> tuple[str, ...]:
 
 
 def said(record: Record) -> list[str]:
-    """What the runtime said of what ships: operators that it could not run natively, sizes that it could not keep."""
+    """Messages of the runtime about what ships: operators that it could not run natively, sizes that it could not keep."""
     return [] if record.winner is None else words.some(record.winner.notes)
 
 
 def nothing(record: Record) -> str:
-    """What it means that nothing was said of what ships: only some runtimes tell which operators they could not run."""
+    """The meaning of no messages: only some runtimes report which operators they could not run natively."""
     if record.winner is None:
         return "Nothing ships yet, or nothing ships at all."
     if record.mode == "train":
@@ -161,7 +161,7 @@ def nothing(record: Record) -> str:
 
 
 def uncounted(record: Record) -> str:
-    """The operators that no formula counts, in a sentence."""
+    """Operators without a formula for their operations, in a sentence."""
     names = sorted({name for found in record.explanations.values() for name in found.uncounted})
     if not names:
         return ""

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else."""
+"""The report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ FOLDER = pathlib.Path(__file__).parent
 
 
 def html(record: Record, folder: pathlib.Path) -> str:
-    """``record`` as a page; logs are taken from run folder ``folder``, their ends only.
+    """``record`` as a page, with the ends of the logs in run folder ``folder``.
 
-    Nothing is fetched, and a content security policy says so: the page's own three scripts are named in it by their hashes,
-    and whatever else found its way in would not run.
+    The page fetches nothing. Its content security policy names its three scripts by their hashes, so that no other script runs.
     """
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
@@ -68,7 +67,7 @@ def html(record: Record, folder: pathlib.Path) -> str:
 
 
 def policy(scripts: Sequence[str]) -> str:
-    """The content security policy of a page with these scripts: no network, nothing that is not in the page."""
+    """The content security policy of a page with these scripts: no network, and no other scripts."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
@@ -81,7 +80,7 @@ def _source(name: str) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """What a template prints: text without control characters, which HTML has no word for."""
+    """Text for a template, without control characters, which HTML does not allow."""
     return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -95,7 +94,7 @@ def _data(
 
 
 def _plotly() -> str:
-    """The script of plotly's package, read as data: importing the package takes a second and changes the warning filters."""
+    """The script in plotly's package, read as data: importing the package takes a second and changes the warning filters."""
     found = importlib.util.find_spec("plotly")
     if found is None or not found.submodule_search_locations:
         raise MissingPackageError("plotly, which draws the charts of the report, is not installed: pip install plotly.")

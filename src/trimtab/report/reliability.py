@@ -1,4 +1,4 @@
-"""How far the figures can be trusted, and how to make them again."""
+"""Reliability of the figures, and how to reproduce them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fact = tuple[str, str]
 
 
 def confirmation(record: Record) -> list[Fact]:
-    """What the winner showed when it was measured again, beside what it had shown in the search."""
+    """The confirmation, beside the figures of the search."""
     return [*_confirmation(record), *_refused(record)]
 
 
@@ -41,15 +41,15 @@ def _confirmation(record: Record) -> Iterator[Fact]:
     if found.drop is not None:
         scores = f"{words.score(found.baseline_score, record)} before, {words.score(found.score, record)} after"
         yield f"{terms.score} {terms.again}", f"{scores}, {terms.samples(found.drop.n)}"
-        before = f"; {words.drop(searched.drop, record)} {terms.searched}" if searched is not None and searched.drop else ""
-        yield f"{terms.lost} {terms.again}", words.drop(found.drop, record) + before
+        before = f"; {words.change(searched.drop, record)} {terms.searched}" if searched is not None and searched.drop else ""
+        yield f"{terms.lost} {terms.again}", words.change(found.drop, record) + before
     yield f"{terms.outputs} {terms.again}", words.parity(found.parity, record)
     if found.measured_at is not None:
         yield "measured again at", plain(found.measured_at)
 
 
 def _refused(record: Record) -> Iterator[Fact]:
-    """What else was measured again and did not hold, and where what it said lies in the run folder."""
+    """Other recipes that were measured again and refused, with the paths of their logs in the run folder."""
     for found in {each.recipe.hash: each for each in record.refused}.values():
         if found != record.confirmation:
             log = f" ({words.clipped(found.log, 120)})" if found.log else ""
@@ -65,7 +65,7 @@ def _source(mode: Mode, found: Confirmation) -> str:
 
 
 def noise(record: Record) -> list[Fact]:
-    """How quiet the machine was."""
+    """How busy the machine was."""
     facts: list[Fact] = []
     if record.confirmation is not None and record.confirmation.comparison is not None:
         facts += _noise(record.confirmation.comparison)
@@ -86,7 +86,7 @@ def _noise(found: Comparison) -> Iterator[Fact]:
     yield "pairs of the confirmation", f"{found.pairs:,}, until {words.STOP_WORDS[found.stopped_by]}"
     yield "blocks thrown away, because others had the CPU or the core was slow", f"{found.discarded:,}"
     yield "spread of the original against itself (A/A)", words.share(found.noise)
-    yield "spread of the ratio from one start to the next", words.share(found.process_noise) + _over(found.starts)
+    yield "spread of the ratio from one start to the next", words.share(found.process_noise) + _spread_source(found.starts)
     if found.rival_ms is not None:
         low, high = map(words.milliseconds, found.rival_ms)
         yield "time of the original from start to start, and over the trials", f"{low} to {high}"
@@ -95,8 +95,8 @@ def _noise(found: Comparison) -> Iterator[Fact]:
     yield "blocks in which the core was slower than usual", words.share(found.slowed)
 
 
-def _over(starts: int) -> str:
-    """Where the spread is from."""
+def _spread_source(starts: int) -> str:
+    """The source of the spread."""
     return f", over {starts} starts" if starts > 1 else ", taken from other models and machines"
 
 
@@ -106,7 +106,7 @@ def data(record: Record) -> list[Fact]:
     purpose = {
         "calibration": "quantizers see it",
         "selection": "the search sees it",
-        "test": _seen(record),
+        "test": _test_data_seen(record),
     }
     facts = [
         (name, f"{words.count(size, 'example')}: {purpose.get(name, 'kept apart')}") for name, size in prepared.splits.items()
@@ -118,8 +118,8 @@ def data(record: Record) -> list[Fact]:
     return facts
 
 
-def _seen(record: Record) -> str:
-    """Whom the test data was shown to: each recipe that it refuses makes a pass by luck more likely for the next."""
+def _test_data_seen(record: Record) -> str:
+    """The number of recipes that saw the test data: each refused one makes a lucky pass more likely for the next."""
     number = len(record.tried)
     if not number:
         return "only recipes that are confirmed see it"
@@ -128,11 +128,11 @@ def _seen(record: Record) -> str:
 
 
 def undecided(record: Record) -> list[str]:
-    """Trials of which the data could not tell whether they keep the limit of the drop, a sentence for each."""
+    """Recipes for which the data cannot decide the limit of the drop, a sentence for each."""
     terms = words.terms(record)
     return [
-        f"{words.clipped(str(t.recipe), 200)}: a {terms.drop} of {words.drop(t.drop, record)} against a limit of "
-        f"{words.lost(t.drop.limit, record)} cannot be decided with {words.count(t.drop.n, terms.sample)}"
+        f"{words.clipped(str(t.recipe), 200)}: its {terms.score} {t.drop.change(2)} ({t.drop.bound(2)}), which "
+        f"{words.count(t.drop.n, terms.sample)} cannot decide against a limit of {words.lost(t.drop.limit, record)}"
         + (f"; about {t.drop.n_needed:,} would tell." if t.drop.n_needed else "; more would hardly help.")
         for t in record.trials
         if t.drop is not None and t.drop.limit is not None and t.drop.decided is None and not t.recipe.exact
@@ -140,14 +140,14 @@ def undecided(record: Record) -> list[str]:
 
 
 def undecided_exact(record: Record) -> int:
-    """How many exact recipes there are of which the data could not tell either."""
+    """The number of exact recipes for which the data cannot decide either."""
     return sum(
         t.drop is not None and t.drop.limit is not None and t.drop.decided is None and t.recipe.exact for t in record.trials
     )
 
 
 def excused(record: Record) -> str:
-    """Why those may ship all the same, in a sentence; empty where there are none."""
+    """Why exact undecided recipes may ship, in a sentence; empty if there are none."""
     number = undecided_exact(record)
     if not number:
         return ""
@@ -157,7 +157,7 @@ def excused(record: Record) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """Whatever else was said, once each."""
+    """All other notes, once each."""
     peaks = () if record.peaks is None else record.peaks.notes
     return words.some((*record.prepared.notes, *record.notes, *peaks))
 
@@ -193,7 +193,7 @@ def _peaks(record: Record) -> Iterator[Fact]:
 
 
 def study(record: Record) -> list[Fact]:
-    """What was asked, and when."""
+    """The study's options, and its dates."""
     return [
         ("workload", f"{record.workload}, fingerprint {words.clipped(record.prepared.fingerprint, 64)}"),
         ("inputs that must be fast", record.prepared.inputs),
@@ -207,22 +207,22 @@ def study(record: Record) -> list[Fact]:
 
 
 def commands(record: Record) -> list[str]:
-    """What makes all this again."""
+    """Commands that reproduce the result."""
     made = [line for line in (plain(record.command).strip(),) if line]
     if record.artifact is None or not made:
         return made
     folder, ships = _folder(record.command), record.winner
     if folder is None:
         return made
-    # machine code is loaded only where somebody says that it may be
+    # machine code is loaded only with the user's consent
     trust = ["--trust"] if ships is not None and ships.recipe.backend.native_code else []
     return [*made, shlex.join(["trimtab", "verify", f"{folder.rstrip('/')}/{record.artifact}", *trust])]
 
 
 def _folder(command: str) -> str | None:
-    """The run folder that a command line names."""
+    """The run folder in a command line."""
     try:
         parts = shlex.split(command)
-    except ValueError:  # a line of Python
+    except ValueError:  # a line of Python code
         return None
     return parts[parts.index("--out") + 1] if "--out" in parts[:-1] else None

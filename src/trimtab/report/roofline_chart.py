@@ -1,4 +1,4 @@
-"""The roofline: the measured peaks of the machine, and both models under them."""
+"""The roofline: measured peaks of the machine, and both models."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COLOURS = {"as_written": "@quiet", "best": "@accent"}
 
 
 def placed(record: Record) -> list[tuple[str, Explanation, Roofline]]:
-    """The models that have a place under the roof: which, all that is known, the place."""
+    """The models with a place in the roofline: name, explanation, place."""
     found = [(name, record.explanations.get(name)) for name in SIDES]
     return [(name, each, each.roofline) for name, each in found if each is not None and each.roofline is not None]
 
 
 def roofline(record: Record) -> Chart | None:
-    """Operations per second against operations per byte, both on axes of powers of ten."""
+    """Operations per second against operations per byte, both on logarithmic axes."""
     models = placed(record)
     if record.peaks is None or not models:
         return None
@@ -36,7 +36,7 @@ def roofline(record: Record) -> Chart | None:
     intensities = [place.intensity for _, _, place in models]
     low, high = min(*ridges, *intensities) / 5, max(*ridges, *intensities) * 8
     under = _under(record.peaks, models)
-    roofs.sort(key=lambda roof: roof[:2] in under)  # those that are used are drawn last, and so above the others
+    roofs.sort(key=lambda roof: roof[:2] in under)  # used roofs are drawn last, above the others
     data = [_roof(*roof, under.get(roof[:2], []), low, high) for roof in roofs]
     data += [_model(name, place) for name, _, place in models]
     said = "; ".join(
@@ -55,7 +55,7 @@ def roofline(record: Record) -> Chart | None:
 
 
 def _under(peaks: Peaks, models: list[tuple[str, Explanation, Roofline]]) -> dict[tuple[str, int], list[str]]:
-    """Which models are under which roof, by ``(dtype, threads)``."""
+    """Names of the models under each roof, by ``(dtype, threads)``."""
     found: dict[tuple[str, int], list[str]] = {}
     for name, each, _ in models:
         found.setdefault((each.dtype, each.threads or peaks.threads), []).append(name)
@@ -63,7 +63,7 @@ def _under(peaks: Peaks, models: list[tuple[str, Explanation, Roofline]]) -> dic
 
 
 def _labels(roofs: list[tuple[str, int, float, list[str]]]) -> list[dict[str, Any]]:
-    """The name of each roof that a model is under, at its right end: above the highest of them, below the others."""
+    """Label of each roof with models, at its right end: above the highest roof, below the others."""
     top = max((peak for _, _, peak, _ in roofs), default=0.0)
     return [
         {
@@ -87,7 +87,7 @@ def _roofs(peaks: Peaks, models: list[tuple[str, Explanation, Roofline]]) -> Ite
 
 
 def _roof(dtype: str, threads: int, peak: float, memory: float, names: list[str], low: float, high: float) -> dict[str, Any]:
-    """A roof, in the colour of the model that is under it, if only one is."""
+    """A roof, in the colour of its model if there is only one."""
     colour = "@grid-strong 0.6" if not names else COLOURS[names[0]] if len(names) == 1 else "@ink"
     ridge = peak / memory
     unit = "GOP/s" if dtype == "int8" else "GFLOP/s"

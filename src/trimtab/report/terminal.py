@@ -1,7 +1,7 @@
-"""The report for a terminal: at most 40 lines of 100 columns, whatever the record holds.
+"""The report for a terminal: at most 40 lines of 100 columns.
 
-Every section is given a :class:`Screen`, on which each of its statements may have some lines beyond the fewest; the most
-generous rendering that keeps to 40 lines is shown, so that nothing is cut as long as there is room.
+Every section gets a :class:`Screen`, which says how many lines a statement may use beyond its minimum. The largest rendering
+that fits into 40 lines is shown, so that nothing is cut while there is room.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ SPARE = (8, 4, 2, 1, 0, -1)
 
 @dataclasses.dataclass(frozen=True)
 class Screen:
-    """Room for the text: so many columns, and lines that a statement may have beyond the fewest."""
+    """The width of the text, and the lines that a statement may use beyond its minimum."""
 
     width: int
     spare: int
 
     @property
     def wide(self) -> bool:
-        """Whether a recipe has room beside figures."""
+        """Whether a recipe fits beside figures."""
         return self.width >= words.WIDTH
 
     def wrapped(self, line: str, fewest: int, *, hang: int = 0) -> list[str]:
-        """``line`` in at most ``fewest`` lines and the spare ones; later ones are indented by ``hang``."""
+        """``line`` in at most ``fewest`` lines plus the spare ones; continuation lines are indented by ``hang``."""
         return textwrap.wrap(
             " ".join(plain(line).split()),
             self.width,
@@ -47,20 +47,20 @@ class Screen:
         )
 
     def row(self, figures: str, recipe: str) -> Iterator[str]:
-        """Figures in their columns, the recipe beside them or, on a narrow screen, below them."""
+        """Figures in columns, with the recipe beside them or, on a narrow screen, below them."""
         if self.wide:
             yield self._cut(f"{figures}  {recipe}")
         else:
             yield from (self._cut(figures), self._cut(f"{'':<12}{recipe}"))
 
     def _cut(self, line: str) -> str:
-        """``line`` cut to the width, its columns as they are."""
+        """``line`` cut to the width, without wrapping its columns."""
         line = plain(line).replace("\n", " ")
         return line if len(line) <= self.width else line[: self.width - 1] + "…"
 
 
 def text(record: Record, columns: int | None = None) -> str:
-    """``record`` in at most 40 lines, the verdict first; for a terminal of ``columns``, of which at most 100 are used."""
+    """``record`` in at most 40 lines, the verdict first, for a terminal of ``columns``, of which at most 100 are used."""
     sections = (_answer, _ladder, _trials, _reasons, _trusted, _again)
     for spare in SPARE:
         screen = Screen(words.columns(columns), spare)
@@ -113,12 +113,12 @@ def _trials(record: Record, screen: Screen) -> Iterator[str]:
 
 
 def _wide(speeds: Iterable[str]) -> int:
-    """Columns for these speed-ups."""
+    """Columns that these speed-ups need."""
     return max([23, *map(len, speeds)])
 
 
 def _figures(row: Row, record: Record) -> str:
-    """What stands behind the speed-up of a trial."""
+    """The figures after the speed-up of a trial."""
     trial = row.trial
     if trial.drop is not None:
         loss = f"{words.terms(record).drop} ≤ {words.lost(trial.drop.upper, record)}"

@@ -1,4 +1,4 @@
-"""Every trial as a row of the table, with what a click on it shows."""
+"""The table of trials, and the details that a click on a row shows."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from trimtab.study import ranking
 from trimtab.study.record import Record
 
 MAXIMUM = 200 + (MOST - LEAST) // ROW
-"""Rows that one report can carry."""
+"""Maximum rows of a report."""
 REASON = 240
-"""Letters of a reason that stand in the table; a click shows all of it."""
+"""Letters of a reason in the table; a click shows all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One figure of a row: as it is read, and as it is sorted (``None`` comes last)."""
+    """One figure of a row: as text, and as sort key (``None`` is last)."""
 
     text: str
     key: float | None
     minor: bool = False
-    """Whether a narrow screen leaves it to the details."""
+    """Whether a narrow screen shows it in the details only."""
 
     @property
     def order(self) -> str:
-        """The key as text."""
+        """The sort key as text."""
         return "" if self.key is None else f"{self.key:.9g}"
 
 
@@ -52,7 +52,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A heading over figures, and what they are."""
+    """A heading over figures, and its explanation."""
 
     name: str
     about: str
@@ -70,17 +70,17 @@ REST = (
 
 
 def labelled(record: Record) -> bool:
-    """Whether there are scores, and so drops."""
+    """Whether there are scores and drops."""
     return words.known(record.prepared.score) is not None or any(trial.drop is not None for trial in record.trials)
 
 
 def has_files(record: Record) -> bool:
-    """Whether what ships is files, as it is of a model; of a training it is settings."""
+    """Whether the result is files (of a model) and not settings (of a training)."""
     return record.mode == "infer"
 
 
 def columns(record: Record) -> tuple[Column, ...]:
-    """The headings over :attr:`Row.cells`."""
+    """The headings of :attr:`Row.cells`."""
     terms = words.terms(record)
     about = f"Root mean square error of the {terms.outputs}, relative to what the reference varies by."
     error = Column("error", about, minor=labelled(record))
@@ -99,7 +99,7 @@ def columns(record: Record) -> tuple[Column, ...]:
 
 
 def rows(record: Record) -> list[Row]:
-    """All trials that a report can carry: those within the limits first, the best of them at the top."""
+    """All trials that fit into a report: those within the limits first, best first."""
     ranked = ranking.ranked(record.trials, record.limits, record.objective)
     place = {trial.recipe.hash: index for index, trial in enumerate(ranked)}
 
@@ -143,12 +143,12 @@ def _cells(trial: Trial, record: Record) -> Iterator[Cell]:
 
 
 def _or_dash(text: str) -> str:
-    """In a table a dash says it; the caption says what a dash is."""
+    """A dash for an unknown figure; the caption explains the dash."""
     return "–" if text == words.UNKNOWN else text
 
 
 def details(found: Sequence[Row], folder: pathlib.Path, record: Record) -> list[dict[str, Any]]:
-    """What a click on each row shows beside its cells, within the bytes that a report has for it."""
+    """Details of each row for a click, within the report's byte limit."""
     refused = [each.recipe.hash for each in record.refused]
     again = {each.recipe.hash: each for each in (*record.refused, record.confirmation) if each is not None}
     allowed = allowances([row.trial for row in found], refused)
@@ -174,7 +174,7 @@ def _details(row: Row, folder: pathlib.Path, record: Record, again: Confirmation
 
 
 def _again(found: Confirmation, folder: pathlib.Path, most: int) -> str:
-    """What came of measuring it again, in at most ``most`` bytes of JSON: why it did not hold, and the end of its log."""
+    """The result of a confirmation, in at most ``most`` bytes of JSON: why it was refused, and the end of its log."""
     log = tail(folder, found.log, most // 2)
     parts = [plain(found.reason or ""), plain(found.traceback or "").strip("\n")]
     if log is not None:
@@ -183,7 +183,7 @@ def _again(found: Confirmation, folder: pathlib.Path, most: int) -> str:
 
 
 def _place(path: str | None, log: Tail) -> str:
-    """Where a log lies, and how much of it is shown."""
+    """The path of a log, and how much of it is shown."""
     cut = f", the last {words.digits(len(log.text.encode()) / 1e3, 2)} kB of {words.digits(log.whole / 1e3, 2)} kB"
     return f"{path}{cut if log.cut else ''}"
 

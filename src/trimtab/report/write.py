@@ -1,4 +1,4 @@
-"""The report into its file."""
+"""Write the report to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPORT = "report.html"
 
 
 def write(run_folder: pathlib.Path, out: pathlib.Path | None = None) -> pathlib.Path:
-    """Render the study in ``run_folder`` into ``out``, or ``report.html`` in the folder itself, and return the file.
+    """Render the study in ``run_folder`` into ``out``, by default ``report.html`` in that folder. Returns the file.
 
     Raises:
         UsageError: there is no study, or the file cannot be written.
@@ -25,7 +25,7 @@ def write(run_folder: pathlib.Path, out: pathlib.Path | None = None) -> pathlib.
 
 
 def keep(text: str, target: pathlib.Path) -> pathlib.Path:
-    """Write ``text`` into ``target`` whole or not at all.
+    """Write ``text`` to ``target`` atomically.
 
     Raises:
         UsageError: it cannot be written there.

@@ -1,4 +1,4 @@
-"""Strict readers of archives, exported programs and TorchScript: none of them unpickles or runs what it reads.
+"""Strict readers of torch archives, exported programs and TorchScript files. They never unpickle and never run file contents.
 
-A plug-in's backend loads its files with them.
+Backends of plug-ins should load their files with these readers.
 """

@@ -1,8 +1,8 @@
-"""Strict readers of torch's archive formats: nothing that a file says is run, evaluated or unpickled.
+"""Strict readers of torch's archive formats. Nothing in a file is run, evaluated or unpickled.
 
-``torch.export.load`` and the archive beneath it execute what a crafted file tells them to: by pickled samples, weights and
-constants, by native libraries, and by texts of the program itself (:mod:`trimtab.safe_load.export_program`). Here the records
-are read with the standard library, checked, and only then turned into objects.
+``torch.export.load`` executes what a crafted file contains: pickled samples, weights and constants, native libraries, and text
+of the program (see :mod:`trimtab.safe_load.export_program`). These readers use the standard library for the records, check
+them, and only then build objects.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SCRIPT_ALLOWED = re.compile(
 )
 MAX_JSON = 256 << 20
 MAX_EXPANDED = 2**24
-"""Elements that a constant may have beyond the bytes behind it, by strides of zero."""
+"""Most elements of a constant that is larger than its bytes because it has strides of zero."""
 
 PROGRAM_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -61,15 +61,16 @@ PROGRAM_ERRORS: tuple[type[Exception], ...] = (
     MemoryError,
     EOFError,
 )
-"""What torch raises on a program that makes no sense to it, besides errors of its own that come from none of these."""
+"""Errors of torch for an invalid program, besides torch's own error classes that derive from ``Exception`` directly."""
 
 
 def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
-    """The exported program that :func:`torch.export.save` or :func:`save_program` wrote to ``path``, without its sample inputs.
+    """Load the exported program that :func:`torch.export.save` or :func:`save_program` wrote to ``path``, without sample
+    inputs.
 
     Raises:
-        IntegrityError: the file is damaged, or holds anything that a saved model has no need of: pickles, native code,
-            operators that touch files, texts that would be evaluated.
+        IntegrityError: the file is damaged, or contains something that saved models do not need: pickles, native code,
+            operators that access files, text that would be evaluated.
     """
     from torch._export.serde.serialize import ExportedProgramDeserializer
 
@@ -85,9 +86,9 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
 
 
 def save_program(program: ExportedProgram, path: str | os.PathLike[str]) -> None:
-    """Write ``program`` to ``path`` so that :func:`load_program` and :func:`torch.export.load` read it, without any pickle.
+    """Write ``program`` to ``path`` without pickles. :func:`load_program` and :func:`torch.export.load` can read the file.
 
-    Sample inputs, stack traces and module names are left out: they are not needed to run, and they name files of this machine.
+    Sample inputs, stack traces and module names are dropped: they are not needed, and contain paths of this machine.
 
     Raises:
         CompileError: the program needs something that is not written, such as an object of a custom class.
@@ -100,7 +101,7 @@ def save_program(program: ExportedProgram, path: str | os.PathLike[str]) -> None
         _rewrite(raw, clean)
     except (IntegrityError, RuntimeError, ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
         raise CompileError(f"The program has no form that stands alone: {_first_line(error)}") from error
-    # only this can fail for want of space, and then nothing is left
+    # everything before is in memory; if the disk is full, no partial file is left
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(clean.getbuffer())
@@ -110,14 +111,14 @@ def save_program(program: ExportedProgram, path: str | os.PathLike[str]) -> None
 
 
 def load_torchscript(path: str | os.PathLike[str]) -> torch.jit.ScriptModule:
-    """The TorchScript module that :func:`torch.jit.save` wrote to ``path``.
+    """Load the TorchScript module that :func:`torch.jit.save` wrote to ``path``.
 
     Raises:
-        IntegrityError: the file is damaged, or its pickles or source go beyond what TorchScript writes for a plain model.
+        IntegrityError: the file is damaged, or its pickles or source contain more than TorchScript writes for a plain model.
     """
     kept = check_torchscript(path)
     buffer = io.BytesIO()
-    # torch gets a new archive of the checked records alone, so that its own zip reader cannot see it another way
+    # torch reads a new archive of the checked records, because its zip reader may interpret the original differently
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in kept.items():
             archive.writestr(f"archive/{name}", bytes(data))
@@ -130,17 +131,17 @@ def load_torchscript(path: str | os.PathLike[str]) -> torch.jit.ScriptModule:
 
 
 def check_torchscript(path: str | os.PathLike[str]) -> dict[str, bytearray]:
-    """The records of the TorchScript module at ``path`` that are needed to run it.
+    """The records of the TorchScript file ``path`` that are needed to run it, checked.
 
     Raises:
-        IntegrityError: as of :func:`load_torchscript`.
+        IntegrityError: as for :func:`load_torchscript`.
     """
     with Records(path, deflated=(".py", ".debug_pkl")) as records:
         return _script_records(records)
 
 
 def _script_records(records: Records) -> dict[str, bytearray]:
-    """The records that a module needs in order to run, checked; debugging information and recorded inputs are left out."""
+    """The checked records that a module needs to run. Debug information and recorded inputs are dropped."""
     kept: dict[str, bytearray] = {}
     for name in records:
         if not _SCRIPT_ALLOWED.fullmatch(name):
@@ -231,7 +232,7 @@ def _flat_tensor(records: Records, folder: str, entry: Any, where: str) -> torch
 
 
 def _view(flat: torch.Tensor, meta: Any, where: str) -> torch.Tensor:
-    """The tensor that ``meta`` describes over ``flat``, after making sure that it lies within."""
+    """The tensor that ``meta`` describes, as a view of ``flat``. Refused if it exceeds ``flat``."""
     if any(item.type != "as_int" for item in (*meta.sizes, *meta.strides, meta.storage_offset)) or int(meta.layout) != 7:
         raise IntegrityError(f"{where} has no fixed size or is not stored row by row; it is not read.")
     sizes, strides = [item.as_int for item in meta.sizes], [item.as_int for item in meta.strides]
@@ -245,7 +246,7 @@ def _view(flat: torch.Tensor, meta: Any, where: str) -> torch.Tensor:
 
 
 def _check_targets(path: str, program: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Every weight that the program refers to must be there, before it runs into a missing one half-way."""
+    """Refuse a program with a missing weight, before torch fails on it."""
     for spec in program.graph_module.signature.input_specs:
         field = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}.get(
             spec.type
@@ -255,7 +256,7 @@ def _check_targets(path: str, program: Any, tensors: dict[str, torch.Tensor]) ->
 
 
 def _spec_errors() -> tuple[type[Exception], ...]:
-    """The one error of torch's own that comes from no more general one; imported late, as all of torch's compiler."""
+    """torch's only error class that derives from ``Exception`` directly. Imported late: it imports torch's compiler."""
     verifier = importlib.import_module("torch._export.verifier")
     return (verifier.SpecViolationError,)
 

@@ -1,9 +1,9 @@
-"""What the JSON of an exported program may say, checked against torch's own schema before torch sees it.
+"""Validate the JSON of an exported program against torch's schema, before torch reads it.
 
-``torch.export.load`` turns parts of that JSON into Python code: names of values, parameters and arguments and string inputs end
-up in generated source, guards are executed, size expressions are evaluated by sympy, operators are looked up by attribute from
-``torch``, ``math`` and ``operator``, and tree specs import modules. So every type is checked, every name must be a
-name, operators come from a list, and what only serves debugging (and carries paths of the machine that exported) is dropped.
+``torch.export.load`` turns parts of that JSON into Python code. Names of values, parameters and arguments and string inputs
+become source code; guards are executed; sympy evaluates size expressions; operators are looked up as attributes of ``torch``,
+``math`` and ``operator``; tree specs import modules. Therefore every type is checked, names must be identifiers, and operators
+must be on a list. Debug information, which is not needed and holds paths of the exporting machine, is dropped.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from typing import Any
 import torch
 from torch._export.serde import schema, union
 
-from trimtab._internal.text import an
 from trimtab.errors import IntegrityError
 from trimtab.safe_load.symbolic_expressions import SYMBOL, clean_expression
 
 MAX_ELEMENTS = 2**48
 MAX_NESTED = 100
-"""Lists and objects of JSON within each other; a graph in a graph takes about eight, and whoever walks them recurses."""
+"""Most levels of nested lists and objects in the JSON. A nested graph takes about eight levels; readers recurse per level."""
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DOTTED = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 _BREAKING = frozenset("\"'\\{}")
-"""What ends a text in source, starts an escape, or is filled in by ``str.format``."""
+"""Characters that end a string in source code, start an escape, or are format fields of ``str.format``."""
 _OPERATOR = re.compile(r"torch\.ops\.([a-z_0-9]+)\.([A-Za-z_0-9]+)\.([A-Za-z_0-9]+)")
 _NAMESPACES = frozenset({"aten", "prims", "quantized", "quantized_decomposed", "onednn", "mkldnn", "torchao"})
 _LOGICAL = frozenset({"__and__", "__or__", "__xor__", "__lshift__", "__rshift__"})
-"""The operators of aten whose names look like Python's own; every transformers model combines its masks with them."""
+"""Operators of aten with dunder names. Models of transformers combine masks with them."""
 _FILE_OPERATORS = frozenset({"from_file", "save", "load"})
 _HIGHER_ORDER = frozenset({"cond", "while_loop", "scan", "map_impl", "wrap_with_set_grad_enabled", "wrap_with_autocast"})
 _SYMBOLIC = frozenset(
@@ -62,10 +61,10 @@ _WEIGHT_FIELDS = {"parameter_name", "buffer_name", "tensor_constant_name"}
 
 
 def clean_program(text: bytes | bytearray) -> schema.ExportedProgram:
-    """The program that ``models/model.json`` describes, as torch's own schema object, with nothing in it that runs as code.
+    """Validate ``models/model.json`` and return it as torch's schema object. Nothing in the result is executed as code.
 
     Raises:
-        IntegrityError: it is not JSON, not of this torch's schema, or says something that a saved model has no need to say.
+        IntegrityError: ``text`` is not JSON or does not fit this torch's schema, or holds something that models do not need.
     """
     found = parse_json(text, "the program")
     data = _clean(
@@ -77,8 +76,8 @@ def clean_program(text: bytes | bytearray) -> schema.ExportedProgram:
 
 
 def clean_payloads(text: bytes | bytearray, program: schema.ExportedProgram | None = None) -> schema.PayloadConfig:
-    """The table of weights or constants of an archive, whose ``program`` says how new its schema is; the bytes themselves are
-    checked where they are read.
+    """Validate an archive's table of weights or constants. ``program`` gives the version of its schema. The tensors' bytes are
+    checked when they are read.
 
     Raises:
         IntegrityError: as for :func:`clean_program`.
@@ -98,10 +97,10 @@ def program_json(program: Any) -> bytes:
 
 
 def parse_json(text: bytes | bytearray, what: str) -> Any:
-    """JSON without repeated keys, without NaN and not nested beyond reason.
+    """Parse JSON. Repeated keys, NaN and nesting deeper than :data:`MAX_NESTED` are refused.
 
     Raises:
-        IntegrityError: it is not that.
+        IntegrityError: ``text`` is not such JSON.
     """
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_no_twins, parse_constant=_no_constant)
@@ -117,8 +116,8 @@ def parse_json(text: bytes | bytearray, what: str) -> Any:
 
 
 def _is_newer(version: Any) -> bool:
-    """Whether ``version`` is that of a later torch, which has added fields to the schema of this one. Torch itself reads past
-    those: what must be known makes another major version."""
+    """Whether ``version`` is a later minor version of this torch's schema. It may add fields, which torch ignores; fields that
+    must be known change the major version."""
     match version:
         case {"major": int(major), "minor": int(minor)}:
             return major == schema.SCHEMA_VERSION[0] and minor > schema.SCHEMA_VERSION[1]
@@ -126,7 +125,7 @@ def _is_newer(version: Any) -> bool:
 
 
 def _from_dict() -> Callable[..., Any]:
-    # imported late because this module alone pulls in sympy and a good part of torch's compiler
+    # imported late: this module imports sympy and much of torch's compiler
     from torch._export.serde.serialize import _dict_to_dataclass
 
     return _dict_to_dataclass
@@ -149,8 +148,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _clean(hint: Any, data: Any, where: str, *, newer: bool) -> Any:
-    """``data`` with exactly the types of ``hint``, after the rules for the classes in it. Fields that are not known are left
-    out where it is ``newer``, and refused where it is not."""
+    """``data`` checked against the type ``hint`` and the rules for the classes in it. Unknown fields are dropped if ``newer``,
+    and refused otherwise."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return None if data is None else _clean(next(a for a in arguments if a is not type(None)), data, where, newer=newer)
@@ -172,9 +171,7 @@ def _clean_union(cls: type, data: Any, where: str, *, newer: bool) -> dict[str, 
     kind, value = next(iter(data.items()))
     _require(kind in _hints(cls), where, f"a kind of {cls.__name__}", kind)
     if kind in _REFUSED_KINDS.get(cls.__name__, ()):
-        raise IntegrityError(
-            f"{where} is {an(kind)}, which a saved model has no need of and which could run code; it is not read."
-        )
+        raise IntegrityError(f"{where} is {kind}, which a saved model has no need of and which could run code; it is not read.")
     cleaned = {kind: _clean(_hints(cls)[kind], value, f"{where}.{kind}", newer=newer)}
     if kind == "as_name":
         _check_name(value, where)
@@ -182,7 +179,7 @@ def _clean_union(cls: type, data: Any, where: str, *, newer: bool) -> dict[str, 
 
 
 def _clean_object(cls: type, data: Any, where: str, *, newer: bool) -> dict[str, Any]:
-    _require(isinstance(data, dict), where, an(cls.__name__), data)
+    _require(isinstance(data, dict), where, cls.__name__, data)
     hints = _hints(cls)
     if (unknown := sorted(set(data) - set(hints))) and newer:
         data = {name: item for name, item in data.items() if name in hints}
@@ -192,7 +189,7 @@ def _clean_object(cls: type, data: Any, where: str, *, newer: bool) -> dict[str,
         )
     for field in dataclasses.fields(cls):
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        _require(optional or field.name in data, where, f"{an(cls.__name__)} with {field.name}", sorted(data))
+        _require(optional or field.name in data, where, f"{cls.__name__} with {field.name}", sorted(data))
     if drop := _DROPPED.get(cls.__name__):
         data = drop(data)
     cleaned = {name: _clean(hints[name], item, f"{where}.{name}", newer=newer) for name, item in data.items()}
@@ -208,14 +205,14 @@ def _clean_object(cls: type, data: Any, where: str, *, newer: bool) -> dict[str,
 
 def _clean_scalar(hint: Any, data: Any, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.IntEnum):
-        _require(type(data) is int and data in {int(item) for item in hint}, where, an(hint.__name__), data)
+        _require(type(data) is int and data in {int(item) for item in hint}, where, hint.__name__, data)
     elif hint is float:
         infinite = data in ("Infinity", "-Infinity", "NaN") if isinstance(data, str) else False
         _require(infinite or type(data) in (int, float), where, "a number", data)
     elif hint is int:
         _require(type(data) is int and -(2**63) <= data < 2**63, where, "a whole number of 64 bits", data)
     elif hint in (bool, str):
-        _require(type(data) is hint, where, an(hint.__name__), data)
+        _require(type(data) is hint, where, hint.__name__, data)
     else:
         raise IntegrityError(f"{where}: this torch has a kind of value, {hint}, that trimtab cannot check.")
     return data
@@ -234,8 +231,8 @@ def _check_name(name: str, where: str) -> None:
 def check_weight(name: str, where: str) -> None:
     """Refuse a ``name`` that is not a path of attribute names, such as ``encoder.0.weight`` or ``by.hours-per-week.bias``.
 
-    torch writes them into source, as texts between quotes where they are no identifiers: nothing in them may end such a text,
-    or be read as something else there.
+    torch writes names that are not identifiers into source code as quoted strings. A name must not be able to end such a
+    string, and must not contain escapes.
     """
     plain = name.isprintable() and unicodedata.is_normalized("NFKC", name) and not _BREAKING.intersection(name)
     parts = all(part and not part.startswith("__") for part in name.split("."))
@@ -337,7 +334,7 @@ def _check_program(program: dict[str, Any], where: str) -> None:
 
 
 def _root_only(module: dict[str, Any]) -> dict[str, Any]:
-    """Calls of submodules are needed to take a program apart again, not to run it, and name whatever types they like."""
+    """Drop the call graph of submodules: it is not needed to run a program, and may name arbitrary types."""
     calls = module["module_call_graph"] if isinstance(module["module_call_graph"], list) else []
     kept = [entry for entry in calls if isinstance(entry, dict) and entry.get("fqn") == ""]
     return module | {"module_call_graph": kept, "metadata": {}, "treespec_namedtuple_fields": {}}
@@ -348,7 +345,7 @@ _DROPPED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "GraphModule": _root_only,
     "ExportedProgram": lambda program: program | {"guards_code": []},
 }
-"""What is taken out before anything is checked: it is never needed to run, and torch executes or imports some of it."""
+"""Parts that are removed before the check: they are not needed to run, and torch executes or imports some of them."""
 
 _RULES: dict[str, Callable[[dict[str, Any], str], None]] = {
     "Node": _check_operator,

@@ -1,4 +1,4 @@
-"""What an archive may say about symbolic sizes. torch hands these texts to sympy, which evaluates them as Python."""
+"""Validate the size expressions of an archive. torch passes these texts to sympy, which evaluates them as Python."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _CONSTANTS = frozenset({"true", "false", "True", "False"})
 
 
 def clean_expression(text: str) -> str:
-    """``text`` again if it only combines numbers and symbols such as ``s0`` by the arithmetic that torch writes.
+    """Return ``text`` if it only combines numbers and symbols such as ``s0`` with the arithmetic that torch writes.
 
     Raises:
-        IntegrityError: anything else, before anything of it is evaluated.
+        IntegrityError: ``text`` contains anything else. Nothing is evaluated.
     """
     if len(text) > MAX_TEXT or not _CHARACTERS.fullmatch(text) or text.count("(") > MAX_TEXT // 20:
         raise _refused(text)
@@ -46,14 +46,14 @@ def clean_expression(text: str) -> str:
         powers = _walk(tree.body, 0)
     except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError) as error:
         raise _refused(text) from error
-    # numbers grow with every power, so a short text could otherwise keep sympy busy for ever
+    # nested powers grow so fast that a short text could keep sympy busy without end
     if powers > 8:
         raise _refused(text)
     return ast.unparse(tree)
 
 
 def _walk(node: ast.expr, depth: int) -> int:
-    """Check ``node`` and say how many powers it holds; a ValueError refuses it."""
+    """Check ``node`` and return the number of powers in it; raise ValueError to refuse it."""
     if depth > MAX_DEPTH:
         raise ValueError("too deep")
     if isinstance(node, ast.Constant):
@@ -110,7 +110,7 @@ def _literal(name: str, node: ast.Call) -> int:
 
 
 def _small(node: ast.expr) -> int:
-    """The integer that ``node`` states outright, such as ``2``, ``-1`` or ``Integer(2)``."""
+    """The integer literal that ``node`` is, such as ``2``, ``-1`` or ``Integer(2)``."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Integer" and len(node.args) == 1:
         return _small(node.args[0])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

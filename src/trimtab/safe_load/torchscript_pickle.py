@@ -1,9 +1,9 @@
-"""What the pickles and the source of a TorchScript archive may say.
+"""Validate the pickles and the source of a TorchScript archive.
 
-torch reads those pickles with a reader of its own that knows few instructions, but it believes the sizes that they state,
-builds objects of registered native classes, and compiles and runs the source's ``__setstate__``. Here the instructions are
-played through with dead values: classes are words, tensors are checked against their bytes, objects against what their class
-declares in the source, and nothing is ever called.
+torch reads these pickles with a restricted reader. But that reader trusts the sizes in them, builds objects of registered
+native classes, and compiles and runs ``__setstate__`` of the source. This module executes the pickle instructions symbolically:
+classes are names, tensors are checked against their bytes, objects against the attributes that their class declares. Nothing is
+called.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _FORBIDDEN = re.compile(r"\b(save|from_file|__setstate__|__getstate__|rpc_async|
 _OPS = re.compile(r"(?<![\w.])ops\b(\.(\w+)\.)?")
 _OPS_ALLOWED = frozenset({"aten", "prim", "prims", "quantized", "quantized_decomposed", "mkldnn", "mkldnn_prepacked", "onednn"})
 _GETATTR = re.compile(r"""getattr\([\w.]+, "(?![A-Za-z_]\w*")(?:(?!getattr)[^"'\\.\n]|\\')+"\)""")
-"""How torch spells an attribute whose name is none in Python, and no other: ``getattr(self.layers, "0")``."""
+"""How torch writes an attribute whose name is not a Python identifier: ``getattr(self.layers, "0")``."""
 MAX_NESTED = 50
 MAX_DEPTH = 100
-"""How deep a pickle's values may lie in each other; a module in a module is one step."""
+"""Most levels of nested values in a pickle. A submodule is one level."""
 
 
 def check_source(text: bytes | bytearray, name: str) -> dict[str, Declared]:
-    """Refuse TorchScript source that names operators which touch files or run other code; gives the classes that it declares.
+    """Refuse TorchScript source that names operators which access files or run other code. Returns the declared classes.
 
-    torch's parser is not Python's, so words are looked for wherever they stand, in comments and texts too.
+    The search covers comments and strings too, because torch's parser is not Python's.
 
     Raises:
-        IntegrityError: it is not plain text, holds such a word, or is not laid out as torch does.
+        IntegrityError: the source is not ASCII, contains a forbidden word, or is not formatted as torch formats it.
     """
     try:
         source = text.decode("ascii")
@@ -78,17 +78,17 @@ def check_source(text: bytes | bytearray, name: str) -> dict[str, Declared]:
 
 
 def _is_native(name: str) -> bool:
-    """Whether ``name`` is that of a native class which no model needs, or stops where it could be led on to one."""
+    """Whether ``name`` is a native class that models do not need, or a prefix of one."""
     parts = name.split(".")[1:]
     return parts in ([], ["torch"]) or (parts[:2] == ["torch", "classes"] and not _NATIVE_ALLOWED.intersection(parts[2:3]))
 
 
 def _looks_up(source: str) -> bool:
-    """Whether ``source`` looks up attributes otherwise than torch's printer has it.
+    """Whether ``source`` uses ``getattr`` in a way that torch's printer does not.
 
-    The compiler finds an operator by ``getattr(torch, "...")`` too, after it joined and decoded the pieces of the text, so that
-    no word of it need stand anywhere. What is taken out here holds no other ``getattr`` and no quote, and so cannot hide a call
-    of it between two texts either.
+    ``getattr(torch, "...")`` finds operators as well, and the compiler joins and decodes string literals first, so that the
+    forbidden words need not appear. The expressions removed here contain no inner ``getattr`` and no quotes, so they cannot
+    hide a call between two strings.
     """
     for _ in range(MAX_NESTED):
         source, found = _GETATTR.subn("_", source)
@@ -99,7 +99,7 @@ def _looks_up(source: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Word:
-    """A class or function that a pickle names."""
+    """A class or function that a pickle refers to by name."""
 
     name: str
 
@@ -111,14 +111,14 @@ class _Storage:
 
 @dataclasses.dataclass(frozen=True)
 class _Unbuilt:
-    """An object of a class that has no state yet."""
+    """An object without its state yet."""
 
     maker: str
 
 
 @dataclasses.dataclass(frozen=True)
 class _Thing:
-    """Whatever a call would have made."""
+    """The result of a call or a built object."""
 
     maker: str
     depth: int = 0
@@ -129,7 +129,7 @@ class _List(list[Any]):
 
 
 class _Dict(list[Any]):
-    """Key, value, key, value, and so on."""
+    """Keys and values in alternation."""
 
     depth = 1
 
@@ -139,7 +139,7 @@ class _Tuple(tuple[Any, ...]):
 
 
 def _around(items: Iterable[Any]) -> int:
-    """The depth of what holds ``items``."""
+    """The nesting depth of a container of ``items``."""
     depth = 1 + max((getattr(item, "depth", 0) for item in items), default=0)
     if depth > MAX_DEPTH:
         raise ValueError("values are nested too deep")
@@ -147,13 +147,13 @@ def _around(items: Iterable[Any]) -> int:
 
 
 def check_pickle(data: bytes | bytearray, name: str, sizes: Mapping[str, int], classes: Mapping[str, Declared]) -> None:
-    """Play through the pickle ``data``. ``sizes`` gives the bytes of each storage that it may refer to.
+    """Execute the pickle ``data`` symbolically and refuse anything unusual.
 
-    ``classes`` are those that the source declares.
+    ``sizes`` maps storage keys to their number of bytes; ``classes`` are the classes that the source declares.
 
     Raises:
-        IntegrityError: an instruction, class or function that TorchScript does not write, a tensor beyond its bytes, or an
-            object whose attributes are not of the types that its class declares.
+        IntegrityError: an instruction, class or function that TorchScript does not write; a tensor that exceeds its bytes; or
+            an object whose attributes do not have the declared types.
     """
     machine = _Machine(name, sizes, classes)
     try:
@@ -179,7 +179,7 @@ class _Machine:
         self.marks: list[int] = []
         self.memo: list[Any] = []
         self.shared: set[int] = set()
-        """Ids of what was taken from the memo; it must not grow any more, so that nothing holds itself and depths stay true."""
+        """Ids of values that were read from the memo. They must not grow any more, so that no value contains itself."""
 
     def step(self, opcode: str, argument: Any) -> None:
         if opcode in _PLAIN:
@@ -275,7 +275,7 @@ class _Machine:
         self.stack.append(_Thing(thing.maker, _around([state])))
 
     def check_state(self, name: str, state: Any) -> None:
-        """torch itself puts what it finds into the slots that the class has, and trusts the declared types from then on."""
+        """Check an object's state against its class: torch stores it into the slots and trusts the declared types."""
         if name not in self.classes or not isinstance(state, _Dict):
             raise ValueError(f"an object of the class {name[:120]}, which the source does not declare")
         declared = self.classes[name].attributes
@@ -284,7 +284,7 @@ class _Machine:
                 raise ValueError(f"the attribute {str(key)[:80]!r} of {name[:120]} is not what its class declares")
 
     def fits(self, value: Any, kind: Type) -> bool:
-        """Whether ``value`` is of the type ``kind``; of ``Any`` and ``Union`` is what source cannot use without asking."""
+        """Whether ``value`` has the type ``kind``. ``Any`` and ``Union`` accept every value; source must check it."""
         self.compared += 1
         if self.compared > MAX_STEPS:
             raise ValueError("too long")
@@ -306,7 +306,7 @@ class _Machine:
         return isinstance(value, (bool, int, float, str)) and type(value) in _PLAIN_TYPES.get(kind.name, (int, float, str))
 
     def is_a(self, value: Any, name: str) -> bool:
-        """Whether ``value`` is an object of the class ``name``, or has all methods of that interface."""
+        """Whether ``value`` is an object of the class ``name``, or has all methods of the interface ``name``."""
         declared = self.classes.get(name, Declared("", {}, {}))
         if declared.base == "NamedTuple":
             return isinstance(value, _Tuple) and self.fits(value, Type("Tuple", tuple(declared.attributes.values())))
@@ -317,7 +317,7 @@ class _Machine:
         return value.maker == name or face
 
     def put(self, argument: Any) -> None:
-        # torch makes room for the number, whatever it is, and then appends: its own writer counts from 0
+        # torch allocates memory up to this index and then appends; its own writer counts from 0
         if argument != len(self.memo) or isinstance(self.stack[-1], _Unbuilt):
             raise ValueError("a memo out of order")
         self.memo.append(self.stack[-1])
@@ -347,7 +347,7 @@ _PLAIN_TYPES: dict[str, tuple[type, ...]] = {
     **{name: (kind,) for name, kind in (("bool", bool), ("int", int), ("float", float), ("str", str))},
     **dict.fromkeys(("Tensor", "List", "Dict", "Tuple", "Optional", "NoneType"), ()),
 }
-"""What pickles hold for the types that have no items; those that are not here, such as a device, are numbers or words."""
+"""Python types of pickled values for types without items; types that are missing here are pickled as numbers or text."""
 _MADE = {
     "tensor": ("Tensor",),
     **{f"torch.jit._pickle.build_{kind}list": ("List", kind) for kind in ("int", "bool")},

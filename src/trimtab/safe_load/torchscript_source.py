@@ -1,8 +1,8 @@
-"""How the source of a TorchScript archive is built, and what its classes declare.
+"""Validate the layout of the source in a TorchScript archive, and read the declarations of its classes.
 
-torch parses, compiles and walks that source by recursion, and gives an object's attributes the types that its class states
-without a look at the values. So nothing is taken here that would nest deep, and the declarations are read in the one way that
-torch writes them; :mod:`trimtab.safe_load.torchscript_pickle` holds the objects of the pickles against them.
+torch parses, compiles and walks that source recursively, and gives attributes the declared types without checking the values.
+So deep nesting is refused, and declarations must be written exactly as torch writes them.
+:mod:`trimtab.safe_load.torchscript_pickle` checks the pickled objects against these declarations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trimtab.errors import IntegrityError
 MAX_BRACKETS = 200
 MAX_INDENT = 200
 MAX_TOKENS = 1000
-"""Words and signs from one comma to the next: each may nest what stands before it once more."""
+"""Most words and signs between two commas: each can nest the expression before it once more."""
 MAX_TYPE = 50
 _TOKEN = re.compile(
     r"""(?P<text>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<comma>,)|(?P<line>\n\ *)"""
@@ -33,7 +33,7 @@ _TYPE_TOKEN = re.compile(r"\s*([A-Za-z_][\w.]*|\[|\]|,|\(\))")
 
 @dataclasses.dataclass(frozen=True)
 class Type:
-    """A type by its name, such as ``List`` or ``__torch__.Net``, and those in its brackets."""
+    """A type: its name, such as ``List`` or ``__torch__.Net``, and the types in brackets."""
 
     name: str
     items: tuple[Type, ...] = ()
@@ -41,7 +41,7 @@ class Type:
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A class: what it is derived from, what its attributes are, and the parameters and result of each method, as written."""
+    """A class declaration: base class, types of the attributes, and the parameters and result of each method as text."""
 
     base: str
     attributes: dict[str, Type]
@@ -49,10 +49,10 @@ class Declared:
 
 
 def read_type(text: str) -> Type:
-    """The type that ``text`` spells.
+    """Parse the type ``text``.
 
     Raises:
-        ValueError: it is none, or nests beyond reason.
+        ValueError: ``text`` is not a type, or is nested too deep.
     """
     tokens = _TYPE_TOKEN.findall(text)
     if "".join(tokens) != re.sub(r"\s", "", text):
@@ -64,7 +64,7 @@ def read_type(text: str) -> Type:
 
 
 def _read_type(tokens: list[str], depth: int) -> Type:
-    """Takes its tokens away from the front of ``tokens``."""
+    """Parse one type and remove its tokens from the front of ``tokens``."""
     if depth > MAX_TYPE or not tokens or not tokens[0][0].isidentifier():
         raise ValueError("a type that is odd or nested too deep")
     name = tokens.pop(0)
@@ -85,10 +85,11 @@ def _read_type(tokens: list[str], depth: int) -> Type:
 
 
 def declarations(source: str, name: str) -> dict[str, Declared]:
-    """The classes that the source in the record ``name`` declares, by their whole names.
+    """The classes that the source in record ``name`` declares, by full name.
 
     Raises:
-        IntegrityError: the source nests too deep, treats an object as one of another class, or is not laid out as torch does.
+        IntegrityError: the source is nested too deep, casts an object to another class, or is not formatted as torch formats
+            it.
     """
     lines = list(_lines(source, name))
     if odd := next((line for line in lines if not _casts_plainly(line)), None):
@@ -118,7 +119,7 @@ def declarations(source: str, name: str) -> dict[str, Declared]:
 
 
 def _declare(current: Declared, line: str, name: str) -> bool:
-    """Enter what ``line`` declares; gives whether it begins a method."""
+    """Add the declaration in ``line`` to ``current``. Returns whether the line starts a method."""
     if line.startswith("def "):
         if head := _METHOD.fullmatch(re.sub(r"\s+", " ", line)):
             current.methods[head[1]] = head[2], head[3]
@@ -143,12 +144,12 @@ def _odd(name: str, line: str) -> IntegrityError:
 
 
 def _lines(source: str, name: str) -> Iterator[str]:
-    """The lines of ``source``, those within brackets joined to the one that opened them."""
+    """The logical lines of ``source``: lines inside of brackets are joined."""
     counts, start, at, last = [0], 0, 0, ""
     for match in _TOKEN.finditer(source):
         kind, token = str(match.lastgroup), match[0]
         if match.start() != at or token == "elif" or (kind == last == "text"):
-            # torch writes no tab, comment, elif or joined text, and reads some of them otherwise than they look
+            # torch writes no tab, comment, elif or adjacent strings, and its parser reads some of them differently
             raise IntegrityError(f"The source {name!r} holds {source[at : at + 20]!r}, which torch does not write.")
         at, last = match.end(), kind
         if kind == "line":
@@ -175,7 +176,7 @@ def _lines(source: str, name: str) -> Iterator[str]:
 
 
 def _casts_plainly(line: str) -> bool:
-    """Whether every ``unchecked_cast`` in ``line`` is to a type without classes; torch writes it for what may be None."""
+    """Whether every ``unchecked_cast`` in ``line`` is to a type without classes, as torch writes for optional values."""
     kinds = [_first(line[match.end() :]) for match in _CAST.finditer(line)]
     return all(re.fullmatch(r"\([A-Za-z][\w\[\], ]*", kind) for kind in kinds)
 

@@ -1,4 +1,4 @@
-"""Records of a torch zip archive, read by rules that leave nothing to the reader's imagination."""
+"""Read the records of a torch zip archive by strict rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ZIP_ERRORS = (
     KeyError,
     IndexError,
 )
-"""What the standard library raises on a damaged or odd zip; an encrypted member is a RuntimeError."""
+"""Errors of the standard library for damaged or unusual zip files. An encrypted member raises RuntimeError."""
 
 MAX_RECORDS = 100_000
 MAX_INFLATED = 64 << 20
@@ -33,13 +33,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.+@-]+(?:/[A-Za-z0-9_.+@-]+)*")
 
 
 class Records(Mapping[str, bytes]):
-    """Name, without the folder that torch puts around everything, -> bytes of every record.
+    """Mapping of record names, without torch's top folder, to their bytes.
 
-    torch stores records as they are and deflates TorchScript source only; whatever else is compressed, encrypted, twice there,
-    or named like a path out of the archive is refused when the archive is opened.
+    torch stores records uncompressed, except TorchScript source. Other compressed records, encrypted or duplicate ones, and
+    names that lead out of the archive are refused when the archive is opened.
 
     Raises:
-        IntegrityError: not a zip, damaged, or not as torch writes it.
+        IntegrityError: the file is not a zip, is damaged, or is not written as torch writes it.
     """
 
     def __init__(self, source: str | os.PathLike[str] | BytesIO, *, deflated: tuple[str, ...] = ()) -> None:
@@ -74,14 +74,14 @@ class Records(Mapping[str, bytes]):
         self._zip.close()
 
     def size(self, name: str) -> int:
-        """Bytes of record ``name``, as declared and, once it was read, as they are."""
+        """Size of record ``name`` in bytes, as declared; :meth:`read` verifies it."""
         return self._info(name).file_size
 
     def read(self, name: str, limit: int | None = None) -> bytearray:
-        """The bytes of ``name``, in memory of their own, checked against their checksum.
+        """A copy of the bytes of ``name``, verified against size and checksum.
 
         Raises:
-            IntegrityError: no such record, larger than ``limit`` bytes, or damaged.
+            IntegrityError: the record is missing, damaged or larger than ``limit`` bytes.
         """
         info = self._info(name)
         if limit is not None and info.file_size > limit:
@@ -123,7 +123,7 @@ class Records(Mapping[str, bytes]):
         return found
 
     def _check_member(self, info: zipfile.ZipInfo, name: str) -> None:
-        # orig_filename is what stands in the file: zipfile cuts names at a zero byte, another reader may not
+        # orig_filename is the name in the file: zipfile cuts names at a zero byte, other readers may not
         whole = info.orig_filename
         if (
             whole != info.filename

@@ -38,8 +38,7 @@ def _cost(study: Study, found: Best) -> str:
     parity = confirmation.parity
     error = None if parity is None else parity.centred_error
     if confirmation.drop is not None:
-        lost_score = confirmation.drop
-        words += f"; its score drops by {lost_score.show(lost_score.value)}, at most {lost_score.show(lost_score.upper)}"
+        words += f"; its score {confirmation.drop.change()} ({confirmation.drop.bound()})"
     elif parity is not None and error is not None and not found.trial.recipe.exact:
         held = f" (limit {limits.max_error:.3g}; without labels max_drop {limits.max_drop} cannot be looked at)"
         shown = f"{error:.2%}" if error >= 1e-4 else f"{error:.1g}"

@@ -105,11 +105,10 @@ class Printed(Progress):
 
 
 def outcome(trial: Trial) -> str:
-    """The figures of a trial: speed-up, drop, and size where it is known."""
+    """The figures of a trial: speed-up, change of the score, and size where it is known."""
     parts = [trial.speedup.times()] if trial.speedup else []
     if trial.drop:
-        lost = trial.drop
-        parts.append(f"drop {lost.show(lost.value, 2)} (up to {lost.show(lost.upper, 2)})")
+        parts.append(trial.drop.short(2))
     if trial.size_mb is not None:
         parts.append(f"{trial.size_mb:.3g} MB")
     return ", ".join(parts)

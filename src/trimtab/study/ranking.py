@@ -170,7 +170,7 @@ def _risen(rise: Drop, limit: float) -> str:
     if rise.decided is False:
         return f"Its loss ends up {rise.value:.4g} higher, beyond the limit of {limit:.4g}."
     return (
-        f"Undecidable with {rise.n} updates: its loss ends up {rise.value:.4g} higher, but up to {rise.upper:.4g} cannot be "
+        f"Undecidable with {rise.n} updates: its loss {rise.change()}, but up to {rise.upper:.4g} higher cannot be "
         f"excluded and the limit is {limit:.4g}; more of them, with updates=..., may tell."
     )
 

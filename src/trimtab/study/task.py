@@ -126,8 +126,8 @@ class TrainingTask(Task):
 
     def job(self, folder: pathlib.Path) -> dict[str, Any]:
         """The updates, and where the losses as written lie."""
-        written = str(folder.absolute() / PREPARE / training.WRITTEN)
-        return super().job(folder) | {"updates": self.updates, "written": written}
+        losses = str(folder.absolute() / PREPARE / training.LOSSES)
+        return super().job(folder) | {"updates": self.updates, "losses": losses}
 
     def identity(self) -> dict[str, Any]:
         """The number of updates."""

@@ -88,8 +88,6 @@ def _improved(found: Best, lost: list[str]) -> str:
         still = ", with dropout and the like off" if confirmation.parity is not None and confirmation.parity.still else ""
         words += f"; its losses{still} are those as written, within rounding{over}"
     elif confirmation.drop is not None:
-        words += (
-            f"; its loss ends up {confirmation.drop.value:+.2g} beside that as written, {confirmation.drop.upper:+.2g} at most"
-            f"{over}"
-        )
+        rise = confirmation.drop
+        words += f"; its loss {rise.change()} ({rise.bound()}), compared with the loss as written{over}"
     return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")

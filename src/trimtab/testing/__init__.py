@@ -1,6 +1,6 @@
-"""Contract suites for techniques and runtimes, for plug-ins as much as for trimtab's own.
+"""Test suites for the contracts of passes, backends and checks: for trimtab's own and for plug-ins.
 
-A plug-in's author subclasses a suite and gives one fixture::
+Subclass a suite and define its fixture::
 
     class TestMyPass(PassSuite):
         @pytest.fixture
@@ -21,7 +21,7 @@ A plug-in's author subclasses a suite and gives one fixture::
         def faulty(self, subject):
             yield subject_with_the_fault, environment
 
-Needs pytest, which the extra ``dev`` brings.
+Needs pytest, which the extra ``dev`` installs.
 """
 
 from trimtab.testing.backends import BackendSuite

@@ -1,4 +1,4 @@
-"""What the suites assert with: states before and after, outputs side by side, sentences."""
+"""Assertions and state snapshots for the suites."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trimtab.errors import TrimtabError, UsageError
 from trimtab.tensors.structure import Structure, flatten
 
 EXACT, ROUNDED = 1e-3, 0.9
-"""The largest error relative to the largest output of exact techniques; the lowest cosine of the others, whose accuracy the
-workload's data judges: the suites only see to it that they are the same function."""
+"""Largest error of exact techniques, relative to the largest output; smallest cosine similarity of lossy ones. For these the
+suites only check that the function is roughly the same; a workload's data judges their accuracy."""
 
 
 INDUCTOR = (
@@ -30,11 +30,11 @@ INDUCTOR = (
     "epilogue_fusion",
     "force_fuse_int_mm_with_mul",
 )
-"""Settings of inductor's process-wide configuration that libraries like to change."""
+"""Options of inductor's global configuration that libraries tend to change."""
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Everything about ``model`` that a technique could change by accident."""
+    """All properties of ``model`` that a technique could change by mistake."""
     return {
         "classes": [(name, type(module).__qualname__, id(module)) for name, module in model.named_modules()],
         "training": [module.training for module in model.modules()],
@@ -47,7 +47,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def global_state() -> dict[str, Any]:
-    """Everything in torch that is shared by the whole process."""
+    """torch's process-wide state."""
     state = {
         "threads": torch.get_num_threads(),
         "interop": torch.get_num_interop_threads(),
@@ -66,18 +66,18 @@ def global_state() -> dict[str, Any]:
 
 
 def outputs_of(candidate: Candidate) -> list[torch.Tensor]:
-    """The outputs of the candidate's own model on its example, bit for bit what the model gives."""
+    """The exact outputs of the candidate's model on its example."""
     value = call_model(candidate.model, candidate.signature.input_structure, candidate.leaves)
     return [tensor.clone() for tensor in flatten(value, "output")[0]]
 
 
 def identical(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Whether two lists of tensors are equal bit for bit."""
+    """Whether two lists of tensors are bit-identical."""
     return len(a) == len(b) and all(x.dtype == y.dtype and _digest(x) == _digest(y) for x, y in zip(a, b, strict=True))
 
 
 def assert_close(want: Any, got: Any, *, exact: bool, where: str) -> None:
-    """Same structure, shapes and dtypes; no new NaN; values as close as ``exact`` asks."""
+    """Assert equal structure, shapes and dtypes, no new NaN, and values within the tolerance for ``exact``."""
     (wants, structure), (gots, found) = flatten(want, "output"), flatten(got, "output")
     assert shape_of(structure) == shape_of(found), f"{where}: the output is structured as {found}, not as {structure}."
     for i, (a, b) in enumerate(zip(wants, gots, strict=True)):
@@ -89,18 +89,18 @@ def assert_close(want: Any, got: Any, *, exact: bool, where: str) -> None:
         assert torch.isfinite(b).all(), f"{where}: output {i} has NaN or infinity."
         x, y = a.detach().double().flatten(), b.detach().double().flatten()
         error, size = (x - y).abs().max().item(), x.abs().max().item()
-        said = f"{where}: output {i} is off by {error:.3g} where the largest value is {size:.3g}."
+        message = f"{where}: output {i} is off by {error:.3g} where the largest value is {size:.3g}."
         right = error <= EXACT * size + 1e-6 if exact else torch.cosine_similarity(x, y, dim=0).item() >= ROUNDED
-        assert right, said
+        assert right, message
 
 
 def shape_of(structure: Structure) -> Any:
-    """``structure`` without class names: a dataclass comes back from a runtime as a record."""
+    """``structure`` without class names, because runtimes return a dataclass as a record."""
     return structure.kind, structure.keys, tuple(map(shape_of, structure.items))
 
 
 def assert_sentence(reason: str | None) -> None:
-    """A reason is ``None``, or a sentence that a person can read."""
+    """Assert that ``reason`` is ``None`` or a readable sentence."""
     if reason is not None:
         assert isinstance(reason, str)
         assert len(reason.split()) >= 4, f"Not a sentence: {reason!r}"
@@ -109,7 +109,7 @@ def assert_sentence(reason: str | None) -> None:
 
 
 def assert_round_trip(registry: Mapping[str, type[Any]], technique: Technique) -> None:
-    """JSON and back gives an equal object, and the text does not depend on anything but the fields."""
+    """Assert that JSON restores an equal object, and that its text depends on the fields only."""
     data = technique.to_json()
     again = technique_from_json({technique.name: type(technique)}, data)
     assert again == technique
@@ -120,18 +120,18 @@ def assert_round_trip(registry: Mapping[str, type[Any]], technique: Technique) -
     for name, values in type(technique).choices().items():
         assert len(set(map(repr, values))) == len(values), f"{technique.name}.{name} offers a value twice."
         for value in values:
-            with contextlib.suppress(UsageError):  # it may mean something together with others only
+            with contextlib.suppress(UsageError):  # the value may be valid only together with others
                 type(technique)(**{name: value})
 
 
 def assert_documented(technique: Technique) -> None:
-    """The class says what it does and where it is from."""
+    """Assert that the class's docstring names a source."""
     text = type(technique).__doc__ or ""
     assert "Source:" in text, f"{technique.name}: the class's docstring names no source."
 
 
 def refusal(action: Callable[[], Any]) -> TrimtabError | None:
-    """The error that ``action`` raises on purpose, if it does. Any other exception passes through."""
+    """The :class:`TrimtabError` that ``action`` raises, or ``None``. Other exceptions pass through."""
     try:
         action()
     except TrimtabError as error:

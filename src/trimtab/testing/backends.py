@@ -1,4 +1,4 @@
-"""The contract of a backend, as tests."""
+"""Test suite for the contract of a backend."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trimtab.testing.exchange import OUTPUTS, prepare
 from trimtab.testing.models import CASES, clipping, deciding
 
 QUICK, SLOW = tuple(CASES), ("convnet", "branches", "anchored")
-"""Cases for backends that compile in seconds, and for those that take a minute."""
+"""Cases for backends that compile in seconds, and for slower ones."""
 
 SCRIPT_LINES = 24
 
@@ -45,11 +45,11 @@ _known: dict[tuple[str, type[Any]], Built] = {}
 
 
 class BackendSuite:
-    """Subclass it and give the fixture ``backend``. :attr:`cases` may be replaced or extended."""
+    """Subclass it and define the fixture ``backend``. :attr:`cases` may be replaced or extended."""
 
     cases: ClassVar[dict[str, Callable[[], Candidate]]] = CASES
     refuses: ClassVar[frozenset[str]] = frozenset()
-    """Names of the cases that this backend may fail to compile; it has to take all others."""
+    """Names of the cases that this backend may fail to compile. It must compile all others."""
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -58,20 +58,20 @@ class BackendSuite:
 
     @pytest.fixture
     def built(self, backend: Backend) -> Built:
-        """Every case that the backend takes, compiled once per backend; purity is checked on the way."""
+        """Every case that the backend accepts, compiled once per backend. Also checks that compiling changes nothing else."""
         found = _compiled(dumps(backend, indent=None), type(self), backend)
         if not found:
             pytest.skip(f"{backend} cannot run here: {backend.blocked(next(iter(self.cases.values()))())}")
         return found
 
     def test_round_trip(self, backend: Backend) -> None:
-        """JSON, hash, text and search space."""
+        """JSON, hash, text and search space are consistent."""
         assert_round_trip(BACKENDS, backend)
         assert_documented(backend)
         assert Recipe(backend=backend).hash == Recipe(backend=type(backend)(**vars(backend))).hash
 
     def test_reasons(self, backend: Backend) -> None:
-        """A reason is a sentence, and is the same when asked again."""
+        """A reason is a sentence, and asking twice gives the same one."""
         for make in self.cases.values():
             candidate = make()
             reason = backend.blocked(candidate)
@@ -86,7 +86,7 @@ class BackendSuite:
                 assert_close(want, executable(*args, **dict(kwargs)), exact=backend.exact, where=f"{backend} on {name}")
 
     def test_dynamic_sizes(self, backend: Backend, built: Built) -> None:
-        """Every size that the signature promises is right; a size that it does not promise is refused."""
+        """Outputs are right at every size that the signature allows; other sizes are refused."""
         for name, (candidate, executable) in built.items():
             for dim in candidate.signature.dims:
                 kept = next((kept for kept in executable.signature.dims if kept.name == dim.name), None)
@@ -100,7 +100,7 @@ class BackendSuite:
                         _refuses_or_agrees(candidate, executable, args, kwargs)
 
     def test_calls_like_the_model(self, backend: Backend, built: Built) -> None:
-        """Positional arguments may come by name, in any order."""
+        """Positional arguments may be passed by keyword, in any order."""
         for name, (candidate, executable) in built.items():
             named = dict(zip(candidate.signature.parameters, candidate.args, strict=False)) | dict(candidate.kwargs)
             backwards = dict(reversed(named.items()))
@@ -108,7 +108,7 @@ class BackendSuite:
             assert_close(want, executable(**backwards), exact=backend.exact, where=f"{backend} on {name}, by name")
 
     def test_refuses_wrong_inputs(self, backend: Backend, built: Built) -> None:
-        """Another dtype, rank or size, a missing input or a number raise ``InputError``, or do what the model does."""
+        """Wrong dtypes, ranks and sizes, missing inputs and numbers raise ``InputError``, or act as in the model."""
         for candidate, executable in built.values():
             leaves = candidate.leaves
             other = leaves[0].double() if leaves[0].dtype is not torch.float64 else leaves[0].float()
@@ -120,7 +120,7 @@ class BackendSuite:
             _refuses_or_agrees(candidate, executable, candidate.args, dict(candidate.kwargs) | {"nonsense": leaves[0]})
 
     def test_strides_do_not_matter(self, backend: Backend, built: Built) -> None:
-        """Inputs may lie in memory in any way, even with odd strides on dimensions of size one."""
+        """Inputs may have any strides, including unusual strides of dimensions of size one."""
         for name, (candidate, executable) in built.items():
             for spread in (_every_second, _channels_last, _odd_ones):
                 args, kwargs = unflatten(candidate.signature.input_structure, [spread(leaf) for leaf in candidate.leaves])
@@ -128,7 +128,7 @@ class BackendSuite:
                 assert_close(want, executable(*args, **kwargs), exact=backend.exact, where=f"{backend} on {name}")
 
     def test_outputs_belong_to_the_caller(self, backend: Backend, built: Built) -> None:
-        """A later call, of any kind, leaves earlier outputs as they were."""
+        """Later calls do not change earlier outputs."""
         for name, (candidate, executable) in built.items():
             first = flatten(executable(*candidate.args, **dict(candidate.kwargs)))[0]
             copies = [tensor.clone() for tensor in first]
@@ -138,11 +138,11 @@ class BackendSuite:
             assert identical(first, copies), f"{backend} overwrote an output of {name}."
 
     def test_outputs_can_be_changed_in_place(self, backend: Backend, built: Built) -> None:
-        """Post-processing writes into outputs. Neither does a runtime forbid it, nor does a later call see it."""
+        """Outputs can be modified in place, and later calls are not affected."""
         for name, (candidate, executable) in built.items():
-            with torch.no_grad():  # before anything is changed: an output may lie in what the model keeps
+            with torch.no_grad():  # first, because an output may share memory with the model
                 want = copy.deepcopy(candidate.model(*candidate.args, **dict(candidate.kwargs)))
-            leaves = [leaf.clone() for leaf in candidate.leaves]  # an output may be an input given back
+            leaves = [leaf.clone() for leaf in candidate.leaves]  # an output may be one of the inputs
             args, kwargs = unflatten(candidate.signature.input_structure, leaves)
             for outputs in (
                 flatten(executable(*args, **kwargs))[0],
@@ -155,7 +155,7 @@ class BackendSuite:
             assert_close(want, got, exact=backend.exact, where=f"{backend} on {name}, after its outputs were changed")
 
     def test_many_requests(self, backend: Backend, built: Built) -> None:
-        """Requests that may overlap give what they give one by one, in order."""
+        """``run_many`` gives the same outputs as single calls, in order."""
         for candidate, executable in built.values():
             requests = [list(executable.signature.bind(args, kwargs)) for args, kwargs in candidate.calibration]
             for leaves, outputs in zip(requests, executable.run_many(requests), strict=True):
@@ -163,7 +163,7 @@ class BackendSuite:
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
     def test_saved_and_loaded_elsewhere(self, backend: Backend, built: Built, tmp_path: pathlib.Path) -> None:
-        """A fresh process, without the model's class, gives the same outputs from the saved files."""
+        """A new process without the model's class computes the same outputs from the saved files."""
         for name, (candidate, executable) in built.items():
             prepare(tmp_path / name, backend, executable, candidate.leaves)
         command = [sys.executable, "-m", "trimtab.testing.reload", *(str(tmp_path / name) for name in built)]
@@ -175,7 +175,7 @@ class BackendSuite:
                 assert_close(want, found[str(i)], exact=backend.exact, where=f"{backend} on {name}, loaded")
 
     def test_control_flow_on_data(self, backend: Backend) -> None:
-        """Both ways through a branch are right, or the model is refused in a sentence; the branch may ask for sign or size."""
+        """Both branches of a model with data-dependent control flow are right, or the model is refused with a sentence."""
         for make in (deciding, clipping):
             candidate = make()
             made: list[Executable] = []
@@ -188,7 +188,7 @@ class BackendSuite:
                 executable.close()
 
     def test_script(self, backend: Backend) -> None:
-        """The source for ``run.py`` is short, is Python, defines ``load`` and does without trimtab."""
+        """The source for ``run.py`` is short, valid, defines ``load`` and does not import trimtab."""
         source = backend.script()
         lines = [line for line in source.splitlines() if line.strip()]
         assert len(lines) <= SCRIPT_LINES, f"{len(lines)} lines"
@@ -199,7 +199,7 @@ class BackendSuite:
 
 
 def _compiled(key: str, suite: type[BackendSuite], backend: Backend) -> Built:
-    """What :attr:`BackendSuite.built` gives, made once and kept: compiling for every test anew would take minutes."""
+    """The result of :attr:`BackendSuite.built`, cached: compiling again for each test would take minutes."""
     if (key, suite) in _known:
         return _known[key, suite]
     found = _known[key, suite] = {}
@@ -229,7 +229,7 @@ def _at(candidate: Candidate, name: str, size: int) -> tuple[tuple[Any, ...], di
 
 
 def _refuses_or_agrees(candidate: Candidate, executable: Executable, args: Any, kwargs: Any) -> None:
-    """``InputError``; or, where an executable passes everything on to the model itself, what the model does."""
+    """Assert that the call raises ``InputError``, or acts like the model."""
     made: list[Any] = []
     try:
         error = refusal(lambda: made.append(executable(*args, **kwargs)))

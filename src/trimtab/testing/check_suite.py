@@ -1,4 +1,4 @@
-"""The contract of a check, as tests."""
+"""Test suite for the contract of a check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.testing.models import CASES
 
 
 class CheckSuite:
-    """Subclass it, give the fixture ``technique``, and override :meth:`faulty`."""
+    """Subclass it, define the fixture ``technique``, and override :meth:`faulty`."""
 
     @pytest.fixture
     def technique(self) -> Check:
@@ -28,22 +28,22 @@ class CheckSuite:
 
     @contextlib.contextmanager
     def faulty(self, subject: Subject) -> Iterator[tuple[Subject, Environment]]:
-        """A block in which the check has something to find; what it changes is as before afterwards."""
+        """Context manager that gives a subject and environment with a fault that the check finds, and undoes its changes."""
         raise NotImplementedError("Override faulty() to give what the check is made to find.")
         yield
 
     def subjects(self) -> list[tuple[str, Subject]]:
-        """Sound ones."""
+        """Subjects without a fault."""
         made = [(name, make()) for name, make in CASES.items()]
         return [(name, prepare(Workload(model=c.model, inputs=Call(c.args, c.kwargs)))) for name, c in made]
 
     def test_round_trip(self, technique: Check) -> None:
-        """JSON, text and documentation."""
+        """JSON, text and documentation are consistent."""
         assert_round_trip(CHECKS, technique)
         assert_documented(technique)
 
     def test_nothing_is_found_where_nothing_is_wrong(self, technique: Check) -> None:
-        """And looking changes nothing."""
+        """A subject without a fault gives no finding, and the check changes nothing."""
         environment = Environment.capture()
         for name, subject in self.subjects():
             before, shared = model_state(subject.model), global_state()
@@ -52,7 +52,7 @@ class CheckSuite:
             assert global_state() == shared, name
 
     def test_the_fault_is_found(self, technique: Check) -> None:
-        """Each finding is a datum: a rule, a sentence, evidence, and a remedy that can be used where there is one."""
+        """Each finding has a rule, a sentence, evidence and, optionally, a remedy that can be applied."""
         for name, subject in self.subjects():
             with self.faulty(subject) as (wrong, environment):
                 before, shared = model_state(wrong.model), global_state()
@@ -66,7 +66,7 @@ class CheckSuite:
 
 
 def assert_finding(finding: Finding, check: Check, subject: Subject) -> None:
-    """That a finding keeps what its fields promise."""
+    """Assert that the fields of ``finding`` are valid."""
     assert finding.rule == check.name or finding.rule.startswith(f"{check.name}."), finding.rule
     assert_sentence(finding.message)
     assert finding.evidence, "a finding shows what it rests on"

@@ -1,4 +1,4 @@
-"""What a test process hands to :mod:`trimtab.testing.reload`."""
+"""Write the folder that :mod:`trimtab.testing.reload` reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILES, INPUTS, OUTPUTS, FACTS = "model", "inputs.safetensors", "outputs.safetens
 def prepare(folder: pathlib.Path, backend: Backend, executable: Executable, leaves: Sequence[torch.Tensor]) -> None:
     """Write ``folder`` for :mod:`trimtab.testing.reload`.
 
-    The executable saves itself; its settings then name the threads of this process, which machine code is tied to.
+    The executable is saved with this process's number of threads in its settings, because machine code depends on it.
     """
     (folder / FILES).mkdir(parents=True)
     files = executable.save(folder / FILES)

@@ -1,4 +1,4 @@
-"""Small models for contract suites: together they hold what exporters and runtimes stumble over."""
+"""Small models for the suites, with features that exporters and runtimes often get wrong."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.signature import Dim
 
 CALIBRATION = 8
-"""Calibration calls that every case brings."""
+"""Number of calibration calls of each case."""
 
 
 class ConvNet(nn.Module):
-    """Convolutions with batch norms whose statistics are not trivial, a residual sum, dropout, a linear head."""
+    """Convolutions, batch norms with non-trivial statistics, a residual connection, dropout, a linear head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ConvNet(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Token embedding and one transformer block with a padding mask; batch and length are dynamic, inputs are integers."""
+    """Token embedding and one transformer block with a padding mask. Inputs are integers; batch and length are dynamic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Encoder(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM with its state as input and as output: three inputs, three outputs in a tuple."""
+    """An LSTM whose state is input and output: three inputs, a tuple of three outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Recurrent(nn.Module):
 
 
 class Branches(nn.Module):
-    """Several inputs, one by keyword and one unused; a weight used twice; a nested dict as output, with an integer in it."""
+    """Several inputs, one by keyword and one unused; a weight that is used twice; a nested dict with an integer as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Structured(nn.Module):
 
 
 class Anchored(nn.Module):
-    """Gives away what it keeps: a buffer, and a view of it."""
+    """Returns a buffer of the model and a view of it."""
 
     anchors: torch.Tensor
 
@@ -127,10 +127,10 @@ class Anchored(nn.Module):
 
 
 class Shared(nn.Module):
-    """One convolution for two levels, a batch norm for each; it keeps what it computed, and takes nothing but tensors."""
+    """One convolution shared by two levels with a batch norm each. Stores a computed value, and refuses non-tensors."""
 
     class Refusal(Exception):
-        """What libraries that check types raise derives from nothing that anybody could name."""
+        """Derives from ``Exception`` directly, like the errors of type-checking libraries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Shared(nn.Module):
 
 
 class Deciding(nn.Module):
-    """Control flow on data: no exporter may follow one branch and forget the other."""
+    """Data-dependent control flow: an export of one branch only is wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Deciding(nn.Module):
 
 
 class Clipping(nn.Module):
-    """Control flow on data that is the same for inputs of the other sign."""
+    """Data-dependent control flow that does not depend on the sign of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,12 +224,12 @@ def shared() -> Candidate:
 
 
 def deciding() -> Candidate:
-    """Batch of 2 rows, of either sign, through a model that decides on data."""
+    """Batch of 2 rows of any sign, through a model with data-dependent control flow."""
     return _candidate(Deciding, lambda: ((torch.randn(2, 6),), {}), {})
 
 
 def clipping() -> Candidate:
-    """Batch of 2 rows, short enough to be left as they are."""
+    """Batch of 2 rows with a norm below ten."""
     return _candidate(Clipping, lambda: ((torch.randn(2, 6),), {}), {})
 
 
@@ -241,11 +241,11 @@ CASES: dict[str, Callable[[], Candidate]] = {
     "structured": structured,
     "anchored": anchored,
 }
-"""What every technique must take, or refuse in a sentence. :func:`deciding` is apart: most runtimes cannot take it."""
+"""Cases that every technique must accept, or refuse with a sentence. Not :func:`deciding`, which most runtimes refuse."""
 
 
 def _candidate(make: Callable[[], nn.Module], inputs: Callable[[], Any], dynamic: Any) -> Candidate:
-    """A candidate with the same weights and inputs in every process; the caller's random numbers are left alone."""
+    """A candidate with the same weights and inputs in every process. The caller's random state is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         model = make().eval()
@@ -255,7 +255,7 @@ def _candidate(make: Callable[[], nn.Module], inputs: Callable[[], Any], dynamic
 
 
 def _settled(model: nn.Module) -> nn.Module:
-    """``model`` with batch-norm statistics as training leaves them: with fresh ones, a wrong fold would not show."""
+    """``model`` with batch-norm statistics as after training; fresh statistics would hide wrong folds."""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):

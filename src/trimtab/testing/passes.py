@@ -1,4 +1,4 @@
-"""The contract of a pass, as tests."""
+"""Test suite for the contract of a pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trimtab.testing.models import CASES, shared
 
 
 class PassSuite:
-    """Subclass it and give the fixture ``technique``. :attr:`cases` may be replaced or extended."""
+    """Subclass it and define the fixture ``technique``. :attr:`cases` may be replaced or extended."""
 
     cases: ClassVar[dict[str, Callable[[], Candidate]]] = CASES
 
@@ -40,27 +40,27 @@ class PassSuite:
         raise NotImplementedError("Override the fixture `technique` to return the pass under test.")
 
     def candidates(self) -> list[tuple[str, Candidate]]:
-        """A fresh candidate for every case."""
+        """A new candidate for each case."""
         return [(name, make()) for name, make in self.cases.items()]
 
     def willing(self, technique: Pass) -> list[tuple[str, Candidate]]:
-        """The cases that the pass does not refuse."""
+        """The cases that the pass accepts."""
         return [(name, candidate) for name, candidate in self.candidates() if technique.blocked(candidate) is None]
 
     def test_round_trip(self, technique: Pass) -> None:
-        """JSON, hash, text and search space."""
+        """JSON, hash, text and search space are consistent."""
         assert_round_trip(PASSES, technique)
         assert_documented(technique)
         one, other = (Recipe(passes=(technique,), backend=Eager()) for _ in range(2))
         assert one.hash == other.hash
 
     def test_settings_exist(self, technique: Pass) -> None:
-        """What it says to change are settings."""
+        """The names in ``sets`` are settings."""
         assert technique.sets <= set(Settings.names())
         assert technique.modes
 
     def test_reasons(self, technique: Pass) -> None:
-        """A reason is a sentence, says the same when asked again, and asking changes nothing."""
+        """A reason is a sentence, asking twice gives the same one, and asking changes nothing."""
         for name, candidate in self.candidates():
             before, shared = model_state(candidate.model), global_state()
             reason = technique.blocked(candidate)
@@ -70,7 +70,7 @@ class PassSuite:
             assert global_state() == shared, name
 
     def test_looks_at_any_model(self, technique: Pass) -> None:
-        """Asking neither raises nor changes anything, whatever the model's own code does with what is not a tensor."""
+        """Asking never raises and changes nothing, even if the model refuses symbolic values."""
         candidate = shared()
         before = model_state(candidate.model)
         for ask in (technique.why_not, technique.blocked):
@@ -83,13 +83,13 @@ class PassSuite:
             assert_close(want, rewritten.model(*rewritten.args), exact=technique.exact, where=f"{technique} on a shared layer")
 
     def test_runs_somewhere(self, technique: Pass) -> None:
-        """It takes at least one case, unless something is missing on this machine; then it says so each time."""
+        """The pass accepts at least one case, or gives the same reason (about the machine) for all."""
         if not self.willing(technique):
             reasons = {technique.blocked(candidate) for _, candidate in self.candidates()}
             assert len(reasons) == 1, f"{technique} takes none of the cases: {reasons}"
 
     def test_pure(self, technique: Pass) -> None:
-        """The candidate that came in is as it was, to the bit, and so is torch."""
+        """``apply`` changes neither the given candidate nor torch's state, bit for bit."""
         for name, candidate in self.willing(technique):
             before, shared, outputs = model_state(candidate.model), global_state(), outputs_of(candidate)
             settings, signature = candidate.settings, candidate.signature
@@ -100,7 +100,7 @@ class PassSuite:
             assert (candidate.settings, candidate.signature) == (settings, signature), name
 
     def test_same_function(self, technique: Pass) -> None:
-        """The rewritten candidate still does what the original does, on the example that it has now."""
+        """The rewritten candidate computes the same function on its example."""
         for name, candidate in self.willing(technique):
             rewritten = technique.apply(candidate)
             want = candidate.model(*rewritten.args, **dict(rewritten.kwargs))
@@ -108,7 +108,7 @@ class PassSuite:
             assert_close(want, got, exact=technique.exact, where=f"{technique} on {name}")
 
     def test_changes_what_it_says(self, technique: Pass) -> None:
-        """Only the settings in ``sets`` change, and the signature stays."""
+        """Only the settings in ``sets`` change; the signature stays."""
         for name, candidate in self.willing(technique):
             rewritten = technique.apply(candidate)
             changed = {name for name in Settings.names() if candidate.settings.value(name) != rewritten.settings.value(name)}
@@ -116,7 +116,7 @@ class PassSuite:
             assert rewritten.signature == candidate.signature, name
 
     def test_result_works_on(self, technique: Pass, tmp_path: pathlib.Path) -> None:
-        """The rewritten model is in evaluation mode, can be copied, and can be saved without its class."""
+        """The rewritten model is in evaluation mode, and can be copied and saved without its class."""
         name, candidate = next(iter(self.willing(technique)), (None, None))
         if candidate is None:
             pytest.skip(str(technique.blocked(self.candidates()[0][1])))
@@ -129,7 +129,7 @@ class PassSuite:
         assert_close(want, loaded(*rewritten.args, **dict(rewritten.kwargs)), exact=True, where=f"{technique}, saved")
 
     def test_refused_ones_do_no_harm(self, technique: Pass) -> None:
-        """Applied in spite of its own reason it raises an error of trimtab's, or gives the same function."""
+        """Applied to a case that it refuses, the pass raises an error of trimtab, or computes the same function."""
         for name, candidate in self.candidates():
             if technique.blocked(candidate) is None:
                 continue

@@ -1,7 +1,7 @@
-"""Load what a backend saved, in a process that has never seen the model, and run it.
+"""Load and run saved executables in a process without the model's class.
 
-``python -m trimtab.testing.reload FOLDER...``: each folder holds ``reload.json`` (backend, its class, signature, settings),
-``inputs.safetensors`` and the saved files in ``model/``; the outputs are written to ``outputs.safetensors``.
+``python -m trimtab.testing.reload FOLDER...``: each folder contains ``reload.json`` (backend, class, signature, settings),
+``inputs.safetensors`` and the saved files in ``model/``. The outputs are written to ``outputs.safetensors``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trimtab.testing.exchange import FACTS, FILES, INPUTS, OUTPUTS
 
 
 def main(folders: Sequence[str]) -> None:
-    """Load and run every folder."""
+    """Load and run the executable of each folder."""
     for folder in map(pathlib.Path, folders):
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         module, name = facts["class"]

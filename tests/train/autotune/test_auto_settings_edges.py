@@ -364,9 +364,8 @@ def test_an_optimizer_that_finds_its_own_rate_leaves_everything_off() -> None:
     made.optimizer.param_groups[0]["lr"] = None
     batches = [(torch.randn(8, 4), torch.randint(4, (8,)))]
     assert auto_settings.decide(made.context, batches, 100) is batches
-    assert made.notes[-1].startswith(
-        "precision.autocast cannot be measured and stay off. The optimizer finds its own learning rate"
-    )
+    wanted = "precision.autocast cannot be measured and stay off. The optimizer finds its own learning rate"
+    assert made.notes[-1].startswith(wanted)
 
 
 def test_what_a_short_run_cannot_pay_back_is_hardly_looked_at() -> None:

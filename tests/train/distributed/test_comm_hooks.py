@@ -12,7 +12,7 @@ from torch import nn
 
 from _ranks import on_ranks
 from trimtab.core.settings import DistributedSettings, Settings
-from trimtab.train.distributed.comm_hooks import Bucket, Exchange, in_a_row, shaped
+from trimtab.train.distributed.comm_hooks import Bucket, Exchange, flattened, unflattened
 from trimtab.train.distributed.launch import start
 from trimtab.train.distributed.process_group import Group
 from trimtab.train.trainer import Trainer
@@ -113,12 +113,12 @@ def test_optimizers_that_adapt_their_steps_are_warned_of(found: list[dict[str, A
 def test_gradients_lie_in_a_row_as_their_parameter_does(layout: torch.memory_format) -> None:
     parameter = torch.empty(4, 3, 2, 5).contiguous(memory_format=layout)
     value = torch.randn(4, 3, 2, 5)
-    flat = in_a_row(value, parameter)
+    flat = flattened(value, parameter)
     assert torch.equal(flat, torch.as_strided(parameter.copy_(value), (120,), (1,)))
-    assert torch.equal(shaped(flat, parameter), value)
-    assert shaped(torch.ones(1), torch.tensor(3.0)).shape == ()
+    assert torch.equal(unflattened(flat, parameter), value)
+    assert unflattened(torch.ones(1), torch.tensor(3.0)).shape == ()
     gaps = torch.empty(4, 6)[:, ::2]
-    assert torch.equal(shaped(in_a_row(value[0, :, :, :2].reshape(4, 3), gaps), gaps), value[0, :, :, :2].reshape(4, 3))
+    assert torch.equal(unflattened(flattened(value[0, :, :, :2].reshape(4, 3), gaps), gaps), value[0, :, :, :2].reshape(4, 3))
 
 
 def over_nccl(folder: pathlib.Path) -> dict[str, Any]:

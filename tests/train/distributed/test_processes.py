@@ -21,7 +21,7 @@ from trimtab.errors import PeerError, TrimtabError, UsageError
 from trimtab.train.distributed.data_parallel import DataParallelGroup
 from trimtab.train.distributed.data_sharding import Share, share
 from trimtab.train.distributed.devices import local_device
-from trimtab.train.distributed.launch import _attempt
+from trimtab.train.distributed.launch import _attempt_name
 from trimtab.train.distributed.process_group import Group
 from trimtab.train.telemetry.stragglers import Pace, laggard
 from trimtab.train.telemetry.summary import Summary
@@ -499,7 +499,7 @@ def test_processes_that_meet_agree_on_a_name_whatever_others_left_in_the_store()
     names = []
     for size in (3, 3, 2, 4):  # a host may have been lost, or come, between two attempts
         with concurrent.futures.ThreadPoolExecutor(size) as pool:
-            found = set(pool.map(lambda rank, size=size: _attempt(store, rank, size), range(size)))
+            found = set(pool.map(lambda rank, size=size: _attempt_name(store, rank, size), range(size)))
         assert len(found) == 1
         names += found
     assert len(set(names)) == 4

@@ -103,7 +103,7 @@ def test_a_loss_may_take_its_batch_apart_wherever_batches_are_used_again() -> No
     assert summary.flops_share is not None
     assert not any("cannot be measured" in note or "it fails" in note for note in summary.notes)
     workload = Workload(name="dicts", mode="train", model=network, training=Training(data=batches, optimizer=SGD, loss=popping))
-    assert len(prepared(workload, 3).written(seed=0).losses) == 3
+    assert len(prepared(workload, 3).reference(seed=0).losses) == 3
 
 
 def test_what_a_loss_raises_when_the_run_is_over_spoils_nothing() -> None:
@@ -228,7 +228,7 @@ def test_a_study_of_a_model_with_extra_state_knows_its_tensors() -> None:
 
         training = Training(data=batches, optimizer=SGD, loss=popping)
         subject = prepared(Workload(name="extra", mode="train", model=model, training=training), 1)
-        return _fingerprint(subject, subject.written(seed=0))
+        return _fingerprint(subject, subject.reference(seed=0))
 
     assert of(1.0) == of(1.0) != of(2.0)
 
@@ -408,7 +408,7 @@ def test_a_trial_does_not_begin_with_a_loss_that_another_has_trained() -> None:
     loss = Centres()
     before = copy.deepcopy(loss.state_dict())
     training = Training(data=pairs, optimizer=functools.partial(torch.optim.SGD, lr=1.0), loss=loss)
-    prepared(Workload(name="centres", mode="train", model=network, training=training), 3).written(seed=0)
+    prepared(Workload(name="centres", mode="train", model=network, training=training), 3).reference(seed=0)
     torch.testing.assert_close(loss.state_dict(), before)
 
 

@@ -274,8 +274,8 @@ def test_autocast_and_keywords_reach_the_second_run() -> None:
     assert copied.forward.forward.__self__ is copied  # a copy recomputes itself, not the model that it was copied from
 
 
-class Memory:
-    """What the layers of a model hand on, each adding to it, as to a cache of keys and values."""
+class Cache:
+    """The layers of a model add to it, as to a cache of keys and values."""
 
     def __init__(self) -> None:
         self.layers: list[dict[str, torch.Tensor]] = []
@@ -283,13 +283,13 @@ class Memory:
 
 
 class Remembering(nn.Module):
-    """Looks at what the layers before have left, itself included."""
+    """Adds its output to the cache, and gives a function of all that the cache has by then."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = perceptron(16)
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
-    def forward(self, x: torch.Tensor, *, past: Memory, told: list[int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, past: Cache, told: list[int]) -> torch.Tensor:
         x = self.inner(x)
         past.layers.append({"x": x})
         past.seen += 1
@@ -298,67 +298,84 @@ class Remembering(nn.Module):
         return found
 
 
-def test_a_second_run_sees_objects_that_it_is_given_as_the_first_did() -> None:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Remembering() for _ in range(3))
+class Reading(nn.Module):
+    """Reads the cache, to which the layers after it add."""
 
-        def forward(self, x: torch.Tensor, past: Memory) -> torch.Tensor:
-            told: list[int] = []
-            for block in self.blocks:
-                x = block(x, past=past, told=told)
-            assert told == [1, 2, 3]
-            return x
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
+    def forward(self, x: torch.Tensor, *, past: Cache, told: list[int]) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) * (1 + past.seen)
+        return found
+
+
+class Caching(nn.Module):
+    """Hands a cache on from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList((Reading(), Remembering(), Remembering(), nn.Linear(16, 10)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        past, told = Cache(), list[int]()
+        for block in list(self.blocks)[:-1]:
+            x = block(x, past=past, told=told)
+        assert told == [1, 2]
+        found: torch.Tensor = self.blocks[-1](x)
+        return found
+
+
+def test_modules_whose_arguments_change_are_not_recomputed_and_a_note_names_them() -> None:
     torch.manual_seed(0)
-    model, x, found = Chain(), torch.randn(4, 16), []
-    for recomputed in (Recomputed([]), Recomputed(model.blocks)):
-        torch.manual_seed(1)
-        past = Memory()
-        loss = model(x, past).square().mean()
-        kept = list(past.layers)
-        found.append(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
-        found.append(torch.autograd.grad(loss, list(model.parameters())))
-        assert past.seen == len(past.layers) == 3
-        assert all(ours is theirs for ours, theirs in zip(past.layers, kept, strict=True))
-        recomputed.undo()
-    assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(found[0], grads, strict=True))
+    model = Caching()
+    plain, data = copy.deepcopy(model), [(torch.randn(256, 16), torch.randint(0, 10, (256,))) for _ in range(3)]
+    for each, budget in ((model, 0.4), (plain, None)):
+        settings = Settings(memory=MemorySettings(activation_mb=budget))
+        trainer = Trainer(each, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
+        trainer.fit(data, epochs=1)
+        told = "blocks.0, blocks.1, blocks.2 are not recomputed, because lists or objects among the arguments change"
+        assert budget is None or re.search(rf"allowed: blocks\.\d\.inner.* recomputed\. {told}", trainer.notes[0]), (
+            trainer.notes
+        )
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    settings = Settings(memory=MemorySettings(activation_mb=1e-3))
+    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=adam, settings=settings)
+    with pytest.raises(UsageError, match=f"cannot be kept: .* {told}"):
+        trainer.fit(data, epochs=1)
 
 
-def test_containers_that_cannot_be_changed_are_given_to_a_second_run() -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: torch.Tensor, options: Mapping[str, float]) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(x) * options["scale"]
+@pytest.mark.parametrize("kind", [Reading, Remembering])
+def test_a_second_run_whose_arguments_have_changed_is_refused(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = Caching()
+    recomputed = Recomputed(all_of(model, kind))
+    loss = model(torch.randn(4, 16)).square().mean()
+    with pytest.raises(WorkloadError, match=f"The forward pass of {kind.__name__} cannot be .* again: an object .* changed"):
+        loss.backward()
+    recomputed.undo()
 
-    model = Scaled(4, 4)
-    Recomputed([model])
-    model(torch.randn(2, 4), immutable_dict(scale=2.0)).sum().backward()
-    assert model.weight.grad is not None
 
-
-def test_what_is_known_by_its_identity_or_has_an_end_of_its_own_is_given_to_a_second_run_itself() -> None:
+def test_objects_that_do_not_change_are_given_to_a_second_run() -> None:
     class Mark:
-        """Of what was not given."""
+        """Stands for what was not given."""
 
-    class Handle:
-        def __init__(self) -> None:
-            self.name = "scratch"
+        itself: Any
 
-        def __del__(self) -> None:
-            closed.append(self.name)
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor, options: Mapping[str, Any], past: Mark) -> torch.Tensor:  # type: ignore[override]
+            found = super().forward(x) * options["scale"] + options["shifts"][0]
+            return found if past is nothing else found.exp()
 
-    class Marked(nn.Linear):
-        def forward(self, x: torch.Tensor, past: Mark, handle: Handle) -> torch.Tensor:  # type: ignore[override]
-            found = super().forward(x)
-            return found.exp() if past is nothing else found
-
-    closed: list[str] = []
-    nothing, handle, model = Mark(), Handle(), Marked(4, 4)
-    Recomputed([model])
-    model(torch.randn(2, 4), nothing, handle).sum().backward()
-    assert model.weight.grad is not None
-    assert not closed
+    nothing, model, shift = Mark(), Scaled(4, 4), torch.ones(4, requires_grad=True)
+    nothing.itself, options = nothing, immutable_dict(scale=2.0, threshold=float("nan"), shifts=[shift])
+    recomputed = Recomputed([model])
+    loss = model(torch.randn(2, 4), options, nothing).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert shift.grad is not None
+    assert torch.equal(shift.grad, torch.full((4,), 4.0))
+    recomputed.undo()
 
 
 def test_inputs_that_are_changed_later_are_left_alone() -> None:

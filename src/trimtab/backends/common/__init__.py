@@ -1,1 +1,1 @@
-"""What several backends share, for plug-ins too: export, conversion, proof that a graph follows the model."""
+"""Shared code of the backends, also for plug-ins: export, conversion, and comparison of a graph with the model."""

@@ -1,22 +1,21 @@
-"""Why a runtime cannot take a model, or its graph computes something else than the model, for a person to act on."""
+"""Explain why a runtime cannot compile a model, or why its outputs differ."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from trimtab._internal.text import plain, said, told
+from trimtab._internal.text import error_text, plain, summary_line
 
 _EMPTY = ("Exception from", "Traceback", "Check 'false' failed at", "FrontEnd API failed", "Model wasn't fully", "Summary:")
-"""How lines begin that say nothing yet; what the matter is stands below them."""
+"""Beginnings of lines without information; the cause follows below them."""
 _WRAPPED = "Couldn't get TorchScript module"
-"""How OpenVINO begins what it wraps around an exception of the model's own."""
+"""First words of OpenVINO's wrapper around an error of the model."""
 _UNKNOWN = "No conversion rule found for operations"
-"""How OpenVINO's summary names the operators that it does not know. What fails above it may do so for want of these only, as an
-argument that is none and that nobody took."""
+"""First words of OpenVINO's list of unknown operators. Errors above that list may only be consequences."""
 
 
 def known_cause(model: nn.Module) -> str:
-    """What may explain a difference, in brackets with a space before them; empty where nothing is known.
+    """A known cause of differing outputs, in brackets after a space; empty if there is none.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoder.html, ``enable_nested_tensor``
     """
@@ -30,15 +29,15 @@ def known_cause(model: nn.Module) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, with the error's type and without a stop at its end.
+    """The first informative line of an error, with its type and without a full stop.
 
-    What torch's exporter and OpenVINO wrap around an error says which step it was and asks for a bug report; the cause is what
-    tells why. Of TorchScript's own it is the line that says what was raised.
+    Wrappers of torch's exporter and OpenVINO are skipped: they name a step and ask for a bug report; their cause has the
+    reason.
     """
     while error.__cause__ is not None and (type(error).__module__.startswith("torch.onnx.") or str(error).startswith(_WRAPPED)):
         error = error.__cause__
-    lines = [line.strip().removeprefix("-- ") for line in plain(said(error)).splitlines()]
+    lines = [line.strip().removeprefix("-- ") for line in plain(error_text(error)).splitlines()]
     saying = [line for line in lines if len(line) > 3 and not line.startswith(_EMPTY)]
     saying.sort(key=lambda line: not line.startswith(_UNKNOWN))
     text = "\n".join(saying)
-    return f"{type(error).__name__}: {told(text)[:300]}"
+    return f"{type(error).__name__}: {summary_line(text)[:300]}"

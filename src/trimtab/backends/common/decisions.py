@@ -1,4 +1,4 @@
-"""Decisions that a model takes in Python on the values of its tensors: a trace keeps one outcome and forgets the others."""
+"""Find data-dependent control flow in Python: a trace keeps one branch and drops the others."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ READS = frozenset(
         *("__dlpack__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
     }
 )
-"""Names of what makes something of Python's own from the values of tensors. Not all of them have the tracer warn."""
+"""Names of functions that convert tensor values to Python values. torch's tracer does not warn about all of them."""
 
 BETWEEN = frozenset({torch.overrides.__file__, torch._tensor.__file__, __file__})
-"""Files that stand between the line which reads and the mode that sees it."""
+"""Files whose frames lie between the model's line and the mode that observes it."""
 
 Place = tuple[str, int]
 
 
 def refuse_decisions(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> None:
-    """Raise :class:`CompileError` naming the line, if a trace of the model on ``leaves`` would keep one path of several.
+    """Raise :class:`CompileError`, with file and line, if a trace of the model on ``leaves`` would drop a branch.
 
-    That is where Python reads a value which was computed from the inputs, both in a plain run and under the tracer. The plain
-    run alone will not do: models leave out under the tracer what they check elsewhere. Nor will the tracer alone, to which
-    sizes are tensors too, nor its warnings, which it does not give for each such read. Of sizes, those count which depend on
-    values, such as how many boxes were found; in a plain run Python reads no tensor for them.
+    A decision is a read of a value that was computed from the inputs, which happens both in a plain run and under the tracer.
+    The plain run alone is not enough, because models skip checks under the tracer. The tracer alone is not enough either: sizes
+    are tensors there, and it does not warn about every read. Reads of sizes count if the size depends on values, such as the
+    number of detected boxes; a plain run reads no tensor for them.
     """
     if (place := decision(candidate, leaves)) is not None:
         raise CompileError(
@@ -47,7 +47,7 @@ def refuse_decisions(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> No
 
 
 def decision(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> Place | None:
-    """File and line of the first decision, or ``None``."""
+    """File and line of the first decision; ``None`` if there is none."""
     own, others = ([leaf.clone() for leaf in leaves] for _ in range(2))
     try:
         with torch.no_grad(), quiet():
@@ -58,23 +58,23 @@ def decision(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> Place | No
             with _Flow(others) as counting, _Traced(counting) as traced:
                 torch.jit.trace(candidate.flat(), tuple(others), check_trace=False)  # type: ignore[no-untyped-call]
     except EXPORT_ERRORS:
-        return None  # whoever traces in earnest will say why it fails
+        return None  # the actual trace will raise the error again
     return next(iter([*traced.of_sizes, *(place for place in plain.places if place in traced.places)]), None)
 
 
 class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows the memory of all that was computed from ``leaves``: what Python reads of weights alone decides on no data."""
+    """Tracks the storages of all tensors computed from ``leaves``. Reads of weights are not decisions on data."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # a weak reference keeps the number of a storage from being given to another, and not the memory behind it
+        # a weak reference keeps the storage's id from being reused, without keeping its memory
         self._known: dict[int, StorageWeakRef] = {}
         self._add(leaves)
         self.counted = 0
-        """Operations so far whose result has a size that depends on values computed from the leaves."""
+        """Number of operations so far whose output size depends on values computed from the leaves."""
 
     def reaches(self, values: Any) -> bool:
-        """Whether one of the tensors in ``values`` was computed from the leaves."""
+        """Whether a tensor in ``values`` was computed from the leaves."""
         return any(ref is None or ref.cdata in self._known for ref in _storages(values))
 
     def __torch_dispatch__(
@@ -94,7 +94,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Reads(TorchFunctionMode):
-    """Where Python reads values of tensors: of any, or of those that come from the leaves of ``flow``."""
+    """Records where Python reads tensor values: of any tensor, or only of those computed from the leaves of ``flow``."""
 
     def __init__(self, flow: _Flow | None) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Reads(TorchFunctionMode):
 
 
 class _Traced(_Reads):
-    """Under the tracer, where sizes are tensors: reads of any value, and those of sizes that depend on values, ``of_sizes``."""
+    """Under the tracer, where sizes are tensors: ``places`` of all reads, ``of_sizes`` of data-dependent sizes."""
 
     def __init__(self, flow: _Flow) -> None:
         super().__init__(None)
@@ -133,7 +133,7 @@ class _Traced(_Reads):
 
 
 def _counts(func: Any, args: Sequence[Any]) -> bool:
-    """Whether the size of what ``func`` gives depends on values: of indices, it is masks that count."""
+    """Whether the output size of ``func`` depends on values. For indexing this is the case with masks only."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
     masks = (torch.bool, torch.uint8)
@@ -141,7 +141,7 @@ def _counts(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in ``values``; those of a size under the tracer too, which is a tuple of another class."""
+    """Every tensor in ``values``, including the size tensors inside of a ``torch.Size`` under the tracer."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -150,7 +150,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _storages(values: Any) -> Iterator[StorageWeakRef | None]:
-    """The memory of every tensor in ``values``; ``None`` for one that has none of its own to show."""
+    """The storage of every tensor in ``values``; ``None`` for tensors without one."""
     for tensor in _tensors(values):
         try:
             yield StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What exporters and tracers are given in place of a model: the same function, written in words that they know."""
+"""Prepare a model for exporters and tracers: the same function in operators that they support."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from trimtab.tensors.torchscript_modules import beside
 from trimtab.tensors.weights import is_composed
 
 EXPERTS = "batched_mm"
-"""The way to compute the experts of a transformers model that consists of plain operators and decides nothing on data.
+"""Experts implementation of transformers that consists of plain operators and has no data-dependent control flow.
 
 Source: https://huggingface.co/docs/transformers/experts_interface
 """
 
 
 def exportable(candidate: Candidate, *, traced: bool = False) -> FlatModel:
-    """A flat copy of the model in a form that can be exported.
+    """A flat copy of the model that can be exported.
 
-    Weights in classes of tensors made of others, as torchao's are, become computations on those others: exporters cannot write
-    the classes. Parts that are TorchScript are held beside the registers, where :func:`torch.export.export` takes them and
-    :func:`torch.jit.trace` does not (``traced``). Experts of transformers, which call an operator of its own by default, are
-    computed with those of torch. Weights that are computed from others at every call, as by ``weight_norm``, are what they come
-    to: few converters know a matrix exponential.
+    - Weights of tensor subclasses, such as torchao's, become operations on their parts; exporters cannot write subclasses.
+    - TorchScript modules are moved out of the module registry, as :func:`torch.export.export` requires and
+      :func:`torch.jit.trace` forbids (``traced``).
+    - Experts of transformers are computed with torch's operators instead of their own.
+    - Parametrized weights, as of ``weight_norm``, are replaced by their current values: few converters support matrix
+      exponentials.
     """
     flat = candidate.flat()
     if not traced:
@@ -33,7 +34,7 @@ def exportable(candidate: Candidate, *, traced: bool = False) -> FlatModel:
         _plain_experts(module)
         plain_weights(module)
     if any(is_composed(held) for held in (*flat.parameters(), *flat.buffers())):
-        # which imports sympy, and costs each process that exports nothing half a second
+        # imported late: it imports sympy, which takes half a second
         from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
 
         unwrap_tensor_subclass_parameters(flat)
@@ -41,23 +42,24 @@ def exportable(candidate: Candidate, *, traced: bool = False) -> FlatModel:
 
 
 def _plain_experts(module: nn.Module) -> None:
-    """Have ``module``, if it is a transformers model with experts, compute them by :data:`EXPERTS`."""
-    can = getattr(type(module), "_can_set_experts_implementation", None)  # transformers 5; its setter warns where it cannot
+    """Switch ``module`` to :data:`EXPERTS` if it is a transformers model with experts."""
+    can = getattr(type(module), "_can_set_experts_implementation", None)  # transformers 5; the setter warns if unsupported
     if can is not None and can() and getattr(module.config, "_experts_implementation", None) == "grouped_mm":
         module.set_experts_implementation(EXPERTS)  # type: ignore[operator]
 
 
 def plain_weights(module: nn.Module) -> None:
-    """Give ``module``, if weights of it are parametrized, these as they are now.
+    """Replace the parametrized weights of ``module`` by parameters with their current values.
 
-    Not by ``remove_parametrizations``, which changes the class of ``module``, and that is the class of what it was copied from.
+    ``remove_parametrizations`` is not used, because it changes the class of ``module``, which is also the class of the
+    original.
     """
     if not is_parametrized(module):
         return
     names = [name for name, _ in module.get_submodule("parametrizations").named_children()]
     with torch.no_grad():
         values = {name: getattr(module, name).detach().clone() for name in names}
-    own = type_before_parametrizations(module)  # which is told by what is deleted next
+    own = type_before_parametrizations(module)  # read first: it needs the parametrizations
     del module.parametrizations
     module.__class__ = own
     for name, value in values.items():

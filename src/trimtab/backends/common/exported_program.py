@@ -1,4 +1,4 @@
-"""What the PyTorch backends share: exporting a model as a program, and checking that a rewrite is still the same function."""
+"""Export a model as a program, and check that a compiled form still computes the same function. Used by the torch backends."""
 
 from __future__ import annotations
 
@@ -36,41 +36,40 @@ SPECIAL = (0, 1)
 RAISES = "it raises"
 
 EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subprocess.SubprocessError)
-"""What exporters and compilers raise when a model is not to their liking. Users' models run inside them, hence the breadth."""
+"""Errors of exporters and compilers. The list is broad because they run the user's model."""
 
 NOISY = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "torch.onnx")
-"""Loggers that tell users about the insides of exporters."""
+"""Loggers of exporters that are silenced."""
 
 SHARED = threading.RLock()
-"""Held by whoever changes for a while what all threads share: put back in the wrong order, it would stay changed."""
+"""Lock for temporary changes of process-wide state; without it, threads could restore such state in the wrong order."""
 
 Call = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 TOLERANCE = 0.02
 REDUCED_TOLERANCE = 0.1
-"""Largest error relative to the largest output. They tell another function from rounding; whether the rounding is good
-enough is judged later, on real data."""
+"""Largest errors, relative to the largest output, of the same function. Accuracy is judged later, on real data."""
 
 
 def export_program(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
-    """The candidate as an exported program with a flat face, and the signature that it keeps.
+    """Export the candidate as a program with flat inputs and outputs. Returns it and the signature that it supports.
 
-    Dynamic dimensions are kept if the export allows it and the program agrees with the model at other sizes; else some of them
-    (:func:`fewer_dims`) or all are frozen to the example's sizes. Autocast is exported as a region, which torch.compile
-    refuses; ``plain`` asks for the casts themselves in its stead.
+    Dynamic dimensions are kept if the export allows them and the program agrees with the model at other sizes. Otherwise some
+    of them (see :func:`fewer_dims`) or all are frozen to the example's sizes. Autocast is exported as a region, which
+    torch.compile refuses; ``plain=True`` exports the casts instead.
 
     Raises:
-        CompileError: the model cannot be exported at all, for example because control flow depends on data.
+        CompileError: the model cannot be exported, for example because of data-dependent control flow.
     """
     if (whole := _export_dynamic(candidate, plain)) is not None:
         return whole
-    static = export_static(candidate, plain=plain)  # a model that ties its shapes down can still be exported for one shape
+    static = export_static(candidate, plain=plain)  # a model with fixed shapes can still be exported for one shape
     parts = (_export_dynamic(candidate.keeping(dims), plain) for dims in fewer_dims(candidate.signature))
     return next((part for part in parts if part is not None), static)
 
 
 def _export_dynamic(candidate: Candidate, plain: bool) -> tuple[ExportedProgram, Signature] | None:
-    """The program with all dynamic dimensions of ``candidate``, if it has any and there is such a program."""
+    """The program with all dynamic dimensions; ``None`` if there are none or the export fails."""
     signature = candidate.signature
     for stated in (True, False) if signature.dims else ():
         with contextlib.suppress(CompileError):
@@ -80,20 +79,20 @@ def _export_dynamic(candidate: Candidate, plain: bool) -> tuple[ExportedProgram,
 
 
 def fewer_dims(signature: Signature) -> list[list[str]]:
-    """What to keep of the dynamic dimensions where not all can be: all but the batch, over which models loop in Python, or the
-    batch alone, where they do so over a length."""
+    """Subsets of the dynamic dimensions to try if not all can be kept: all but the batch (for models that loop over it in
+    Python), and the batch alone (for models that loop over a length)."""
     names = [dim.name for dim in signature.dims]
     parts = [name for name in names if name != signature.batch], [name for name in names if name == signature.batch]
     return list(parts) if all(parts) else []
 
 
 def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
-    """The candidate as an exported program for the example's sizes only, and the signature without dynamic dimensions.
+    """Export the candidate for the example's sizes only. Returns the program and the signature without dynamic dimensions.
 
     Raises:
-        CompileError: the model cannot be exported, or the program is not the same function.
+        CompileError: the model cannot be exported, or the program computes something else.
     """
-    program = _export(candidate, candidate.own_leaves(), None, plain)  # one tensor given twice would become one input
+    program = _export(candidate, candidate.own_leaves(), None, plain)  # copies: one tensor given twice would become one input
     call = program_call(program)
     if reason := disagreement(candidate, call, candidate.leaves):
         raise CompileError(f"torch.export made a program that does something else than the model: {reason}.")
@@ -101,15 +100,15 @@ def export_static(candidate: Candidate, *, plain: bool = False) -> tuple[Exporte
 
 
 def program_call(program: ExportedProgram) -> Call:
-    """``program`` as a function of a flat list, without the input checks that an executable does itself."""
+    """``program`` as a function of a list of tensors, without its input checks."""
     call = graph_call(bare_module(program))
     return lambda leaves: call(*leaves)
 
 
 def bare_module(program: ExportedProgram) -> torch.fx.GraphModule:
-    """The module of ``program`` without its input guards: an executable checks its inputs itself, and faster.
+    """The module of ``program`` without its input guards, because the executable checks its inputs itself.
 
-    The guards cost 40 microseconds a call on a small network, and torch.compile would compile them too.
+    The guards cost 40 microseconds per call, and torch.compile would compile them too.
     """
     module: torch.fx.GraphModule = program.module(check_guards=False)
     module._forward_pre_hooks.clear()
@@ -117,7 +116,7 @@ def bare_module(program: ExportedProgram) -> torch.fx.GraphModule:
 
 
 def frozen_signature(candidate: Candidate, call: Call) -> Signature:
-    """The candidate's signature with every dynamic dimension frozen to the example's size."""
+    """The candidate's signature with all dynamic dimensions frozen to the example's sizes."""
     if not candidate.signature.dims:
         return candidate.signature
     with torch.no_grad():
@@ -125,23 +124,23 @@ def frozen_signature(candidate: Candidate, call: Call) -> Signature:
 
 
 def lost_dims(whole: Signature, kept: Signature) -> list[str]:
-    """The dynamic dimensions of ``whole`` that ``kept`` has frozen."""
+    """Names of the dynamic dimensions of ``whole`` that are not in ``kept``."""
     there = {dim.name for dim in kept.dims}
     return [dim.name for dim in whole.dims if dim.name not in there]
 
 
 def frozen_note(lost: Sequence[str]) -> list[str]:
-    """What there is to say about dimensions that were frozen while saving; nothing if there are none."""
-    told = f"What is saved takes the example's {', '.join(lost)} only, because the model does not export for others."
-    return [told] if lost else []
+    """A note about dimensions that were frozen while saving, if there are any."""
+    note = f"What is saved takes the example's {', '.join(lost)} only, because the model does not export for others."
+    return [note] if lost else []
 
 
 def dynamic_shapes(signature: Signature, *, stated: bool = True) -> Any:
     """The ``dynamic_shapes`` argument of :func:`torch.export.export` for a :class:`~trimtab.core.candidate.FlatModel`.
 
-    torch holds the model to what is ``stated`` of its dimensions, and refuses one whose inner sizes may come to one within
-    their bounds, as behind every convolution with a stride. Without, it takes them as hints, and what it makes must be tried.
-    It knows no dimension of one size only, which the program is made for as it is.
+    With ``stated=True`` torch enforces the bounds, and refuses dimensions for which an inner size may become 1, as after a
+    strided convolution. With ``stated=False`` the bounds are hints, and the result must be verified. Dimensions with one
+    allowed size are left out.
     """
     whole = _export_dim if stated else lambda dim: ExportDim.DYNAMIC(min=dim.min, max=dim.max)
     dims: dict[int | str, Any] = {dim.name: whole(dim) for dim in signature.dims if dim.min != dim.max}
@@ -149,7 +148,7 @@ def dynamic_shapes(signature: Signature, *, stated: bool = True) -> Any:
 
 
 def _export_dim(dim: Dim) -> Any:
-    """torch's own form of ``dim``; one in multiples is derived from the dimension that counts them."""
+    """torch's form of ``dim``. A dimension with a step is a multiple of another dimension."""
     if dim.step == 1:
         return ExportDim(dim.name, min=dim.min, max=dim.max)
     most = None if dim.max is None else dim.max // dim.step
@@ -157,13 +156,13 @@ def _export_dim(dim: Dim) -> Any:
 
 
 def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Signature:
-    """The candidate's signature as far as ``call`` keeps it, found by running it at other sizes next to the model.
+    """The candidate's signature as far as ``call`` supports it, found by comparing ``call`` with the model at other sizes.
 
-    Sizes far above the example's are tried too (:func:`farthest`) and, with ``smallest``, sizes of 0 and 1, because
-    tracers like to treat them as constants; where one fails, the dimension's lower bound becomes the next size.
+    Sizes far above the example's are tried too (see :func:`farthest`). With ``smallest``, sizes 0 and 1 are tried as well,
+    because tracers tend to specialize them; if one fails, the dimension's lower bound becomes the next size.
 
     Raises:
-        CompileError: it fails or differs at another size; the message says how.
+        CompileError: ``call`` fails or differs at another size; the message says how.
     """
     signature = candidate.signature
     if reason := disagreement(candidate, call, candidate.leaves):
@@ -191,11 +190,10 @@ def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Sign
 
 
 def _bounded(candidate: Candidate, call: Call, dim: Dim, near: Mapping[str, int]) -> Dim:
-    """``dim``, with an upper bound where ``call`` refuses larger sizes, as packages of torch's compiler do beyond what they are
-    made for; wrong answers there are no matter of bounds, nor is what it refuses for the sizes of other dimensions.
+    """``dim`` with an upper bound, if ``call`` refuses larger sizes, as packages of torch's compiler may do.
 
     Raises:
-        CompileError: it is that.
+        CompileError: ``call`` gives wrong outputs at larger sizes, or refuses them because of another dimension.
     """
     far = farthest(candidate, dim, near)
     if far is None or not (reason := _disagreement(candidate, call, far.leaves, far.answer)):
@@ -213,7 +211,7 @@ def _bounded(candidate: Candidate, call: Call, dim: Dim, near: Mapping[str, int]
 
 
 def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor]) -> str | None:
-    """How ``call`` differs from the model on ``leaves``, or ``None``; inputs that the model itself refuses prove nothing."""
+    """How ``call`` differs from the model on ``leaves``, as text; ``None`` if it agrees or the model refuses ``leaves``."""
     found = answer(candidate, leaves)
     return None if found is None else _disagreement(candidate, call, leaves, found)
 
@@ -252,12 +250,12 @@ def _difference(name: str, want: torch.Tensor, got: torch.Tensor, reduced: bool)
 
 
 def dense(leaves: Sequence[torch.Tensor], formats: Sequence[torch.memory_format]) -> list[torch.Tensor]:
-    """``leaves`` laid out in memory as ``formats`` say; those that are already are not copied."""
+    """``leaves`` in the memory formats ``formats``; tensors that already have theirs are not copied."""
     return [leaf.contiguous(memory_format=layout) for leaf, layout in zip(leaves, formats, strict=True)]
 
 
 def written_back(leaves: Sequence[torch.Tensor], laid: Sequence[torch.Tensor], written: Sequence[int]) -> None:
-    """Bring what a call wrote to ``laid``, where that is a copy of one of ``leaves`` in another layout, to the leaf itself."""
+    """Copy what a call wrote to converted copies (``laid``) of ``leaves`` back to ``leaves``, at the indices ``written``."""
     with torch.no_grad():
         for i in written:
             if laid[i].data_ptr() != leaves[i].data_ptr():
@@ -265,16 +263,16 @@ def written_back(leaves: Sequence[torch.Tensor], laid: Sequence[torch.Tensor], w
 
 
 def memory_formats(signature: Signature, memory_format: str) -> list[torch.memory_format]:
-    """The layout of each input under the setting ``memory_format``, which concerns 4-D inputs only."""
+    """The memory format of each input. The setting applies to 4-D inputs only."""
     lasts = memory_format == "channels_last"
     return [torch.channels_last if lasts and len(s.shape) == 4 else torch.contiguous_format for s in signature.inputs]
 
 
 @contextlib.contextmanager
 def quiet(*, stream: bool = True) -> Iterator[None]:
-    """Keep what exporters say to developers (deprecations, tracing hints) away from the user's terminal.
+    """Suppress warnings and log messages of exporters (deprecations, tracing hints) in the block.
 
-    Without ``stream`` standard error is left alone: where a model is loaded, other threads may be at work.
+    ``stream=False`` does not redirect standard error; for loading, when other threads may be running.
     """
     hidden = contextlib.redirect_stderr(io.StringIO()) if stream else contextlib.nullcontext()
     with SHARED, warnings.catch_warnings(), hidden:
@@ -291,10 +289,10 @@ def quiet(*, stream: bool = True) -> Iterator[None]:
 
 
 def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:
-    """Write ``program`` into ``folder`` without pickles and return the file's name.
+    """Write ``program`` into ``folder`` without pickles, and return the file's name.
 
     Raises:
-        CompileError: the program holds something that cannot be written that way.
+        CompileError: the program contains something that cannot be written.
     """
     try:
         with quiet():
@@ -305,10 +303,10 @@ def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:
 
 
 def write_exported(candidate: Candidate, folder: pathlib.Path, *, plain: bool = False) -> Signature:
-    """Write the candidate into ``folder`` as :func:`export_program` gives it, and return the signature that it keeps.
+    """Export the candidate with :func:`export_program`, write it into ``folder``, and return the signature that it supports.
 
-    Some programs export with dynamic sizes and cannot be written, as where one is halved and rounded up. They are written for
-    the example's sizes.
+    A program with dynamic sizes that cannot be written, for example because it halves a size and rounds up, is exported again
+    for the example's sizes.
 
     Raises:
         CompileError: the model cannot be exported, or its program cannot be written.
@@ -326,12 +324,12 @@ def write_exported(candidate: Candidate, folder: pathlib.Path, *, plain: bool = 
 
 
 def _widen(program: ExportedProgram, signature: Signature) -> None:
-    """Let ``program`` take the sizes that ``signature`` keeps, at which it was tried.
+    """Widen the range constraints of ``program`` to the sizes in ``signature``, which were verified.
 
-    Torch narrows its bounds where an operator computes small sizes another way, as ``cdist`` does, and who loads the program
-    without trimtab is held to them.
+    torch narrows them if an operator computes small sizes differently, as ``cdist`` does. They would bind users who load the
+    program without trimtab.
     """
-    from torch.utils._sympy.numbers import int_oo  # sympy costs each process that exports nothing half a second
+    from torch.utils._sympy.numbers import int_oo  # imported late: sympy takes half a second
     from torch.utils._sympy.value_ranges import ValueRanges
 
     dims, names = {dim.name: dim for dim in signature.dims}, program.graph_signature.user_inputs
@@ -345,7 +343,7 @@ def _widen(program: ExportedProgram, signature: Signature) -> None:
 
 
 def _write(program: ExportedProgram, folder: pathlib.Path) -> None:
-    """Write ``program`` as it is or, where it calls what only an exporter knows, as for ``torch.vmap``, decomposed."""
+    """Write ``program``; if it contains operators of the exporter only, as for ``torch.vmap``, decompose it first."""
     try:
         save_program(program, folder)
     except CompileError as error:

@@ -1,5 +1,4 @@
-"""What the backends outside PyTorch share: plain names, numpy at the border, quiet converters, and proof that a graph follows
-its dynamic dimensions."""
+"""Shared code of the backends outside of PyTorch: names, numpy conversion, silencing, verification of the graph."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from trimtab._internal.serialization import from_json, write_json
-from trimtab._internal.text import counted, told
+from trimtab._internal.text import counted, summary_line
 from trimtab.backends.common.causes import known_cause
 from trimtab.backends.common.exported_program import SHARED, fewer_dims, lost_dims
 from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
@@ -38,21 +37,21 @@ CONVERSION_ERRORS: tuple[type[Exception], ...] = (
     ArithmeticError,
     OSError,
 )
-"""What exporters and converters raise for a model that they cannot take (NotImplementedError is a RuntimeError)."""
+"""Errors of exporters and converters for models that they do not support. NotImplementedError is a RuntimeError."""
 
 FACTS = "conversion.json"
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 OpenRun = Callable[[pathlib.Path, Signature], Run]
 Row = list[torch.Tensor]
 Probe = tuple[str, Row, Sequence[torch.Tensor]]
-"""What is asked, in words; inputs; and what the model makes of them."""
+"""Description, inputs, and the model's outputs."""
 
 TOLERANCE = 1e-3
-"""Largest error of a float32 conversion, relative to the largest output: far above rounding, far below a wrong graph."""
+"""Largest error of a float32 conversion, relative to the largest output. Rounding is far below, wrong graphs are far above."""
 
 
 def plain_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
-    """``names`` as identifiers that every runtime takes, each one different and none of ``taken``."""
+    """``names`` as distinct ASCII identifiers that are not in ``taken``."""
     used, found = set(taken), []
     for name in names:
         plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "tensor"
@@ -67,13 +66,13 @@ def plain_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
 
 
 def io_names(signature: Signature) -> tuple[list[str], list[str]]:
-    """Plain names of the inputs and outputs of ``signature``; a function of it alone, so that a loader finds the same."""
+    """Identifiers of the inputs and outputs of ``signature``. They depend on it only, so that a loader finds the same ones."""
     inputs = plain_names([spec.name for spec in signature.inputs])
     return inputs, plain_names([spec.name for spec in signature.outputs], inputs)
 
 
 def no_numpy_form(signature: Signature, runtime: str) -> str | None:
-    """A sentence if a tensor of ``signature`` has no numpy form, through which tensors reach the runtime."""
+    """Why a tensor of ``signature`` cannot be passed to the runtime through numpy, as a sentence; ``None`` if all can."""
     for spec in (*signature.inputs, *signature.outputs):
         if spec.dtype.startswith(("bfloat", "complex", "float8", "q")):
             parts = spec.dtype.startswith("complex")
@@ -86,23 +85,23 @@ def no_numpy_form(signature: Signature, runtime: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """How a converted model came to be."""
+    """How a model was converted."""
 
     way: str
     dims: tuple[str, ...]
-    """The dynamic dimensions that it keeps."""
+    """Names of the dynamic dimensions that the conversion supports."""
     notes: tuple[str, ...] = ()
-    """The first refusal, where there was one: it explains a fallback, and dimensions that were lost."""
+    """The error of the first failed attempt, which explains a fallback or lost dimensions."""
 
 
 def convert(
     candidate: Candidate, folder: pathlib.Path, ways: Iterable[str], attempt: Callable[[str, Candidate], None], failed: str
 ) -> None:
-    """Make ``attempt`` in each of ``ways``, with dynamic dimensions and then with the example's sizes, until one succeeds, and
-    write into ``folder`` which one it was. The way that has the example's sizes only is tried with some of the dimensions too.
+    """Call ``attempt`` for each of ``ways``, first with dynamic dimensions and then with fixed sizes, until one succeeds. Write
+    the facts into ``folder``. If fixed sizes succeed, subsets of the dynamic dimensions are tried with the same way.
 
     Raises:
-        CompileError: none does; says ``failed``, and what each attempt said.
+        CompileError: all attempts failed. The message is ``failed`` and the error of each attempt.
     """
     reasons: list[str] = []
     names = [dim.name for dim in candidate.signature.dims]
@@ -124,22 +123,22 @@ def convert(
 def _first_that_works(
     attempt: Callable[[str, Candidate], None], way: str, candidate: Candidate, choices: Sequence[list[str]]
 ) -> list[str]:
-    """Attempt ``way`` with each of the ``choices`` of dimensions, the last of which is known to work, until one succeeds."""
+    """The first of ``choices`` of dimensions for which ``attempt`` succeeds; the last one is known to work."""
     for dims in choices[:-1]:
         with contextlib.suppress(CompileError):
             attempt(way, candidate.keeping(dims))
             return dims
-    attempt(way, candidate.keeping(choices[-1]))  # again, because the others wrote to the same folder
+    attempt(way, candidate.keeping(choices[-1]))  # again, because failed attempts wrote to the same folder
     return choices[-1]
 
 
 def read_conversion(folder: pathlib.Path) -> Conversion:
-    """What :func:`convert` wrote beside the model."""
+    """Read what :func:`convert` wrote beside the model."""
     return from_json(Conversion, json.loads((folder / FACTS).read_text(encoding="utf-8")))
 
 
 class _Returning(nn.Module):
-    """A model that gives what it wrote to its inputs as further outputs."""
+    """A model that returns the inputs that it modified as additional outputs."""
 
     def __init__(self, model: nn.Module, written: Sequence[int]) -> None:
         super().__init__()
@@ -153,9 +152,9 @@ class _Returning(nn.Module):
 
 
 def returning(candidate: Candidate) -> Candidate:
-    """``candidate`` or, if its model writes to inputs, one with a model around that which gives these as its last outputs.
+    """``candidate``, with its model wrapped to return modified inputs as its last outputs, if it modifies any.
 
-    Graphs of these runtimes leave their inputs as they are; what runs such a graph writes them back, with :func:`put_back`.
+    Graphs of these runtimes cannot modify their inputs. The executable copies the values back with :func:`put_back`.
     """
     if not candidate.signature.writes:
         return candidate
@@ -164,7 +163,7 @@ def returning(candidate: Candidate) -> Candidate:
 
 
 def returned(signature: Signature) -> Signature:
-    """The signature of the graph that :func:`returning` is for."""
+    """The signature of the model that :func:`returning` wraps."""
     if not signature.writes:
         return signature
     written = tuple(signature.inputs[i] for i in signature.written)
@@ -173,7 +172,7 @@ def returned(signature: Signature) -> Signature:
 
 
 def put_back(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], written: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Write the last of ``outputs`` to the inputs in the places ``written``; the others are what the caller asked for."""
+    """Copy the last outputs to the inputs at the indices ``written``, and return the other outputs."""
     own = len(outputs) - len(written)
     with torch.no_grad():
         for place, value in zip(written, outputs[own:], strict=True):
@@ -183,7 +182,7 @@ def put_back(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], wr
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep converters' warnings and log lines away; the filters and the logging level are put back."""
+    """Suppress warnings and log messages of converters in the block."""
     with SHARED, warnings.catch_warnings():
         level = logging.root.manager.disable
         logging.disable(logging.WARNING)
@@ -195,11 +194,11 @@ def quiet() -> Iterator[None]:
 
 
 def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | None:
-    """What is wrong with a float32 conversion, in a sentence, or ``None``: it is compared with the model itself at the
-    example, at other values of the same kind and, for every dynamic dimension of ``signature``, at other sizes."""
+    """How a float32 conversion differs from the model, as a sentence; ``None`` if it agrees. Compares the example, other
+    values, and other sizes of the dynamic dimensions of ``signature``."""
     strange: bool | None = None
     for forms in probes(candidate, signature):
-        # runtimes make other things of NaN on the way
+        # skip probes with NaN unless the example has NaN: runtimes treat NaN differently
         usual = (form for form in forms if strange is not False or not _has_nan(form[2]))
         if (first := next(usual, None)) is None:
             continue
@@ -209,22 +208,22 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
         try:
             got = run(leaves)
         except CONVERSION_ERRORS as error:
-            return f"it fails at {what} ({told(str(error))[:200]})"
+            return f"it fails at {what} ({summary_line(str(error))[:200]})"
         if difference := _difference(expected, got, tolerance(candidate.model, TOLERANCE)):
             return f"{difference} at {what}{known_cause(candidate.model)}"
     return None
 
 
 def probes(candidate: Candidate, signature: Signature) -> Iterator[Iterator[Probe]]:
-    """Questions to put to a converted graph, each in several forms, of which the first is taken. Those that the model itself
-    does not answer prove nothing, and are left out."""
+    """Probes for a converted graph. Each is an iterator of alternatives, of which the first usable one counts. Inputs that the
+    model refuses are left out."""
     yield _answered(candidate, [("the example", list(candidate.leaves))])
     yield _answered(candidate, [("other values", [_other_values(leaf, sign) for leaf in candidate.leaves]) for sign in (-1, 1)])
     if signature.dims:
         now = signature.sizes(candidate.leaves)
         other = {dim.name: dim.near(now[dim.name], 1 + i, 1, -1) for i, dim in enumerate(signature.dims)}
         least = {dim.name: dim.min for dim in signature.dims}
-        # one that is least by itself too, because the model may refuse all of them at once
+        # each minimum alone too, because the model may refuse all minimums together
         near = [other, least, *({**other, name: size} for name, size in least.items())]
         for sizes in (dict(found) for found in dict.fromkeys(tuple(sizes.items()) for sizes in near)):
             yield _answered(candidate, [(_sizes_in_words(sizes), at_sizes(candidate, sizes))])
@@ -243,7 +242,7 @@ def _sizes_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def _other_values(leaf: torch.Tensor, sign: int) -> torch.Tensor:
-    """Other values of the same kind: the same integers elsewhere, the same floats elsewhere, with the other ``sign`` or not."""
+    """Other values of the same kind: in reverse order; floats times ``sign``."""
     if ordered(leaf):
         return slower(leaf)
     turned = leaf.reshape(-1).flip(0).reshape(leaf.shape)
@@ -274,10 +273,10 @@ def _error(want: torch.Tensor, have: torch.Tensor) -> float:
 
 
 def calibration_rows(candidate: Candidate, signature: Signature) -> list[Row]:
-    """The calibration inputs in sizes that ``signature`` takes: where it froze the batch, batches are cut into such pieces.
+    """The calibration inputs in sizes that ``signature`` allows. If the batch is frozen, larger batches are split.
 
     Raises:
-        CompileError: none of them fits.
+        CompileError: no calibration input fits.
     """
     rows = [list(row) for row in candidate.flat_calibration()]
     if signature.dims != candidate.signature.dims:
@@ -290,7 +289,7 @@ def calibration_rows(candidate: Candidate, signature: Signature) -> list[Row]:
 
 
 def _pieces(row: Row, candidate: Candidate, lost: Sequence[str]) -> Iterator[Row]:
-    """``row`` with the ``lost`` dimensions at the example's sizes: the batch cut into pieces of that size, others resized."""
+    """``row`` with the dimensions ``lost`` at the example's sizes: the batch is split, other dimensions are resized."""
     now, here = candidate.signature.sizes(candidate.leaves), candidate.signature.sizes(row)
     batch = candidate.signature.batch
     for name in (name for name in lost if name != batch):

@@ -1,4 +1,4 @@
-"""An exported graph as one plain Python function, called with nothing around it."""
+"""Compile an exported graph to one Python function with little overhead."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ LITERALS = (bool, int, float, str, type(None))
 
 
 def graph_call(module: fx.GraphModule) -> Call:
-    """``module`` as a function of its flat inputs that does the same operations in the same order.
+    """``module`` as a function of its flat inputs that runs the same operators in the same order.
 
-    The module that an exported program gives takes longer than the model it came from wherever operations are short: each call
-    walks through pytrees, looks every weight up in nested modules and enters each operator through a Python method (0.6x of
-    the model as written on a small network). Here weights are bound to names once and operators are entered directly (2.2x).
-    The weights are those of ``module``; buffers that the graph writes to are written to. A graph with nodes of another kind
-    than an exported one has is called as it is.
+    The module of an exported program is slower than the original model if operators are short (0.6x on a small network): each
+    call walks through pytrees, looks weights up in nested modules, and calls operators through a Python method. The generated
+    function binds weights to names once and calls operators directly (2.2x). It uses the weights and buffers of ``module``
+    itself. Graphs with node types that exported programs do not have are returned unchanged.
     """
     nodes = list(module.graph.nodes)
     if not {node.op for node in nodes} <= {"placeholder", "get_attr", "call_function", "output"}:
@@ -39,32 +38,32 @@ def graph_call(module: fx.GraphModule) -> Call:
         scope.names[node] = f"v{index}"
         if node.op == "call_function":
             lines.append(f"v{index} = {_called(node, scope)}")
-            # an intermediate result is freed after its last use, and not when the function returns
+            # free intermediate results after their last use
             dead = [scope.names[used] for used in node.all_input_nodes if dies[used] is node and used.op == "call_function"]
             lines += [f"del {', '.join(dead)}"] if dead else []
     parameters = ", ".join(scope.names[node] for node in nodes if node.op == "placeholder")
     source = "\n    ".join([f"def call({parameters}):", *lines])
-    # names are made here and operators come from a graph that was read strictly: nothing in the text is anybody else's
+    # safe: the names are generated here, and the operators come from a strictly validated graph
     exec(compile(source, "<exported graph>", "exec"), scope.values)  # noqa: S102
     call: Call = scope.values["call"]
     return call
 
 
 class _Scope:
-    """The names of a generated function: of nodes, and of the objects that its text cannot spell."""
+    """Names in the generated function: of nodes, and of objects that cannot be written as source code."""
 
     def __init__(self) -> None:
         self.names: dict[fx.Node, str] = {}
         self.values: dict[str, Any] = {}
 
     def bind(self, value: Any) -> str:
-        """A name for ``value``."""
+        """Bind ``value`` to a new name."""
         name = f"c{len(self.values)}"
         self.values[name] = value
         return name
 
     def text(self, value: Any) -> str:
-        """``value`` as the function's source says it."""
+        """``value`` as source code."""
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, list | tuple):
@@ -80,7 +79,7 @@ class _Scope:
 
 
 def _called(node: fx.Node, scope: _Scope) -> str:
-    # OpOverload.__call__ does nothing but call `_op`, and costs as much as a small operation
+    # OpOverload.__call__ only calls `_op`, and takes as long as a small operation
     function = node.target._op if isinstance(node.target, torch._ops.OpOverload) else node.target
     arguments = [scope.text(value) for value in node.args]
     arguments += [f"{name}={scope.text(value)}" for name, value in node.kwargs.items()]

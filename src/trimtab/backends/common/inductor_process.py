@@ -1,4 +1,4 @@
-"""What the two backends on TorchInductor share: options that leave nothing behind."""
+"""TorchInductor options that do not change process-wide state."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ Mode = Literal["default", "freezing", "max_autotune"]
 
 
 def options(mode: Mode) -> dict[str, Any]:
-    """Inductor options for ``mode``, to be passed with the call so that its global configuration stays as it was.
+    """Options for ``mode``, to pass with the call instead of changing inductor's global configuration.
 
-    Compilation stays in this process: with more than one compile thread inductor starts a pool of worker processes that
-    outlives the compilation, keeps about 200 MB each and takes CPU time from whatever is measured next. A network on the CPU is
-    a handful of C++ files, so the pool would save little.
+    Compilation uses this process only. With more threads inductor would start worker processes that outlive the compilation,
+    use about 200 MB each, and disturb later measurements. A CPU network compiles to few C++ files, so the pool would save
+    little.
     """
     chosen: dict[str, Any] = {"compile_threads": 1}
     if mode != "default":

@@ -1,4 +1,4 @@
-"""ONNX files: exporting a candidate, proving the graph, stamping it, and refusing files that point outside their folder."""
+"""ONNX files: export and verify a candidate, write metadata, and refuse files that refer to paths outside of their folder."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from trimtab.tensors.weights import weight_bytes
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 INPUTS = "trimtab.inputs"
-"""Key of the model's metadata: its input names in the order of the signature, since a runtime may list them otherwise."""
+"""Metadata key: input names in the order of the signature, because runtimes may list them in another order."""
 
 ONE_FILE_BYTES = 1_900_000_000
-"""Weights up to this size stand in the file itself; protobuf cannot hold 2 GB."""
+"""Largest weights in bytes that are stored in the ONNX file itself; protobuf files are limited to 2 GB."""
 
 TRACING = "torchscript exporter"
 _PLACE_KEYS = {"location", "offset", "length", "checksum"}
 
 
 def export_onnx(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
-    """Write the candidate as float32 ONNX into ``folder``, with the facts about it beside it.
+    """Write the candidate as float32 ONNX into ``folder``, with ``conversion.json``.
 
-    The exporters are tried in turn, as :func:`convert` says; a graph is taken only if its outputs, computed by what
-    ``open_run`` makes of the file, are the model's.
+    The exporters are tried in turn, see :func:`convert`. A graph is accepted if its outputs, computed by ``open_run``, match
+    the model's.
 
     Raises:
-        CompileError: no exporter gives a right graph; carries what each said.
+        CompileError: no exporter gives a correct graph; the message contains the error of each.
     """
     attempt = functools.partial(_attempt, folder, open_run)
     convert(candidate, folder, _EXPORTERS, attempt, "torch.onnx cannot export this model.")
 
 
 def model_files(folder: pathlib.Path) -> list[str]:
-    """The names of the files that make up the model in ``folder``."""
+    """Names of the existing model files in ``folder``."""
     return [name for name in (MODEL, DATA) if (folder / name).is_file()]
 
 
 def stamp(path: pathlib.Path, names: Sequence[str], **facts: str) -> None:
-    """Write the order of the inputs, and ``facts``, into the metadata of the file; weights beside the file are not touched."""
+    """Write the order of the inputs and ``facts`` into the file's metadata. External weights are not touched."""
     onnx = require("onnx")
     model = onnx.load(path, load_external_data=False)
     onnx.helper.set_model_props(model, {INPUTS: ",".join(names)} | {f"trimtab.{name}": fact for name, fact in facts.items()})
@@ -59,10 +59,10 @@ def stamp(path: pathlib.Path, names: Sequence[str], **facts: str) -> None:
 
 
 def refuse_unsafe(folder: pathlib.Path) -> dict[str, str]:
-    """Raise :class:`IntegrityError` unless the ONNX file parses and keeps its weights in plain files of its own folder; gives
-    its metadata.
+    """Check the ONNX file and return its metadata. Raises :class:`IntegrityError` unless it parses and stores its weights in
+    files of its own folder.
 
-    A tensor may name any file as the place of its data; the runtime would read it, wherever it lies.
+    An ONNX tensor may refer to any file as its data, and the runtime would read that file.
     """
     onnx = require("onnx")
     path = folder / MODEL
@@ -77,7 +77,7 @@ def refuse_unsafe(folder: pathlib.Path) -> dict[str, str]:
             continue
         keys = [entry.key for entry in tensor.external_data]
         if keys.count("location") != 1 or len(set(keys)) != len(keys) or not set(keys) <= _PLACE_KEYS:
-            raise IntegrityError(  # readers differ in which of two entries they take
+            raise IntegrityError(  # for duplicate keys, readers differ in which entry they use
                 f"{path} says where the tensor {tensor.name!r} lies by {', '.join(keys)[:200]!r}. Do not use it."
             )
         place = next(entry.value for entry in tensor.external_data if entry.key == "location")
@@ -89,7 +89,7 @@ def refuse_unsafe(folder: pathlib.Path) -> dict[str, str]:
 
 
 def tensors(model: Any) -> Iterator[Any]:
-    """Every tensor that an ONNX model holds: initializers and attributes, in subgraphs and functions too."""
+    """Every tensor of an ONNX model: initializers and attributes, including those in subgraphs and functions."""
     yield from _graph_tensors(model.graph)
     for function in model.functions:
         yield from _node_tensors(function.node)
@@ -146,20 +146,20 @@ def _export_dynamo(candidate: Candidate, path: pathlib.Path) -> None:
         verbose=False,
     )
     assert program is not None
-    _set_apart(program.model.graph, inputs)
+    _rename_clashes(program.model.graph, inputs)
     program.save(path, external_data=weight_bytes(candidate.model) > ONE_FILE_BYTES)
 
 
-def _set_apart(graph: Any, inputs: Sequence[str]) -> None:
-    """Rename what nodes give where it is called as one of the ``inputs``: the exporter names values after their operators, and
-    an input may be called ``cat`` or ``mean`` as well."""
+def _rename_clashes(graph: Any, inputs: Sequence[str]) -> None:
+    """Rename node outputs that have the name of an input. The exporter names values after operators, and an input may be called
+    ``cat`` or ``mean`` too."""
     for value in (value for node in graph.all_nodes() for value in node.outputs):
         if value.name in inputs:
             value.name = f"{value.name}.inner"
 
 
 def _export_torchscript(candidate: Candidate, path: pathlib.Path) -> None:
-    """The older exporter, which traces: kept for models that torch.export refuses."""
+    """The older exporter, based on tracing; for models that torch.export refuses."""
     signature = candidate.signature
     inputs, outputs = io_names(signature)
     if weight_bytes(candidate.model) > ONE_FILE_BYTES:
@@ -168,7 +168,7 @@ def _export_torchscript(candidate: Candidate, path: pathlib.Path) -> None:
     refuse_decisions(candidate, leaves)
     model: nn.Module = exportable(candidate, traced=True)
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        # the exporter's own tracer refuses scripts within
+        # the exporter's own tracer refuses TorchScript submodules
         model = torch.jit.trace(model, tuple(leaves), check_trace=False)  # type: ignore[no-untyped-call]
     named = zip([*inputs, *outputs], [*signature.inputs, *signature.outputs], strict=True)
     torch.onnx.export(

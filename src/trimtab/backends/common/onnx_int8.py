@@ -1,4 +1,4 @@
-"""Eight-bit integers with ONNX Runtime's quantizers, and what of a graph they reached."""
+"""Int8 quantization with ONNX Runtime, and reports about the quantized operators."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trimtab.hardware import environment
 Operators = Literal["auto", "all", "linear"]
 
 EXACTLY = "session.x64quantprecision"
-"""The session's option not to let sums of products saturate on an x86 CPU without VNNI, for weights of eight bits. It is slower
-there, and on other CPUs the session of a model with branches cannot be made."""
+"""Session option for exact int8 products on x86 CPUs without VNNI, where sums saturate otherwise. It is slower there. On other
+CPUs, sessions of models with branches cannot be created with it."""
 
 LINEAR = ("MatMul", "Gemm")
 HEAVY = (*LINEAR, "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")
-"""Operators that decide a model's speed; others staying float is no news."""
+"""Operators that dominate run time; only these are reported if they stay float."""
 _QUANTIZED = {
     "MatMulInteger": "MatMul",
     "MatMulIntegerToFloat": "MatMul",
@@ -37,7 +37,7 @@ _PASSES_THROUGH = ("Cast", "Reshape", "Transpose", "Identity", "Dropout", "Where
 
 
 class Calibration:
-    """Calibration rows as ONNX Runtime's quantizer asks for them: one dict of arrays at a time, then ``None``."""
+    """Calibration rows in the form that ONNX Runtime's quantizer reads: one dict of arrays per call, then ``None``."""
 
     def __init__(self, rows: Sequence[Sequence[torch.Tensor]], names: Sequence[str], known: set[str]) -> None:
         self._rows: Iterator[dict[str, np.ndarray[Any, Any]]] = iter(
@@ -50,10 +50,10 @@ class Calibration:
 
 
 def prepare(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Write the model ready for a quantizer: shapes inferred, batch norms folded, constants computed.
+    """Prepare the model for a quantizer: infer shapes, fold batch norms and constants.
 
-    *Symbolic* shape inference is left out: it raises on graphs with data-dependent sizes (MiniLM's is one), and the quantizers
-    reach the same operators without it.
+    *Symbolic* shape inference is skipped: it fails on graphs with data-dependent sizes (such as MiniLM), and the quantizers
+    find the same operators without it.
     """
     external = {"save_as_external_data": True, "external_data_location": target.name + ".data"}
     options = external if (source.parent / DATA).is_file() else {}
@@ -62,19 +62,19 @@ def prepare(source: pathlib.Path, target: pathlib.Path) -> None:
         preprocess(str(source), str(target), skip_symbolic_shape=True, **options)
     onnx = require("onnx")
     model = onnx.load(target)
-    # The quantizer turns Gemm into MatMul with a transposed weight, then trips over the shape that was noted for the old one;
-    # it infers shapes itself, so the notes are dropped.
+    # The quantizer converts Gemm to MatMul with a transposed weight, and fails on the stored shape of the original. Without
+    # stored shapes it infers them.
     del model.graph.value_info[:]
     transpose_shared(model.graph)
-    set_outputs_apart(model.graph)
+    copy_used_outputs(model.graph)
     onnx.save(model, target, save_as_external_data=bool(options), location=target.name + ".data")
 
 
 def transpose_shared(graph: Any) -> None:
-    """Transpose the weights that several Gemm nodes share, once and into a tensor of their own.
+    """Transpose weights that several Gemm nodes share, once and into a new tensor.
 
-    The dynamic quantizer would transpose such a weight in place for each node that uses it: a square one used twice comes out
-    as it was, and every product with it is wrong.
+    The dynamic quantizer transposes such a weight in place for each node. A square weight that is used twice would end up
+    untransposed, and the products would be wrong.
     """
     helper = require("onnx.numpy_helper")
     weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -97,11 +97,11 @@ def transpose_shared(graph: Any) -> None:
             del graph.initializer[index]
 
 
-def set_outputs_apart(graph: Any) -> None:
-    """Give every output that nodes use too a copy of its own.
+def copy_used_outputs(graph: Any) -> None:
+    """Insert an Identity before each graph output that nodes use as well.
 
-    The static quantizer takes the range of what a Relu gives for what it is given, without asking whether that is an output of
-    the graph, whose negative values are then clipped away.
+    The static quantizer gives the input of a Relu the range of its output, even if that input is a graph output. Negative
+    values of the output would be clipped.
     """
     helper = require("onnx.helper")
     outputs = {output.name for output in graph.output} & {name for node in graph.node for name in node.input}
@@ -115,9 +115,9 @@ def set_outputs_apart(graph: Any) -> None:
 
 
 def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Operators) -> None:
-    """Weights to int8 now, activations when they are computed: matrix products and LSTMs.
+    """Quantize matrix products and LSTMs: weights to int8 now, activations at run time.
 
-    ``auto`` leaves convolutions out, because ONNX Runtime has no kernel for them with signed weights.
+    ``auto`` skips convolutions, because ONNX Runtime has no kernel for them with signed weights.
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
     """
     quantization = require("onnxruntime.quantization")
@@ -135,7 +135,7 @@ def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Op
 
 
 def quantize_static(prepared: pathlib.Path, target: pathlib.Path, operators: Operators, calibration: Calibration) -> None:
-    """Weights and activations to int8, ranges taken from calibration data, one scale per channel of a weight.
+    """Quantize weights and activations to int8, with ranges from calibration data and one scale per weight channel.
 
     Weights of :func:`per_tensor_weights` have one scale.
 
@@ -178,10 +178,10 @@ def per_tensor_weights(path: pathlib.Path) -> list[str]:
 
 
 def is_transformer(path: pathlib.Path) -> bool:
-    """Whether the graph holds attention: a softmax whose result goes into a matrix product, or an operator that is attention;
-    or is made of layer norms and no convolution.
+    """Whether the graph is a transformer: it has an attention operator, a softmax that feeds a matrix product, or layer norms
+    and no convolution.
 
-    Quantizing *every* operator of such a graph ruins it: the additive mask of about -3e38 becomes part of a range.
+    Quantizing *every* operator of such a graph ruins it, because additive masks of about -3e38 become part of a range.
     """
     graph = require("onnx").load(path, load_external_data=False).graph
     kinds = {node.op_type for node in graph.node}
@@ -190,7 +190,7 @@ def is_transformer(path: pathlib.Path) -> bool:
     if kinds & {"LayerNormalization", "SkipLayerNormalization"} and not kinds & {"Conv"}:
         return True
     follows: set[str] = set()
-    for node in graph.node:  # in topological order, as ONNX demands
+    for node in graph.node:  # ONNX nodes are in topological order
         if node.op_type == "MatMul" and follows & set(node.input):
             return True
         if node.op_type == "Softmax" or (node.op_type in _PASSES_THROUGH and follows & set(node.input)):
@@ -206,7 +206,7 @@ def linear_nodes(path: pathlib.Path) -> list[str]:
 
 
 def coverage(path: pathlib.Path) -> list[str]:
-    """Which of the operators that decide the speed are int8 and which stayed float, in a sentence."""
+    """A sentence about which of the dominant operators are int8 and which stayed float."""
     graph = require("onnx").load(path, load_external_data=False).graph
     made_by = {name: node.op_type for node in graph.node for name in node.output}
     integer: collections.Counter[str] = collections.Counter()
@@ -227,7 +227,7 @@ def _counted(counter: collections.Counter[str]) -> str:
 
 
 def remove_prepared(folder: pathlib.Path) -> None:
-    """Delete what the quantizers needed on the way, so that only the model is left in ``folder``."""
+    """Delete intermediate files of the quantizers from ``folder``."""
     for path in folder.iterdir():
         if path.name not in (MODEL, DATA):
             path.unlink()

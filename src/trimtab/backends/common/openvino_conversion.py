@@ -1,4 +1,4 @@
-"""OpenVINO models: converting a candidate, proving the graph, quantizing it, and reading what the runtime made of it."""
+"""OpenVINO models: convert and verify a candidate, quantize it, and report precisions and kernels."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ WEIGHTS = "model.bin"
 FILES = (MODEL, WEIGHTS)
 RECURRENT = ("LSTMSequence", "LSTMCell", "GRUSequence", "GRUCell", "RNNSequence", "RNNCell")
 HOT = ["trimtab", "shapes"]
-"""Where a model's metadata keeps the sizes that must be fast: those of the example, as ``1,8;1,8``."""
+"""Metadata key of the shapes to optimize for, those of the example, such as ``1,8;1,8``."""
 
 
 def runtime() -> Any:
-    """The openvino package, imported without its telemetry."""
+    """The openvino package, imported without telemetry."""
     with no_telemetry():
         return require("openvino")
 
 
 @functools.cache
 def core() -> Any:
-    """The one ``Core`` of this process, never freed: see :func:`signal_stack_kept` for what more than one would do."""
+    """The only ``Core`` of this process. It is never freed; :func:`signal_stack_kept` says why more than one is dangerous."""
     return runtime().Core()
 
 
 @contextlib.contextmanager
 def no_telemetry() -> Iterator[None]:
-    """Keep openvino and nncf from starting their telemetry, which sends over the network and writes into the home folder.
+    """Disable the telemetry of openvino and nncf in the block; it uses the network and writes into the home folder.
 
-    Both fall back to a stand-in that does nothing when ``openvino_telemetry`` cannot be imported, which is what they see here.
-    Where somebody imported openvino before, its converter's own reference is exchanged for that stand-in meanwhile.
+    Both use a stub if ``openvino_telemetry`` cannot be imported, which is the case in the block. If openvino was imported
+    before, the reference in its converter is replaced by the stub meanwhile.
     """
     with SHARED:
         known, swapped = "openvino_telemetry" in sys.modules, []
-        before = sys.modules.get("openvino_telemetry")  # None where this is called inside of itself
+        before = sys.modules.get("openvino_telemetry")  # None in a nested call
         sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
         if before is not None and "openvino.tools.ovc" in sys.modules:
             stub = require("openvino.tools.ovc.telemetry_stub")
@@ -75,20 +75,20 @@ def no_telemetry() -> Iterator[None]:
 
 
 def convert_openvino(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
-    """Write the candidate as a float32 OpenVINO model into ``folder``, with the facts about it beside it.
+    """Write the candidate as a float32 OpenVINO model into ``folder``, with ``conversion.json``.
 
-    It is traced or exported, as :func:`convert` says; a graph is taken only if its outputs, computed by what ``open_run`` makes
-    of the file, are the model's.
+    It is traced or exported, see :func:`convert`. A graph is accepted if its outputs, computed by ``open_run``, match the
+    model's.
 
     Raises:
-        CompileError: no way gives a right graph; carries what each said.
+        CompileError: no way gives a correct graph; the message contains the error of each.
     """
     attempt = functools.partial(_attempt, folder, open_run)
     convert(candidate, folder, _CONVERTERS, attempt, "OpenVINO cannot convert this model.")
 
 
 def hot_shapes(model: Any) -> list[list[int]] | None:
-    """The sizes of the example that the model was made for; ``None`` where it does not say."""
+    """The shapes of the example that the model was made for; ``None`` if they are not stored."""
     if not model.has_rt_info(HOT):
         return None
     text = str(model.get_rt_info(HOT).value)
@@ -96,23 +96,23 @@ def hot_shapes(model: Any) -> list[list[int]] | None:
 
 
 def given_back(model: Any) -> dict[int, int]:
-    """Outputs that are inputs as they came: ``{output: input}``."""
+    """Outputs that are unchanged inputs, as ``{output index: input index}``."""
     inputs = {port.get_node().get_friendly_name(): i for i, port in enumerate(model.inputs)}
     sources = [port.get_node().input_value(0).get_node().get_friendly_name() for port in model.outputs]
     return {i: inputs[name] for i, name in enumerate(sources) if name in inputs}
 
 
 def write_model(model: Any, folder: pathlib.Path) -> None:
-    """Save ``model`` with its weights as they are; OpenVINO's own default would round them to sixteen bits."""
+    """Save ``model`` with unchanged weights; OpenVINO's default rounds them to 16 bits."""
     runtime().save_model(model, folder / MODEL, compress_to_fp16=False)
 
 
 def quantize(model: Any, rows: Sequence[Row], *, recurrent: bool) -> Any:
-    """Weights and activations to int8, ranges from calibration rows.
+    """Quantize weights and activations to int8, with ranges from calibration rows.
 
-    Recurrent layers stay float unless asked for: with a dynamic batch, the last hidden state of a quantized two-layer LSTM was
-    seen at cosine 0.09 to 0.2, while the same model of fixed sizes was at 1.0. Where sums of products clip, weights
-    have seven bits: with eight, errors were seen to be ten times as large.
+    Recurrent layers stay float unless ``recurrent``: with a dynamic batch, the last hidden state of a quantized two-layer LSTM
+    had a cosine similarity of 0.09 to 0.2, but 1.0 with fixed sizes. On CPUs where int8 sums saturate, weights have 7 bits:
+    with 8 bits errors were ten times as large.
     Source: https://docs.openvino.ai/2026/openvino-workflow/model-optimization-guide/quantizing-models-post-training.html
     """
     with _nncf() as nncf:
@@ -128,20 +128,20 @@ def quantize(model: Any, rows: Sequence[Row], *, recurrent: bool) -> Any:
 
 
 def compress(model: Any) -> Any:
-    """Weights to int8, no data needed; the CPU plug-in then quantizes activations as they come. Source: NNCF documentation."""
+    """Quantize weights to int8, without data; the CPU plug-in quantizes activations at run time. Source: NNCF documentation."""
     with _nncf() as nncf:
         return nncf.compress_weights(model)
 
 
 @contextlib.contextmanager
 def _nncf() -> Iterator[Any]:
-    core()  # before those that nncf makes for itself, so that theirs are the ones that end first
+    core()  # created before nncf's own cores, so that it outlives them
     with signal_stack_kept(), no_telemetry(), quiet(), contextlib.redirect_stdout(io.StringIO()):
         yield require("nncf")
 
 
 def is_transformer(model: Any) -> bool:
-    """Whether the graph holds attention: its fused operator, or a softmax whose result goes into a matrix product."""
+    """Whether the graph has attention: the fused operator, or a softmax that feeds a matrix product."""
     follows: set[str] = set()
     for node in model.get_ordered_ops():
         kind = node.get_type_name()
@@ -155,7 +155,7 @@ def is_transformer(model: Any) -> bool:
 
 
 def coverage(compiled: Any) -> list[str]:
-    """Which precisions the operators that decide the speed run in, and which ones run in plain reference code."""
+    """Notes about the precisions of the dominant operators, and about operators without an optimized kernel."""
     precisions: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     plain: collections.Counter[str] = collections.Counter()
     for node in compiled.get_runtime_model().get_ops():
@@ -201,7 +201,7 @@ def _attempt(folder: pathlib.Path, open_run: OpenRun, converter: str, candidate:
 
 
 def frontend_errors(openvino: Any) -> tuple[type[Exception], ...]:
-    """The converter's exceptions, which derive from :class:`Exception` itself."""
+    """Exceptions of the converter that derive from :class:`Exception` directly."""
     return tuple(v for v in vars(openvino.frontend).values() if isinstance(v, type) and issubclass(v, Exception))
 
 

@@ -1,4 +1,4 @@
-"""One compiled OpenVINO model with its request, called with as little as possible around it."""
+"""A compiled OpenVINO model with an inference request and little call overhead."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trimtab.core.measurement import OperatorTime, operator_shares
 from trimtab.core.signature import Signature
 
 COPIED_BYTES = 65536
-"""Tensors up to this size are copied into and out of memory that stays with the request, which costs about a microsecond;
-handing memory over costs three, and pays for larger ones only. Measured on an 8x8 CNN at one thread: 18 microseconds by
-copying, 25 by handing over, 44 by ``infer([x], share_inputs=True, share_outputs=True)``, of which 15 are the network."""
+"""Tensors up to this size in bytes are copied to and from buffers of the request, which takes about 1 microsecond. Sharing
+memory takes 3 microseconds and pays off for larger tensors. On an 8x8 CNN with one thread: 18 microseconds with copies, 25 with
+shared memory, 44 with ``infer([x], share_inputs=True, share_outputs=True)``; the network itself takes 15."""
 
 
 class Request:
-    """A compiled model and one request of it. Outputs belong to the caller; nothing is shared from call to call.
+    """A compiled model with one inference request. Outputs belong to the caller.
 
-    ``through`` maps outputs that are inputs given back to those inputs. The runtime keeps one memory for both, so that giving
-    the output a place of its own would take the input's away; such outputs are copied here instead.
+    ``through`` maps outputs that are unchanged inputs to these inputs. The runtime uses one buffer for both, so setting an
+    output buffer would replace the input's; such outputs are copied instead.
     """
 
     def __init__(self, compiled: Any, signature: Signature, through: Mapping[int, int]) -> None:
@@ -35,7 +35,7 @@ class Request:
         self._request = compiled.create_infer_request()
         self._infer = self._request.infer
         self._queue: Any = None
-        self._lock = threading.Lock()  # of the memory below: several threads may call one executable
+        self._lock = threading.Lock()  # for the buffers below: several threads may call one executable
         inputs = [
             _static(port, getattr(torch, spec.dtype)) for port, spec in zip(compiled.inputs, signature.inputs, strict=True)
         ]
@@ -50,7 +50,7 @@ class Request:
         self._short = None not in self._kept_inputs and None not in self._kept_outputs
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs for inputs of the sizes that this was compiled for."""
+        """The outputs for inputs of the compiled sizes."""
         with self._lock:
             if not self._short:
                 return self._run_large(leaves)
@@ -64,18 +64,18 @@ class Request:
         return ir.coverage(self.compiled)
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
-        """The runtime's counters over ``repeats`` calls, of a model that was compiled with ``PERF_COUNT``."""
+        """Performance counters over ``repeats`` calls. The model must be compiled with ``PERF_COUNT``."""
         seen: list[Any] = []
         for turn in range(repeats + 1):
             self.run(leaves)
             if turn:  # the first call warms up
                 seen += self._request.get_profiling_info()
-        # one that took less than a microsecond counts as not executed that time
+        # an operator that took less than a microsecond counts as not executed in that call
         ran = {info.node_name for info in seen if info.status.name == "EXECUTED"}
         return operator_shares([_operator(info) for info in seen if info.node_name in ran], repeats)
 
     def _run_large(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        alive = []  # the request points into this memory until the answer is there
+        alive = []  # keeps the arrays alive: the request points into their memory
         for i, (kept, leaf) in enumerate(zip(self._kept_inputs, leaves, strict=True)):
             if kept is not None:
                 kept.copy_(leaf.detach() if leaf.requires_grad else leaf)
@@ -90,7 +90,7 @@ class Request:
         ]
 
     def _hand_over(self, index: int) -> torch.Tensor | None:
-        """Memory of the caller's own for output ``index``; ``None`` if its size is only known afterwards."""
+        """Set a new tensor as the buffer of output ``index``; ``None`` if its size is not known in advance."""
         shape, dtype = self._output_shapes[index]
         if shape is None or index in self._through:
             return None
@@ -102,17 +102,17 @@ class Request:
         return fresh if fresh is not None else torch.from_numpy(np.array(self._request.get_output_tensor(index).data))
 
     def _keep(self, index: int, shape: list[int] | None, dtype: torch.dtype, side: str) -> torch.Tensor | None:
-        """Memory that stays with the request, for a small tensor of known size."""
+        """A buffer of the request for a small tensor of known size; ``None`` for others."""
         if shape is None or torch.Size(shape).numel() * dtype.itemsize > COPIED_BYTES:
             return None
-        with torch.inference_mode(mode=False):  # whatever mode the caller is in, later calls may be in another
-            kept = torch.zeros(shape, dtype=dtype, device="cpu")  # whatever the default is
+        with torch.inference_mode(mode=False):  # later calls may be in another mode than this one
+            kept = torch.zeros(shape, dtype=dtype, device="cpu")  # explicit, because torch's default device may differ
         getattr(self._request, f"set_{side}_tensor")(index, self._tensor(kept.numpy(), shared_memory=True))
         return kept
 
 
 def run_queue(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
-    """Run ``requests`` on the model of ``request``, as many at once as it has streams."""
+    """Run ``requests`` with as many parallel requests as the model of ``request`` has streams."""
     with request._lock:
         return _in_streams(request, requests)
 

@@ -1,7 +1,7 @@
-"""What the XML of an OpenVINO model may say of its weights, and how deep it may nest.
+"""Validate the XML of an OpenVINO model before the runtime reads it: nesting depth and constants.
 
-The runtime reads bodies within bodies by recursion, and takes a constant's values from an attribute of any length, or from a
-place in the file of weights.
+The runtime reads nested bodies recursively, and reads constants from any range of the weights file or from an attribute of any
+length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xml.parsers import expat
 from trimtab.errors import IntegrityError
 
 MAX_NESTED = 100
-"""Elements within each other; a loop's body in a loop's body takes three."""
+"""Most nested XML elements; a loop inside of a loop takes three levels."""
 _BITS = {
     **dict.fromkeys(("i64", "u64", "f64"), 64),
     **dict.fromkeys(("i32", "u32", "f32"), 32),
@@ -29,10 +29,10 @@ _SHAPE = re.compile(r"(?:[0-9]{1,18}(?:, ?[0-9]{1,18}){0,63})?")
 
 
 def check_model(graph: pathlib.Path, weights: pathlib.Path) -> None:
-    """Refuse a ``graph`` that nests too deep, or has a constant that does not lie in ``weights``.
+    """Refuse a ``graph`` that is nested too deep, or has a constant outside of ``weights``.
 
     Raises:
-        IntegrityError: it does, or is no XML.
+        IntegrityError: the graph is refused, or is not XML.
     """
     rules = _Rules(weights.stat().st_size)
     parser = expat.ParserCreate("utf-8")
@@ -47,19 +47,19 @@ def check_model(graph: pathlib.Path, weights: pathlib.Path) -> None:
 
 
 class _Rules:
-    """Handlers; each raises :class:`ValueError` on what is refused."""
+    """XML handlers. They raise :class:`ValueError` to refuse."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.open: list[bool] = []
-        """Of every element that is open, whether it is a constant."""
+        """For each open element: whether it is a constant."""
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
         if len(self.open) >= MAX_NESTED:
             raise ValueError(f"it nests more than {MAX_NESTED} elements")
         if tag == "data" and self.open and self.open[-1]:
             self.constant(attributes)
-        # the runtime knows both names, in any case of letters
+        # the runtime accepts both names, case-insensitively
         self.open.append(tag == "layer" and attributes.get("type", "").casefold() in ("const", "constant"))
 
     def end(self, tag: str) -> None:
@@ -68,13 +68,18 @@ class _Rules:
     def doctype(self, *_: object) -> None:
         raise ValueError("it declares a document type, which no model has")
 
-    def constant(self, told: dict[str, str]) -> None:
-        if told.keys() != {"element_type", "shape", "offset", "size"}:
-            raise ValueError(f"a constant has the attributes {', '.join(sorted(told))[:200]}")
-        bits, shape = _BITS.get(told["element_type"]), told["shape"]
-        if bits is None or not _SHAPE.fullmatch(shape) or not all(_NUMBER.fullmatch(told[key]) for key in ("offset", "size")):
-            raise ValueError(f"a constant has the type {told['element_type'][:80]!r} and the shape {shape[:80]!r}")
-        offset, size = int(told["offset"]), int(told["size"])
+    def constant(self, attributes: dict[str, str]) -> None:
+        if attributes.keys() != {"element_type", "shape", "offset", "size"}:
+            raise ValueError(f"a constant has the attributes {', '.join(sorted(attributes))[:200]}")
+        kind, shape = attributes["element_type"], attributes["shape"]
+        bits = _BITS.get(kind)
+        if (
+            bits is None
+            or not _SHAPE.fullmatch(shape)
+            or not all(_NUMBER.fullmatch(attributes[key]) for key in ("offset", "size"))
+        ):
+            raise ValueError(f"a constant has the type {kind[:80]!r} and the shape {shape[:80]!r}")
+        offset, size = int(attributes["offset"]), int(attributes["size"])
         needed = -(-math.prod(map(int, filter(None, shape.split(",")))) * bits // 8)
         if offset + size > self.size or needed > size:
             raise ValueError(

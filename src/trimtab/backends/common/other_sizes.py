@@ -1,4 +1,4 @@
-"""Inputs of other sizes than the example's, and what the model makes of them: how far a form of it can be trusted."""
+"""Make inputs of other sizes than the example's, and run the model on them, to verify compiled forms."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from trimtab.hardware.system import free_mb, lifetime_mb
 from trimtab.tensors.comparison import ordered
 
 FAR, FARTHEST = 8, 32
-"""Times the example's size at which a dimension without an upper bound is tried, and most for one with a bound."""
+"""Multiple of the example's size that is tried for a dimension: without an upper bound, and at most with one."""
 FAR_ELEMENTS = 1 << 22
-"""Most elements of all inputs and outputs together of such a try."""
+"""Most elements of all inputs and outputs together at such a size."""
 FAR_S, FAR_SHARE = 2.0, 1 / 8
-"""No larger size is tried after a call of the model that took more seconds, or more of the free memory: twice the size may take
-four times as much, as with attention."""
+"""Larger sizes are not tried after a call that took more seconds, or a larger share of the free memory. Doubling a size may
+take four times as much, as in attention."""
 
 Answer = tuple[list[torch.Tensor], Sequence[torch.Tensor]]
-"""The inputs after a call, which may have written to them, and the outputs."""
+"""The inputs after the call, which may have modified them, and the outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Far:
-    """Inputs of ``sizes``, one of which is far above the example's, and what the model makes of them."""
+    """Inputs with a size far above the example's, and the model's outputs."""
 
     sizes: Mapping[str, int]
     leaves: list[torch.Tensor]
@@ -38,7 +38,7 @@ class Far:
 
 
 def answer(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> Answer | None:
-    """What the model makes of copies of ``leaves``; ``None`` where it refuses them, whatever it raises."""
+    """The model's result for copies of ``leaves``; ``None`` if the model raises an error."""
     own = [leaf.clone() for leaf in leaves]
     try:
         with torch.no_grad(), user_code("The model does not take these inputs"):
@@ -56,8 +56,8 @@ def at_sizes(candidate: Candidate, sizes: Mapping[str, int]) -> list[torch.Tenso
 
 
 def shuffled(candidate: Candidate, sizes: Mapping[str, int], name: str) -> list[torch.Tensor]:
-    """Those tensors with what lies along dimension ``name`` in another order, because the mean of a part would else be that of
-    the whole; ordered rows stay in their order."""
+    """Like :func:`at_sizes`, with the values along dimension ``name`` permuted: otherwise a mean over a part of repeated values
+    would equal the mean over all. Sorted values stay sorted."""
     order = torch.randperm(sizes[name], generator=torch.Generator().manual_seed(0), device="cpu")
     leaves = at_sizes(candidate, sizes)
     for i, spec in enumerate(candidate.signature.inputs):
@@ -67,7 +67,7 @@ def shuffled(candidate: Candidate, sizes: Mapping[str, int], name: str) -> list[
 
 
 def other_size(candidate: Candidate, name: str, step: int = 1) -> int:
-    """A size of dimension ``name`` that its bounds allow and that, if possible, is neither the example's nor one."""
+    """An allowed size of dimension ``name`` that is neither the example's nor 1, if possible."""
     dim = next(dim for dim in candidate.signature.dims if dim.name == name)
     now = candidate.signature.sizes(candidate.leaves)[name]
     wanted = (now + step * dim.step, *(now + dim.step * way for way in (1, 2, -1, -2)), now)
@@ -75,11 +75,10 @@ def other_size(candidate: Candidate, name: str, step: int = 1) -> int:
 
 
 def farthest(candidate: Candidate, dim: Dim, near: Mapping[str, int]) -> Far | None:
-    """Inputs with ``dim`` as far above its size in ``near`` as the model takes them and as they pay; ``None`` where it takes no
-    larger ones.
+    """Inputs with ``dim`` as large as the model and the limits allow; ``None`` if no larger size works.
 
-    A form may keep one side of a decision on a size, such as ``if x.shape[1] > 64``, and no size near the example's tells. The
-    other dimensions are as small as they may be above one or, where the model refuses that, as in ``near``.
+    A compiled form may keep one branch of a decision such as ``if x.shape[1] > 64``, which sizes near the example's do not
+    show. The other dimensions have their smallest size above 1; if the model refuses that, their size in ``near``.
     """
     found = None
     least = {other.name: min(size := other.holding(2), other.max or size) for other in candidate.signature.dims}
@@ -100,7 +99,7 @@ def farthest(candidate: Candidate, dim: Dim, near: Mapping[str, int]) -> Far | N
 
 
 def _doubled(dim: Dim, now: int) -> Iterator[int]:
-    """Sizes above ``now``, each about twice the one before, up to the farthest."""
+    """Sizes above ``now`` up to the largest, each about twice the one before."""
     sizes, size = list[int](), min(dim.max or FAR * now, FARTHEST * now)
     while (size := size // dim.step * dim.step) > now:
         sizes.append(size)

@@ -1,4 +1,4 @@
-"""Where a backend keeps files: what other trials can use again, and what belongs to one executable."""
+"""Folders for files of a backend: shared between trials, or owned by one executable."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from trimtab.tensors.weights import parts, raw
 
 
 def fingerprint(candidate: Candidate, *more: object) -> str:
-    """Sixteen hexadecimal digits that name what an export of ``candidate`` depends on.
+    """Sixteen hexadecimal digits that identify everything that an export of ``candidate`` depends on.
 
-    That is every byte of its tensors, the plain attributes and source code of its modules, its signature, the sizes of its
-    example, the settings that change a graph and the versions of what makes one; ``more`` adds versions and options of the
-    runtime's own.
+    These are the bytes of its tensors, the attributes and source code of its modules, its signature, the example's sizes, the
+    settings that change a graph, and the versions of the exporting packages. ``more`` adds versions and options of a runtime.
     """
     digest = hashlib.blake2b(digest_size=8)
     leaf_sizes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in candidate.leaves]
@@ -47,7 +46,7 @@ def fingerprint(candidate: Candidate, *more: object) -> str:
 
 
 def data_fingerprint(rows: Iterable[Iterable[torch.Tensor]], *more: object) -> str:
-    """Sixteen hexadecimal digits that name what was made with the tensors ``rows``, and with options and versions ``more``."""
+    """Sixteen hexadecimal digits that identify the tensors ``rows``, and options and versions ``more``."""
     digest = hashlib.blake2b(repr(more).encode(), digest_size=8)
     for i, row in enumerate(rows):
         _absorb(digest, str(i), list(row))
@@ -59,25 +58,24 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def _absorb(digest: hashlib.blake2b, key: str, value: object, around: frozenset[int] = frozenset()) -> None:
-    """Take ``value`` in; ``around`` are the containers that it lies in, one of which it may be."""
+    """Add ``value`` to the digest. ``around``: ids of the containers around it, because a container may contain itself."""
     digest.update(f"\n{key} ".encode())
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         for part in parts(value.detach()):
             if part.numel() and part.layout is torch.strided and not part.is_quantized:
                 digest.update(raw(part).numpy().data)
-    elif id(value) in around or (told := _told(value)) is None:
+    elif id(value) in around or (contents := _contents(value)) is None:
         digest.update(type(value).__qualname__.encode())
-    elif isinstance(told, str):
-        digest.update(_ADDRESS.sub("", told).encode())
+    elif isinstance(contents, str):
+        digest.update(_ADDRESS.sub("", contents).encode())
     else:
-        for inner, item in told:
+        for inner, item in contents:
             _absorb(digest, str(inner), item, around | {id(value)})
 
 
-def _told(value: object) -> list[tuple[object, object]] | str | None:
-    """What lies in a container, by its place, or another value's text; ``None`` where its class refuses to say, as a
-    configuration with a gap in it does."""
+def _contents(value: object) -> list[tuple[object, object]] | str | None:
+    """The items of a container with their keys, or the ``repr`` of another value; ``None`` if reading raises an error."""
     try:
         with user_code("An attribute cannot be read"):
             if isinstance(value, Mapping):
@@ -88,19 +86,19 @@ def _told(value: object) -> list[tuple[object, object]] | str | None:
 
 
 def _source(cls: type) -> str:
-    """The class's source, so that an edited ``forward`` does not find yesterday's graph; empty where there is none."""
+    """The source of ``cls``, so that an edited ``forward`` is not served from the cache; empty if there is none."""
     try:
         return inspect.getsource(cls)
-    except (OSError, TypeError, SyntaxError):  # which has no file, or one that was changed since
+    except (OSError, TypeError, SyntaxError):  # no file, or one that was changed since
         return ""
 
 
 @contextlib.contextmanager
 def shared_folder(candidate: Candidate, name: str, build: Callable[[pathlib.Path], None]) -> Iterator[pathlib.Path]:
-    """A folder that ``build`` filled, for this trial or an earlier one with the same ``name``.
+    """A folder that ``build`` filled, in this trial or in an earlier one with the same ``name``.
 
-    It is built under another name and renamed when it is whole, so that a kill cannot leave half of it to be used again.
-    Without a scratch folder it is built anew and removed afterwards.
+    It is built under a temporary name and renamed when complete, so that a killed build leaves no partial folder. Without a
+    scratch folder it is built again and deleted afterwards.
     """
     if candidate.scratch is None:
         with tempfile.TemporaryDirectory(prefix="trimtab-") as text:
@@ -114,21 +112,21 @@ def shared_folder(candidate: Candidate, name: str, build: Callable[[pathlib.Path
             whole = pathlib.Path(text) / "whole"
             whole.mkdir()
             build(whole)
-            # The name may have been taken by another trial that built the same thing meanwhile: theirs is as good.
+            # renaming fails if another trial has built the same folder meanwhile; then that one is used
             with contextlib.suppress(OSError):
                 os.rename(whole, target)
     yield target
 
 
 def own_folder(candidate: Candidate) -> tempfile.TemporaryDirectory[str]:
-    """A folder that lives as long as its executable; on the disk of the scratch folder, so that files can be linked."""
+    """A temporary folder for one executable, on the same disk as the scratch folder, so that files can be hard-linked."""
     if candidate.scratch is not None:
         candidate.scratch.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(prefix=".own-", dir=candidate.scratch, ignore_cleanup_errors=True)
 
 
 def copy_files(source: pathlib.Path, names: Iterable[str], folder: pathlib.Path, *, link: bool = False) -> list[str]:
-    """Copy the files ``names`` of ``source`` into ``folder``, or hard-link them where asked and possible; returns the names."""
+    """Copy (or hard-link, if ``link`` and possible) the files ``names`` of ``source`` into ``folder``; returns the names."""
     folder.mkdir(parents=True, exist_ok=True)
     done = []
     for name in names:

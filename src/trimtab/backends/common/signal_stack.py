@@ -1,4 +1,4 @@
-"""The memory that this thread's signal handlers run on, kept whole while a library that replaces it is called."""
+"""Restore this thread's signal stack after calls of a library that replaces it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterator
 
 
 class _Stack(ctypes.Structure):
-    """``stack_t`` of ``signal.h``; its last two fields come in the other order on other systems, which never get here."""
+    """``stack_t`` of Linux's ``signal.h``. Other systems order the last two fields differently, but do not use it."""
 
     _fields_ = (("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
 
 
 _DISABLED = 2
-"""``SS_DISABLE``: handlers run on the thread's ordinary stack."""
+"""``SS_DISABLE``: signal handlers run on the thread's normal stack."""
 
 
 @contextlib.contextmanager
 def signal_stack_kept() -> Iterator[None]:
-    """Give this thread the signal stack back that it had, or none.
+    """Restore the thread's signal stack after the block.
 
-    Each of OpenVINO's CPU plug-ins sets one, and puts back what it found when it ends. Two that do not end in the reverse of
-    the order in which they began leave one that is freed, and the next signal that Python handles, such as Ctrl-C, ends the
-    process with a segmentation fault. Source: ``SigAltStackSetup``, https://github.com/openvinotoolkit/openvino/pull/11894
+    Each CPU plug-in of OpenVINO sets a signal stack, and restores the previous one when it ends. If two plug-ins do not end in
+    reverse order, a freed stack remains, and the next signal that Python handles, such as Ctrl-C, causes a segmentation fault.
+    Source: ``SigAltStackSetup``, https://github.com/openvinotoolkit/openvino/pull/11894
     """
     if sys.platform != "linux":
         yield
@@ -35,6 +35,6 @@ def signal_stack_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        # A stack that was large enough can be too small by now: matrix tiles, once asked for, enlarge what a signal saves.
+        # the old stack may be too small by now: after matrix tiles (AMX) are enabled, a signal saves more state
         if not known or sigaltstack(ctypes.byref(before), None) != 0:
             sigaltstack(ctypes.byref(_Stack(flags=_DISABLED)), None)

@@ -1,4 +1,4 @@
-"""TorchScript, by tracing and by reading the source; the only form of PyTorch that keeps control flow on data."""
+"""Convert a model to TorchScript by tracing or from its source, the only form that keeps data-dependent control flow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.jit._trace import TracerWarning
 
-from trimtab._internal.text import told
+from trimtab._internal.text import summary_line
 from trimtab.backends.common.causes import first_line
 from trimtab.backends.common.decisions import refuse_decisions
 from trimtab.backends.common.exportable import exportable, plain_weights
@@ -35,18 +35,18 @@ from trimtab.tensors.structure import Structure
 SCRIPT = "script.pt"
 
 TRACE_PROBES = 4
-"""Calibration batches that a trace must agree on, where there are any."""
+"""Most calibration batches that a trace is compared on."""
 
 
 def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[str]]:
-    """The candidate as TorchScript with a flat face, not frozen yet, and what there is to say about it.
+    """The candidate as TorchScript with flat inputs and outputs, not yet frozen, and notes.
 
-    A trace follows one path. It is used where tracing saw no decision that depends on data and where it agrees with the
-    model on other inputs and sizes; else the model's source is compiled. Where that is impossible too, a trace is used that the
-    tracer warned about or that keeps some of the dynamic sizes only, unless the model does decide on data.
+    A trace follows one path through the model. It is used if there are no decisions on data and it agrees with the model on
+    other inputs and sizes. Otherwise the source is compiled. If that fails too, a trace with tracer warnings or with fewer
+    dynamic dimensions is accepted, unless the model decides on data.
 
     Raises:
-        CompileError: neither a trace nor the compiled source is the same function as the model.
+        CompileError: neither the trace nor the compiled source computes the model's function.
     """
     module, doubts, wrong = _trace(candidate)
     if module is not None and not doubts and not wrong:
@@ -60,7 +60,7 @@ def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[
 
 
 def kept_signature(candidate: Candidate, module: Any) -> Signature:
-    """The candidate's signature with the dynamic dimensions that ``module`` keeps."""
+    """The candidate's signature with the dynamic dimensions that ``module`` supports."""
     names = [dim.name for dim in candidate.signature.dims]
     for dims in (names, *fewer_dims(candidate.signature)):
         with contextlib.suppress(CompileError):
@@ -69,15 +69,15 @@ def kept_signature(candidate: Candidate, module: Any) -> Signature:
 
 
 def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
-    """The candidate's source compiled to TorchScript, with tensors in a row as inputs and a tuple of tensors as output.
+    """Compile the candidate's source to TorchScript with flat inputs and a tuple of tensors as output.
 
     Raises:
-        CompileError: the source is not TorchScript, the structure of inputs or outputs has no word in it, or the settings ask
-            for mixed precision, which only the flat module carries out.
+        CompileError: the source or the structure of inputs or outputs is not valid TorchScript, or autocast is set, which only
+            the flat module applies.
     """
     if candidate.settings.precision.autocast is not None:
         raise CompileError("The model's source cannot be compiled under autocast.")
-    holder = type("Flat", (nn.Module,), {})()  # a class of its own: scripts of one class share their methods
+    holder = type("Flat", (nn.Module,), {})()  # a new class: scripts of one class share their methods
     holder.model = candidate.own_model()
     for part in holder.model.modules():
         plain_weights(part)
@@ -93,10 +93,10 @@ def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
 
 
 def frozen(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
-    """A frozen copy of ``module``: weights become constants and batch norms are folded.
+    """A frozen copy of ``module``: weights become constants, and batch norms are folded.
 
     Raises:
-        CompileError: it cannot be frozen.
+        CompileError: freezing failed.
     """
     try:
         with quiet():
@@ -107,13 +107,13 @@ def frozen(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
 
 
 def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path, name: str = SCRIPT) -> list[str]:
-    """Write the frozen form of ``module``, which must not have been through ``optimize_for_inference``.
+    """Write the frozen form of ``module``. The module must not have been through ``optimize_for_inference``.
 
-    That pass turns weights into opaque constants of the machine's library: the file would be small and could not be loaded.
+    That pass turns weights into opaque constants of oneDNN; the file would be small and could not be loaded.
 
     Raises:
-        CompileError: it calls Python, as a trace does for an autograd function of the user's own, or what :func:`load_script`
-            refuses, such as an operator of the user's own.
+        CompileError: the module calls Python, as traces of custom autograd functions do, or contains something that
+            :func:`load_script` refuses, such as a custom operator.
     """
     whole = frozen(module)
     try:
@@ -130,13 +130,13 @@ def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path, name: str 
 
 
 def load_script(folder: pathlib.Path, name: str = SCRIPT) -> torch.jit.ScriptModule:
-    """Read what :func:`save_script` wrote."""
+    """Load what :func:`save_script` wrote."""
     with quiet(stream=False):
         return load_torchscript(folder / name)
 
 
 def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[str], str | None]:
-    """The traced module (if tracing did not fail), the tracer's warnings, and what is wrong with the result."""
+    """The traced module (``None`` if tracing failed), the tracer's warnings, and how the result differs from the model."""
     try:
         refuse_decisions(candidate, candidate.leaves)
     except CompileError as error:
@@ -149,12 +149,12 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
             module = torch.jit.trace(flat, tuple(candidate.own_leaves()), check_trace=False)  # type: ignore[no-untyped-call]
         except EXPORT_ERRORS as error:
             return None, [], first_line(error)
-    doubts = [told(str(w.message)) for w in caught if isinstance(w.message, TracerWarning)]
+    doubts = [summary_line(str(w.message)) for w in caught if isinstance(w.message, TracerWarning)]
     return module, doubts, _wrong(candidate, _caller(module))
 
 
 def _wrong_where_kept(candidate: Candidate, module: Any) -> str | None:
-    """What is wrong with a trace where the dynamic dimensions that it does not keep are frozen."""
+    """How a trace differs from the model at the sizes that it supports, with other dynamic dimensions frozen."""
     kept = candidate.keeping([dim.name for dim in kept_signature(candidate, module).dims])
     return _wrong(kept, _caller(module))
 
@@ -176,7 +176,7 @@ def _wrong_at_other_sizes(candidate: Candidate, call: Call) -> str | None:
 
 
 def _opposite(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs that take another path through most decisions: floats negated, whole numbers (often indices) left alone."""
+    """Inputs that take another branch in most decisions: floats negated; integers, which are often indices, unchanged."""
     return [-leaf if leaf.dtype.is_floating_point else leaf for leaf in leaves]
 
 
@@ -185,7 +185,7 @@ def _caller(module: Any) -> Call:
 
 
 def _forward_source(candidate: Candidate) -> str:
-    """TorchScript source of the flat ``forward`` around ``self.model``, which keeps its own structure of inputs and outputs."""
+    """TorchScript source of a flat ``forward`` around ``self.model``, which keeps its own structure of inputs and outputs."""
     signature = candidate.signature
     inputs = [f"x{i}" for i in range(len(signature.inputs))]
     lasts = candidate.settings.memory_format == "channels_last"
@@ -201,7 +201,7 @@ def _forward_source(candidate: Candidate) -> str:
 
 
 def _build(structure: Structure, names: Any) -> str:
-    """An expression that makes a value of ``structure`` from the next of ``names``."""
+    """An expression that builds a value of ``structure`` from the next of ``names``."""
     if structure.kind == "tensor":
         return str(next(names))
     if structure.kind == "constant":
@@ -218,10 +218,10 @@ def _build(structure: Structure, names: Any) -> str:
 
 
 def _take(structure: Structure, place: str) -> list[str]:
-    """Expressions for the tensors of the value at ``place``, in order."""
+    """Expressions for the tensors in the value ``place``, in flat order."""
     if structure.kind == "tensor":
         return [place]
-    if structure.kind in ("tuple", "list", "namedtuple"):  # where it is annotated as a tuple, it has no fields
+    if structure.kind in ("tuple", "list", "namedtuple"):  # a named tuple annotated as tuple has no fields in TorchScript
         places = [f"{place}[{i}]" for i in range(len(structure.items))]
     elif structure.kind == "dict":
         places = [f"{place}[{key!r}]" for key in structure.keys]

@@ -1,4 +1,4 @@
-"""Updates of a training as something to be timed, in this process, while those under other settings take turns with them."""
+"""A runner whose call is one training update; runs under different settings take turns in the trial's processes."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from trimtab.train.runtime.step_clock import Clock, HostClock
 from trimtab.train.runtime.world import World
 
 WAITED = 0.1
-"""Share of an update that waiting for data takes where its batches were not there yet."""
+"""An update counts as waiting if waiting for data takes this share of it."""
 PATIENT = 4
-"""How many times as many batches as are read ahead no update has waited for, where the loader is taken to be fast enough."""
+"""The loader is fast enough if no update waited for this many times the batches that it reads ahead."""
 
 
 class _Timed(World):
-    """One process, that remembers the clock of its run."""
+    """A world of one process that keeps the clock of its run."""
 
     clock: Clock = HostClock()
 
     def timed(self, clock: Clock) -> None:
-        """Take note of it."""
+        """Keep the run's clock."""
         self.clock = clock
 
 
 class Updates:
-    """A runner whose call is one update, with all that belongs to it: waiting for data, the schedule, the meter.
+    """A runner whose call is one update: waiting for data, the schedule and the meter included.
 
-    A block gives the mean of its updates for each of them: where a loader with workers is the bottleneck batches come in
-    bursts, and the median of single updates would tell of a speed that no epoch has. A block then has whole bursts, and begins
-    when nothing is left of what the workers have read ahead while the other side had its turn: in an epoch nobody waits for
-    them.
+    A block returns the mean of its updates for each of them. If a loader with workers is the bottleneck, batches come in
+    bursts, and the median of single updates would be faster than any epoch. Then a block consists of whole bursts, and begins
+    once the batches that were read ahead during the other side's turn are used up.
 
-    On a GPU the other side shares the memory, so that a block ends by giving back what is held but not used, and begins with an
-    update that takes it again.
+    On a GPU the other side shares the memory. So a block ends by releasing cached memory, and begins with an unrecorded update
+    that allocates it again.
 
     Raises:
         WorkloadError: there is no memory for whole batches beside the other side; a block may raise it, too.
@@ -71,7 +70,7 @@ class Updates:
         refuse_parts(trainer)
 
     def block(self, calls: int) -> list[int]:
-        """Nanoseconds per update, over ``calls`` of them."""
+        """Nanoseconds per update, over ``calls`` updates."""
         with uncollected():
             if self._ahead:
                 self._drain()
@@ -90,24 +89,24 @@ class Updates:
         return [taken // made] * calls
 
     def _update(self) -> None:
-        """Make the next one.
+        """Make the next update.
 
         Raises:
-            WorkloadError: the training has come to an end.
+            WorkloadError: the training has ended.
         """
         try:
             next(self._updates)
         except StopIteration as ended:
-            why = f" {ended.value.ended}" if ended.value else ""  # nothing where it had ended before
+            why = f" {ended.value.ended}" if ended.value else ""  # empty if it had ended before
             raise WorkloadError(
                 f"The training ended while its updates were timed.{why} Let it go on, for example with "
                 "OptimizerSettings(nonfinite='skip')."
             ) from None
 
     def _drain(self) -> None:
-        """Make updates until one has to wait for data. Where none has to, the loader is no bottleneck, and is not asked again.
+        """Make updates until one waits for data. If none does, the loader is no bottleneck and is not tested again.
 
-        What takes no time is not believed at once: for tiny updates it is a wait to be handed a batch that is there.
+        A single short wait is not counted: for tiny updates, handing over a batch that is ready looks like waiting.
         """
         clock, begun = self._world.clock, time.perf_counter()
         for made in range(1, PATIENT * self._ahead + 1):
@@ -120,7 +119,7 @@ class Updates:
         self._ahead = 0
 
     def pace(self) -> int:
-        """How fast the core is now."""
+        """Nanoseconds of the fixed piece of work on this core."""
         return pace()
 
 

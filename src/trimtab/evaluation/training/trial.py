@@ -1,4 +1,4 @@
-"""One recipe for a training, evaluated: settings -> losses -> paired timing -> Trial; and the winner, measured again."""
+"""Evaluate one recipe of a training (settings, losses, paired timing), and confirm the winner."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ STILL = (
 )
 
 
-def try_recipe(recipe: Recipe, subject: TrainingSubject, written: BaselineLosses, rival: Runner, *, plan: Plan) -> Trial:
-    """Train under the settings of ``recipe`` in this process, which should end afterwards. Never raises what it did wrong.
+def try_recipe(recipe: Recipe, subject: TrainingSubject, reference: BaselineLosses, baseline: Runner, *, plan: Plan) -> Trial:
+    """Train under the settings of ``recipe`` in this process, which should end afterwards. Errors become the trial's state.
 
-    ``rival`` makes updates as written, in a process of its own.
+    ``baseline`` makes updates as written, in a process of its own.
     """
-    return ended(recipe, lambda figures: _line(recipe, subject, written, rival, plan, figures))
+    return ended(recipe, lambda figures: _pipeline(recipe, subject, reference, baseline, plan, figures))
 
 
-def _line(
-    recipe: Recipe, subject: TrainingSubject, written: BaselineLosses, rival: Runner, plan: Plan, figures: dict[str, Any]
+def _pipeline(
+    recipe: Recipe, subject: TrainingSubject, reference: BaselineLosses, baseline: Runner, plan: Plan, figures: dict[str, Any]
 ) -> tuple[State, str | None]:
     settings, seed = subject.settings_of(recipe), subject.workload.seed
     try:
         with stage("losses"):
-            figures |= judged(recipe, subject, written, plan, seed=seed)
+            figures |= judged(recipe, subject, reference, plan, seed=seed)
     except NonFiniteError as error:
         return State.MISMATCH, str(error)
     if not figures["parity"].ok:
@@ -46,14 +46,14 @@ def _line(
     if not recipe.exact and (coarse := subject.rounded(settings, plan.limits.max_error)):
         return State.MISMATCH, coarse
     if figures["drop"].decided is False:
-        return State.STOPPED, f"Rule 'loss': {too_high(figures['drop'], written)}"
+        return State.STOPPED, f"Rule 'loss': {too_high(figures['drop'], reference)}"
     with stage("first updates"), PeakMemory() as peak:
         runner = Updates(subject, settings, seed=seed)
         runner.block(2)
     notes = (*((STILL,) if figures["parity"].still else ()), *runner.notes)
-    figures |= {"cold_s": runner.first_s, "peak_mb": _most(peak), "notes": notes}
+    figures |= {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "notes": notes}
     with stage("first timing"):
-        first = compare(runner, rival, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(rival))
+        first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(baseline))
     figures |= timed(first, subject)
     if first.ratio.high < plan.floor:
         return State.STOPPED, (
@@ -61,52 +61,54 @@ def _line(
             f"{plan.floor:.2f}, which is what it would need to come near the best so far."
         )
     with stage("timing"):
-        found = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
+        found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
     figures |= timed(found, subject)
     figures["notes"] += () if found.doubt is None else (found.doubt,)
     return State.COMPLETE, None
 
 
-def confirm(recipe: Recipe, subject: TrainingSubject, rival: Runner, *, plan: Plan, seed: int, must_win: bool) -> Confirmation:
+def confirm(
+    recipe: Recipe, subject: TrainingSubject, baseline: Runner, *, plan: Plan, seed: int, must_win: bool
+) -> Confirmation:
     """Judge and time ``recipe`` again in this fresh process, from other parameters and in another order of the data.
 
-    With ``must_win`` it holds only if the lower end of its speed-up is above 1.
+    With ``must_win`` it is confirmed only if the lower end of its speed-up is above 1.
     """
-    settings, written = subject.settings_of(recipe), subject.written(seed=seed)
-    figures = judged(recipe, subject, written, plan, seed=seed)
-    if recipe.exact and written.draws and not figures["parity"].ok:
-        written = dataclasses.replace(written, still=subject.written_still(seed=seed))
-        figures = judged(recipe, subject, written, plan, seed=seed)
+    settings, reference = subject.settings_of(recipe), subject.reference(seed=seed)
+    figures = judged(recipe, subject, reference, plan, seed=seed)
+    if recipe.exact and reference.draws and not figures["parity"].ok:
+        reference = dataclasses.replace(reference, still=subject.reference_still(seed=seed))
+        figures = judged(recipe, subject, reference, plan, seed=seed)
     with PeakMemory() as peak:
         runner = Updates(subject, settings, seed=seed)
         runner.block(2)
-    found = compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival))
-    figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _most(peak), "baseline_score": written.final}
-    reason = _unfaithful(recipe, figures["parity"], figures.get("drop"), written)
+    found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
+    figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "baseline_score": reference.final}
+    reason = _unfaithful(recipe, figures["parity"], figures.get("drop"), reference)
     reason = reason or _over(figures["peak_mb"], plan) or (_unproven(found) if must_win else None)
     undecided = reason is not None and must_win and found.ratio.doubtful
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, loaded=False, undecided=undecided, **figures)
 
 
-def judged(recipe: Recipe, subject: TrainingSubject, written: BaselineLosses, plan: Plan, *, seed: int) -> dict[str, Any]:
-    """What the losses of a run say of it.
+def judged(recipe: Recipe, subject: TrainingSubject, reference: BaselineLosses, plan: Plan, *, seed: int) -> dict[str, Any]:
+    """Compare the losses of a run with ``reference``.
 
-    Where they are others than ``written``, that may be because random numbers fall differently. So an exact recipe is then held
-    to the losses of a training in which none are drawn; with them, its loss must only not surely end up higher.
+    They may differ only because random numbers fall differently. So an exact recipe is then compared in a training without
+    random numbers, and with them its loss must only not surely end up higher.
     """
     settings = subject.settings_of(recipe)
     losses = subject.losses(settings, seed=seed)
-    found = parity(written, losses, exact=recipe.exact)
-    if not found.ok and written.draws and written.still is not None and parity(written, losses, exact=False).ok:
-        found = parity(written.still, subject.losses(settings, seed=seed, still=True), exact=True, still=True)
-    limit = plan.limits.drop_limit(written.final)
+    found = parity(reference, losses, exact=recipe.exact)
+    if not found.ok and reference.draws and reference.still is not None and parity(reference, losses, exact=False).ok:
+        found = parity(reference.still, subject.losses(settings, seed=seed, still=True), exact=True, still=True)
+    limit = plan.limits.drop_limit(reference.final)
     return (
-        {"parity": found, "score": final(losses), "drop": increase(written, losses, limit)} if found.ok else {"parity": found}
+        {"parity": found, "score": final(losses), "drop": increase(reference, losses, limit)} if found.ok else {"parity": found}
     )
 
 
 def timed(found: Comparison, subject: TrainingSubject) -> dict[str, Any]:
-    """What a comparison says of a run."""
+    """The figures of a comparison for a trial."""
     return {
         "comparison": found,
         "speedup": found.ratio,
@@ -115,21 +117,21 @@ def timed(found: Comparison, subject: TrainingSubject) -> dict[str, Any]:
     }
 
 
-def too_high(drop: Drop, written: BaselineLosses) -> str:
+def too_high(drop: Drop, reference: BaselineLosses) -> str:
     """A sentence about a loss that ends up above the limit."""
     return (
-        f"The loss ends up {drop.value:.4g} (at least {drop.low:.4g}) above the {written.final:.4g} as written, over the last "
-        f"{drop.n} updates; the limit is {drop.limit:.4g}."
+        f"The loss ends up {drop.value:.4g} (at least {drop.low:.4g}) above the {reference.final:.4g} as written, over the "
+        f"last {drop.n} updates; the limit is {drop.limit:.4g}."
     )
 
 
-def _unfaithful(recipe: Recipe, found: Parity, drop: Drop | None, written: BaselineLosses) -> str | None:
+def _unfaithful(recipe: Recipe, found: Parity, drop: Drop | None, reference: BaselineLosses) -> str | None:
     if not found.ok:
         return f"From other parameters: {found.reason}"
     if drop is not None and (drop.decided is False or (drop.decided is None and not recipe.exact)):
         return (
-            f"From other parameters, its loss ends up {drop.value:.4g} above the {written.final:.4g} as written, and up to "
-            f"{drop.upper:.4g} cannot be excluded; the limit is {drop.limit:.4g}."
+            f"From other parameters, its loss {drop.change()} ({drop.bound()}), compared with {reference.final:.4g} as "
+            f"written; the limit is {drop.limit:.4g}."
         )
     return None
 
@@ -157,8 +159,8 @@ def _unproven(found: Comparison) -> str | None:
     )
 
 
-def _most(peak: PeakMemory) -> float:
-    """Of the GPU's allocator where there is one, else of the process, in MB."""
+def _peak_mb(peak: PeakMemory) -> float:
+    """Peak memory in MB: of the GPU's allocator if there is one, else of the process."""
     used = peak.result
     return used.device_mb if used.device_mb else used.host_mb
 

@@ -1,4 +1,4 @@
-"""A workload's training, tried under other settings: from the same parameters, on the same batches, in this process."""
+"""Try a workload's training under other settings: from the same parameters, on the same batches, in this process."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from trimtab.train.telemetry.events import Event, Progressed
 from trimtab.train.trainer import Trainer
 
 SHAKEN = (11, 12)
-"""Seeds of the runs whose parameters are shaken."""
+"""Seeds of the runs whose parameters are perturbed."""
 REPEATS = 0.01
-"""Relative difference between the first losses of two runs from the same seed that no rounding explains."""
+"""Relative difference between the first losses of two runs from one seed that rounding cannot explain."""
 EPOCHS_APART = 1000
-"""Between the batches of one seed and those of the next, for a loader whose order is that of the epoch."""
+"""Distance between the epochs of one seed and of the next, for a loader whose order depends on the epoch."""
 _IN_PARTS = (
     "There is not enough memory for whole batches beside what other processes hold on the device, such as the other side of "
     "the comparison: an update was made in parts, whose time and losses say nothing of these settings. Give smaller batches."
@@ -48,18 +48,18 @@ _IN_PARTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSubject:
-    """A training workload made ready to be tried."""
+    """A prepared training workload."""
 
     workload: Workload
     training: Training
     settings: Settings
-    """As written; what was ``"auto"`` is off, because whether it pays is what is to be found out."""
+    """As written, with every ``"auto"`` turned off, because the search decides these."""
     batches: Sequence[Batch]
-    """Of the first updates, in the order of the workload's seed."""
+    """The batches of the first updates, in the order of the workload's seed."""
     updates: int
-    """How many these are."""
+    """Number of these updates."""
     candidate: Candidate
-    """What passes look at: the loss of the first batch as a model of its tensors, with the settings as written."""
+    """Candidate that passes inspect: the loss of the first batch as a model of its tensors, with the settings as written."""
     notes: tuple[str, ...]
 
     @property
@@ -68,14 +68,14 @@ class TrainingSubject:
         return sum(map(examples, self.batches)) / self.updates
 
     def trainer(self, settings: Settings, seed: int, **more: Any) -> Trainer:
-        """A new run from the parameters of ``seed``."""
+        """A new run from the parameters of ``seed``, with ``settings``."""
         return _trainer(self.workload, self.training, settings, seed, **more)
 
     def settings_of(self, recipe: Recipe) -> Settings:
-        """The settings that the passes of ``recipe`` make of those as written.
+        """The settings as written, changed by the passes of ``recipe``.
 
         Raises:
-            CompileError: a pass cannot be used on what the ones before it made.
+            CompileError: a pass cannot be used on the result of those before it.
         """
         now = self.candidate
         for step in recipe.passes:
@@ -86,7 +86,7 @@ class TrainingSubject:
 
     @functools.cached_property
     def gathering(self) -> frozenset[str]:
-        """The names of modules that gather statistics in training."""
+        """The names of modules that update statistics in training."""
         trainer = self.trainer(self.settings, self.workload.seed)
         before = floats(trainer.model)
         with user_code("The training failed"):
@@ -98,8 +98,8 @@ class TrainingSubject:
 
         Args:
             settings: how to train.
-            seed: of the parameters and of what is drawn.
-            shake: the seed of a shake of the parameters.
+            seed: of the parameters and of random numbers.
+            shake: seed of a perturbation of the parameters; none if ``None``.
             still: whether dropout and the like are off.
 
         Raises:
@@ -108,7 +108,7 @@ class TrainingSubject:
         return self._run(settings, seed, shake, still)[0]
 
     def _run(self, settings: Settings, seed: int, shake: int | None = None, still: bool = False) -> tuple[list[float], bool]:
-        """The losses, and whether torch's random numbers were drawn from for them."""
+        """The losses, and whether torch's random numbers were used for them."""
         found: list[float] = []
 
         def collect(trainer: Trainer, event: Event) -> None:
@@ -140,12 +140,11 @@ class TrainingSubject:
         with user_code("The training failed"):
             return rounded(trainer.model, trainer.context.objective, settings, self.batches[0], limit)
 
-    def written(self, *, seed: int) -> BaselineLosses:
-        """The losses as written, and how far rounding alone would move them.
+    def reference(self, *, seed: int) -> BaselineLosses:
+        """The losses as written, and how much rounding alone changes them.
 
         Raises:
-            WorkloadError: a run differs from another by more, from the very first update on, or ends with losses that are not
-                finite.
+            WorkloadError: two runs differ by more, from the first update on, or a run ends with losses that are not finite.
         """
         losses, drew = self._run(self.settings, seed)
         last = late(losses)
@@ -164,22 +163,22 @@ class TrainingSubject:
                 )
         return dataclasses.replace(BaselineLosses.of(losses, others), draws=drew)
 
-    def written_still(self, *, seed: int) -> BaselineLosses | None:
-        """The same for a training that draws nothing at random, if it can be kept from it."""
+    def reference_still(self, *, seed: int) -> BaselineLosses | None:
+        """The losses of a training without random numbers; ``None`` if the model cannot train so."""
         try:
             losses, drew = self._run(self.settings, seed, still=True)
             shaken_too = [] if drew else [self.losses(self.settings, seed=seed, shake=s, still=True) for s in SHAKEN]
-        except WorkloadError:  # some models do something else in evaluation mode, and are judged by what they draw
+        except WorkloadError:  # some models fail or differ in evaluation mode, and are judged with random numbers
             return None
         return None if drew else BaselineLosses.of(losses, shaken_too)
 
 
 def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> TrainingSubject:
-    """Build the model and the loader, and take the batches of the first ``updates`` in the order of ``seed``.
+    """Build the model and the loader, and read the batches of the first ``updates`` in the order of ``seed``.
 
     Raises:
         UsageError: the workload does not say how it is trained, or its model has parameters without a shape.
-        WorkloadError: the user's own code raised, or the loader gives nothing.
+        WorkloadError: the user's own code raised, or the loader is empty.
     """
     training = workload.training
     if training is None:
@@ -212,7 +211,7 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
 
 
 def decided(settings: Settings) -> tuple[Settings, list[str]]:
-    """``settings`` with everything off that would decide itself, and a sentence if there was any."""
+    """``settings`` without ``"auto"`` and ``adjust``, and a note if there were any."""
     off = {**OFF, "data.micro_batch": None}
     auto = {name: value for name, value in off.items() if settings.value(name) == "auto"}
     if settings.adjust:
@@ -223,11 +222,11 @@ def decided(settings: Settings) -> tuple[Settings, list[str]]:
     return settings.replaced(auto), [f"What would decide itself is off in the settings as written: {names}."]
 
 
-class _Anew:
-    """Batches that a function gives which can be gone through once only: for each epoch it is called anew.
+class _Reiterable:
+    """Batches from a function whose result can be iterated only once: the function is called again for each epoch.
 
     Args:
-        made: what it gave first, for the first epoch.
+        made: its first result, for the first epoch.
     """
 
     def __init__(self, make: Callable[[], Iterable[Batch]], made: Iterator[Batch]) -> None:
@@ -238,21 +237,21 @@ class _Anew:
 
 
 def loader(training: Training) -> Iterable[Batch]:
-    """The loader; made anew if there is a function for it."""
+    """The workload's loader; made again if there is a function for it."""
     if not callable(training.data):
         given: Iterable[Batch] = training.data
         return given
     made: Iterable[Batch] = training.data()
-    return _Anew(training.data, made) if isinstance(made, Iterator) else made
+    return _Reiterable(training.data, made) if isinstance(made, Iterator) else made
 
 
 def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch]:
-    """The first ``count`` batches from the beginning of ``epoch`` on, over as many epochs as that takes.
+    """The first ``count`` batches from the beginning of ``epoch`` on, over as many epochs as needed.
 
-    A loader whose order depends on the epoch alone is told it; the order of any other comes from the random generators.
+    ``set_epoch`` is called on a loader whose order depends on the epoch. Other orders come from the random generators.
 
     Raises:
-        WorkloadError: an epoch has none.
+        WorkloadError: an epoch has no batches.
     """
     found: list[Batch] = []
     while len(found) < count:
@@ -273,11 +272,11 @@ def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch
 
 
 def _trainer(workload: Workload, training: Training, settings: Settings, seed: int, **more: Any) -> Trainer:
-    """A trainer of this process alone, wherever it was started: what is compared is no training of several processes."""
+    """A trainer of this process alone, even under a launcher: single-process trainings are compared."""
     seeded(seed)
     return Trainer(
         built(workload),
-        loss=copied(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # it may learn, too
+        loss=copied(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # may have trained parameters
         optimizer=training.optimizer,
         schedule=training.schedule,
         settings=settings,
@@ -286,13 +285,13 @@ def _trainer(workload: Workload, training: Training, settings: Settings, seed: i
 
 
 def refuse_parts(trainer: Trainer) -> None:
-    """Refuse figures of batches that were taken apart for want of memory."""
+    """Refuse to time a run whose batches were split for want of memory."""
     if trainer.context.fit.memory_plan.fitting.limit is not None:
         raise WorkloadError(_IN_PARTS)
 
 
 def built(workload: Workload) -> nn.Module:
-    """A model of one's own, to be trained."""
+    """A new model in training mode."""
     model = workload.build_model()
     if model is not workload.model:
         return model
@@ -303,13 +302,13 @@ def built(workload: Workload) -> nn.Module:
 
 
 def _generators() -> list[torch.Tensor]:
-    """The states of those that models draw from."""
+    """The states of the random generators that models use."""
     state = random_state()
     return [state["torch"], *state["cuda"], *([] if state["mps"] is None else [state["mps"]])]
 
 
 def seeded(seed: int) -> None:
-    """Set every generator that a model, a loader or an augmentation may draw from."""
+    """Seed every generator that a model, a loader or an augmentation may use."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

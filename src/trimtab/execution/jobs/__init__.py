@@ -1,1 +1,1 @@
-"""What a worker process can be asked to do."""
+"""Jobs of worker processes."""

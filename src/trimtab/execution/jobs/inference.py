@@ -1,4 +1,4 @@
-"""What a worker process can be asked to do. A job takes its description and folder, and gives a JSON result."""
+"""Jobs of worker processes in a study of inference. A job gets its description and folder, and returns a JSON result."""
 
 from __future__ import annotations
 
@@ -65,23 +65,22 @@ from trimtab.tensors.structure import cloned, flatten, unflatten
 from trimtab.tensors.weights import weight_bytes, weights
 
 READY, EXAMPLE = "ready.json", "example.safetensors"
-"""Files: that a server is there, and what it serves; the example inputs, in the folder of the reference."""
+"""Files: a server is ready, and what it serves; the example inputs, in the folder of the reference."""
 SLOW_START_S = 2.0
 EXPORT = ("torch.export._trace", "torch._export.serde.serialize", "trimtab.backends.common.exported_program")
-"""What nearly every recipe imports to be built, saved or read, which takes a second."""
+"""Modules that nearly every recipe imports to be built, saved or read, which takes a second."""
 
 Job = Mapping[str, Any]
 
 
 def read_workload(source: Mapping[str, Any]) -> Workload:
-    """The workload that ``source`` names: a reference to a file or module, or a pickle of our own making.
+    """The workload that ``source`` names: a reference to a file or module, or a pickle that trimtab wrote.
 
-    From here on the user's code, which may look at ``sys.argv`` whenever it is called, finds what a script without arguments
-    does, and not those of this process.
+    From now on ``sys.argv`` is that of a script without arguments, because the user's code may read it at any time.
     """
     sys.argv[:] = [source.get("reference", "workload")]
     if "pickle" in source:
-        # what lies beside the user's script comes before what is installed under the same name, as the script has it
+        # modules beside the user's script come before installed ones of the same name, as in the script itself
         sys.path[:] = dict.fromkeys([*source.get("path", ()), *sys.path])
         with open(source["pickle"], "rb") as file:
             found: Workload = cloudpickle.load(file)
@@ -90,7 +89,7 @@ def read_workload(source: Mapping[str, Any]) -> Workload:
 
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
-    """Check the workload with a dry run, compute its reference, and find what cannot be tried on it."""
+    """Check the workload with a dry run, compute its reference, and find which recipes cannot be tried."""
     with imports_noted(folder, also=EXPORT) as files:
         subject = prepare(read_workload(job["workload"]))
         weights_found = reproducibility.weights_of(subject.model)
@@ -100,7 +99,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         doublets = leakage.check(subject.splits, evaluation)
         reference = refer(call, subject.splits.selection, evaluation)
         halves = {"selection": (reference, subject.splits.selection)}
-        if subject.splits.test is not subject.splits.selection:  # which else nobody would see before the search is over
+        if subject.splits.test is not subject.splits.selection:  # otherwise the test data would fail only after the search
             halves["test"] = (refer(call, subject.splits.test, evaluation), subject.splits.test)
         for args, kwargs in subject.candidate.calibration[:1]:
             with user_code("The model failed on the calibration data", BY_HAND):
@@ -168,7 +167,7 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _at_its_batch(leaves: Sequence[torch.Tensor], executable: Executable) -> list[torch.Tensor]:
-    """``leaves`` repeated, or cut, to the batch size that the executable was made for, if that is not the example's."""
+    """``leaves`` repeated or cut to the batch size of the executable, if that is not the example's."""
     size, name = executable.settings.data.batch, executable.signature.batch
     if not isinstance(size, int) or name is None:
         return list(leaves)
@@ -179,37 +178,37 @@ def trial_job(job: Job, folder: pathlib.Path) -> Any:
     """Evaluate one recipe.
 
     Raises:
-        WorkloadError: inputs or data are others than those of the dry run.
+        WorkloadError: inputs or data differ from those of the dry run.
     """
     with stage("the workload"):
         subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
         reproducibility.check_data(job, subject)
     reference = Reference.load(pathlib.Path(job["reference"]))
-    rival = RemoteRunner(job["address"], authkey())
+    baseline = RemoteRunner(job["address"], authkey())
     plan, recipe = from_json(Plan, job["plan"]), Recipe.from_json(job["recipe"])
     calibrated = any("calibration" in step.needs for step in (*recipe.passes, recipe.backend))
     otherwise = calibrated and reproducibility.calibrates_otherwise(job, subject)
-    found = evaluate(recipe, subject, reference, rival, plan=plan, folder=folder)
+    found = evaluate(recipe, subject, reference, baseline, plan=plan, folder=folder)
     if otherwise:
         found = dataclasses.replace(found, notes=(*found.notes, reproducibility.OTHER_CALIBRATION))
     return to_json(found)
 
 
-def original_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
-    """Build the original as its user does, and call it: seconds to the first answer, where it is the workload that builds it,
-    and peak memory.
+def baseline_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
+    """Build the original as its user does, and call it. Returns peak memory, and the seconds to the first answer if the
+    workload builds the model.
 
     Raises:
-        WorkloadError: it has other weights or inputs than the search's, which nobody would find out before its end.
+        WorkloadError: its weights or inputs differ from the search's, which would show only at the end of the search.
     """
     workload = read_workload(job["workload"])
     args, kwargs = as_call(workload.inputs)
-    leaves = flatten(cloned((args, kwargs)), "the example inputs")[0]  # which the model may write to
+    leaves = flatten(cloned((args, kwargs)), "the example inputs")[0]  # copies, because the model may write to them
     at_hand = isinstance(workload.model, nn.Module)
     begun = time.perf_counter()
     with PeakMemory() as peak, user_code("The model failed on the example inputs"), torch.no_grad():
         model = workload.build_model()
-        model.eval()  # by itself, because not every train() of a user's model returns the model
+        model.eval()  # not chained, because not every train() of a user's model returns the model
         model(*args, **kwargs)
         cold = time.perf_counter() - begun
         for _ in range(_more_calls(cold)):
@@ -238,7 +237,7 @@ def probe_job(job: Job, folder: pathlib.Path) -> dict[str, float]:
 
 
 def against_job(job: Job, folder: pathlib.Path) -> Any:
-    """Time the saved files of a recipe against another that is served."""
+    """Time the saved files of a recipe against another recipe's server."""
     subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
     executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), subject.candidate)
     runner = runner_for(executable, candidate, subject, plan.objective)
@@ -247,7 +246,7 @@ def against_job(job: Job, folder: pathlib.Path) -> Any:
 
 
 def start_job(job: Job, folder: pathlib.Path) -> Any:
-    """Time the saved files of a recipe against each rival, all just started; one of the starts judges its outputs first."""
+    """Time the saved files of a recipe against each rival, all freshly started; the first start also judges its outputs."""
     subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
     recipe, source, rivals = _to_confirm(job, subject)
     executable, candidate = load(recipe, source, fresh(subject))
@@ -261,7 +260,7 @@ def start_job(job: Job, folder: pathlib.Path) -> Any:
 
 
 def confirm_job(job: Job, folder: pathlib.Path) -> Any:
-    """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it holds."""
+    """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it is confirmed."""
     subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
     recipe, source, rivals = _to_confirm(job, subject)
     plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "costs")}
@@ -275,31 +274,31 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
 
 
 def _to_confirm(job: Job, subject: Subject) -> tuple[Recipe, pathlib.Path, dict[str, RemoteRunner]]:
-    """The recipe, its files and its rivals; a :class:`WorkloadError` where the workload is not that of the search."""
+    """The recipe, its files and its rivals. Raises :class:`WorkloadError` if the workload is not that of the search."""
     reproducibility.check_weights(job, subject.model, "parameters", "buffers")
     reproducibility.check_data(job, subject)
     recipe, source = Recipe.from_json(job["recipe"]), pathlib.Path(job["files"])
     rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
-    if job["ships"] and not whole(source):  # swept away, damaged, or the study's storage is elsewhere
+    if job["ships"] and not whole(source):  # deleted, damaged, or the study's storage is elsewhere
         save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
     return recipe, source, rivals
 
 
 def explain_job(job: Job, folder: pathlib.Path) -> Any:
-    """Profile recipes one after the other and place them under this machine's roofline."""
-    peaks = measured_peaks(Environment.capture())  # before a script that may change how torch computes
+    """Profile recipes one after the other, and compare them with this machine's roofline."""
+    peaks = measured_peaks(Environment.capture())  # before the user's file may change how torch computes
     subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
     threads = torch.get_num_threads()
     found = {}
     for name, asked in job["recipes"].items():
-        torch.set_num_threads(threads)  # which a recipe may have changed
+        torch.set_num_threads(threads)  # a recipe may have changed it
         files = None if asked["files"] is None else pathlib.Path(asked["files"])
         found[name] = explain(Recipe.from_json(asked["recipe"]), files, subject, peaks, seconds=asked["seconds"])
     return {"peaks": to_json(peaks), "explanations": to_json(found)}
 
 
 class Shipped(Executable):
-    """A loaded executable whose files are those it was loaded from."""
+    """A loaded executable that saves the files it was loaded from."""
 
     def __init__(self, executable: Executable, files: pathlib.Path, notes: Sequence[str]) -> None:
         super().__init__(executable.signature, executable.settings)
@@ -308,17 +307,17 @@ class Shipped(Executable):
         self._files = files
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What the loaded executable says."""
+        """The outputs of the loaded executable."""
         return self._executable.run(leaves)
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Copy the very files that were measured."""
+        """Copy the files that were measured."""
         shutil.copytree(self._files, folder, dirs_exist_ok=True)
         return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executable, found: Confirmation) -> None:
-    """Write the artifact from the files that were confirmed.
+    """Write the artifact from the confirmed files.
 
     Raises:
         StorageError: it cannot be written, which says nothing about the recipe.
@@ -327,7 +326,7 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
     figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
     figures["inputs"] = subject.candidate.describe()
-    if not executable.settings.memory.keep_freed:  # which this process cannot take back, and which the original does not do
+    if not executable.settings.memory.keep_freed:  # this process cannot undo it; the original lacks it
         torch.set_num_threads(job["threads"])
         travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
         figures["baseline_speedup"] = to_json(travels)
@@ -354,7 +353,7 @@ def _is_share(subject: Subject, reference: Reference) -> bool:
 
 
 def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
-    """What is slow or risky about the workload as it is; and a sentence for each check that failed, as a plug-in's may."""
+    """Findings of all checks on the workload as written, and a note for each check that failed, such as a plug-in's."""
     environment, findings, failures = Environment.capture(), list[Finding](), list[str]()
     for name, cls in CHECKS.items():
         try:
@@ -368,7 +367,7 @@ def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
 
 
 def _few_threads() -> list[str]:
-    """A sentence where the workload's file gives torch fewer threads than it has by itself, or means to."""
+    """A note if the workload's file gives torch fewer threads than its default, or tries to."""
     threads = torch.get_num_threads()
     if threads >= TORCH_THREADS:
         return threads_unseen(threads)
@@ -383,7 +382,7 @@ def _convolves(subject: Subject) -> bool:
 
 
 def _more_calls(cold_s: float) -> int:
-    """How many calls follow the first until memory has settled; where they are slow, one has to do."""
+    """The number of calls after the first until memory has settled; one if calls are slow."""
     return 2 if cold_s < SLOW_START_S else 1
 
 
@@ -391,7 +390,7 @@ JOBS: dict[str, Callable[[Job, pathlib.Path], Any]] = {
     "prepare": prepare_job,
     "serve": serve_job,
     "trial": trial_job,
-    "original": original_job,
+    "baseline": baseline_job,
     "probe": probe_job,
     "against": against_job,
     "start": start_job,

@@ -1,4 +1,4 @@
-"""What a worker process can be asked to do in a study of a training; the counterpart of
+"""Jobs of worker processes in a study of a training; the counterpart of
 :mod:`trimtab.execution.jobs.inference`."""
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from trimtab.train.checkpoint.checkpoints import SPARSE
 from trimtab.train.data.device_prefetch import stored
 from trimtab.train.loss.loss_parity import BaselineLosses, late
 
-WRITTEN = "written.json"
+LOSSES = "losses.json"
 OTHER = 1
-"""What is added to the workload's seed where something is measured again."""
+"""Added to the workload's seed for the confirmation."""
 
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
-    """Train as written for some updates, learn how far rounding alone moves their losses, and find what cannot be tried."""
+    """Train as written for some updates, measure how much rounding alone changes the losses, and find what cannot be tried."""
     with imports_noted(folder) as files:
         subject = prepared(read_workload(job["workload"]), job["updates"])
-        written = subject.written(seed=subject.workload.seed)
-        if written.draws:
-            written = dataclasses.replace(written, still=subject.written_still(seed=subject.workload.seed))
-    write_json(folder / WRITTEN, written)
+        reference = subject.reference(seed=subject.workload.seed)
+        if reference.draws:
+            reference = dataclasses.replace(reference, still=subject.reference_still(seed=subject.workload.seed))
+    write_json(folder / LOSSES, reference)
     steps = search_space.training()
     return {
         "name": subject.workload.name,
-        "fingerprint": _fingerprint(subject, written),
+        "fingerprint": _fingerprint(subject, reference),
         "identity": _fingerprint(subject),
         "code": code_of(subject.trainer(subject.settings, subject.workload.seed).model, files),
-        "score": written.final,
-        "n": len(written.losses),
+        "score": reference.final,
+        "n": len(reference.losses),
         "blocked": {dumps(t, indent=None): reason for t in steps if (reason := t.blocked(subject.candidate))},
-        "notes": [*subject.notes, *_meaning(subject, written), *PASSES.broken.values()],
+        "notes": [*subject.notes, *_meaning(subject, reference), *PASSES.broken.values()],
         "inputs": f"{subject.examples:g} examples per update",
         "threads": subject.settings.threads or torch.get_num_threads(),
         "splits": {},
@@ -63,7 +63,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
-    """Train under the settings of a recipe whenever another process asks for updates, until killed."""
+    """Train under the settings of a recipe when another process asks for updates, until killed."""
     subject = prepared(read_workload(job["workload"]), 1)
     seed = subject.workload.seed + (OTHER if job["fresh"] else 0)
     with PeakMemory() as peak:
@@ -79,10 +79,10 @@ def trial_job(job: Job, folder: pathlib.Path) -> Any:
     """Evaluate one recipe."""
     with stage("the workload"):
         subject = prepared(read_workload(job["workload"]), job["updates"])
-    written = from_json(BaselineLosses, json.loads(pathlib.Path(job["written"]).read_text(encoding="utf-8")))
-    rival = RemoteRunner(job["address"], authkey())
+    reference = from_json(BaselineLosses, json.loads(pathlib.Path(job["losses"]).read_text(encoding="utf-8")))
+    baseline = RemoteRunner(job["address"], authkey())
     plan = from_json(Plan, job["plan"])
-    return to_json(try_recipe(Recipe.from_json(job["recipe"]), subject, written, rival, plan=plan))
+    return to_json(try_recipe(Recipe.from_json(job["recipe"]), subject, reference, baseline, plan=plan))
 
 
 def confirm_job(job: Job, folder: pathlib.Path) -> Any:
@@ -90,39 +90,39 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     workload = read_workload(job["workload"])
     seed = workload.seed + OTHER
     subject = prepared(workload, job["updates"], seed=seed)
-    rival = RemoteRunner(job["rivals"]["as_written"], authkey(), connect_s=job["seconds"])
+    baseline = RemoteRunner(job["rivals"]["as_written"], authkey(), connect_s=job["seconds"])
     plan, recipe = from_json(Plan, job["plan"]), Recipe.from_json(job["recipe"])
-    return to_json(confirm(recipe, subject, rival, plan=plan, seed=seed, must_win=job["must_win"]))
+    return to_json(confirm(recipe, subject, baseline, plan=plan, seed=seed, must_win=job["must_win"]))
 
 
 def settings_job(job: Job, folder: pathlib.Path) -> Any:
-    """The settings that a recipe stands for."""
+    """The settings of a recipe."""
     subject = prepared(read_workload(job["workload"]), 1)
     return to_json(subject.settings_of(Recipe.from_json(job["recipe"])))
 
 
-def _meaning(subject: TrainingSubject, written: BaselineLosses) -> list[str]:
-    """What the figures of such a study stand for, where reports use the words of inference."""
-    known = [(t, abs(loss)) for t, loss in zip(written.tolerance, written.losses, strict=True) if math.isfinite(t + loss)]
+def _meaning(subject: TrainingSubject, reference: BaselineLosses) -> list[str]:
+    """Notes on the meaning of the figures where reports use the words of inference."""
+    known = [(t, abs(loss)) for t, loss in zip(reference.tolerance, reference.losses, strict=True) if math.isfinite(t + loss)]
     rounding = max((t / size for t, size in known if size), default=0.0)
     return [
         "One call is one update of the parameters, with the wait for its data; every recipe has the same examples per update.",
-        f"The loss at the end is the mean over the last {len(late(written.losses))} of {subject.updates} updates.",
+        f"The loss at the end is the mean over the last {len(late(reference.losses))} of {subject.updates} updates.",
         f"Exact recipes were held to the losses as written within what rounding explains here: {rounding:.1g} of them at most.",
     ]
 
 
-def _fingerprint(subject: TrainingSubject, written: BaselineLosses | None = None) -> str:
-    """Sixteen hexadecimal digits of what the study is about: first parameters, batches, optimizer, settings, and what the loss
-    makes of them here."""
+def _fingerprint(subject: TrainingSubject, reference: BaselineLosses | None = None) -> str:
+    """Sixteen hex digits that identify the study: first parameters, batches, optimizer, settings, and the losses as written on
+    this machine."""
     trainer = subject.trainer(subject.settings, subject.workload.seed)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(
         f"{dumps(to_json(subject.settings))} {type(trainer.optimizer).__name__} {trainer.optimizer.defaults}".encode()
     )
-    if written is not None:
-        digest.update(" ".join(f"{loss:.3g}" for loss in written.losses[:8]).encode())
-    for tensor in tensors_of([trainer.model.state_dict(), list(subject.batches)]):  # not all of a state need be tensors
+    if reference is not None:
+        digest.update(" ".join(f"{loss:.3g}" for loss in reference.losses[:8]).encode())
+    for tensor in tensors_of([trainer.model.state_dict(), list(subject.batches)]):  # a state may hold more than tensors
         if tensor.layout in SPARSE:
             digest.update(f"{tuple(tensor.shape)} {tensor.layout}".encode())
         for part in stored(tensor):

@@ -1,1 +1,1 @@
-"""A PyTorch module from an ONNX file."""
+"""Import ONNX files as PyTorch modules."""

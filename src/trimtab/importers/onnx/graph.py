@@ -1,4 +1,4 @@
-"""An ONNX graph as a module of PyTorch, node by node."""
+"""Translate an ONNX graph into a PyTorch module, node by node."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from trimtab._internal.text import an
 from trimtab.core.technique import require
 from trimtab.importers.onnx import (
     layers,
-    legacy_operators,  # noqa: F401  registers its operators, as what it imports does
+    legacy_operators,  # noqa: F401  importing it registers the operators
 )
 from trimtab.importers.onnx.operators import DTYPES, OPS, SEVERAL, TENSORS_ONLY
 from trimtab.importers.onnx.values import MOST_HOST, Host, host, tensor, unsupported
@@ -31,23 +30,23 @@ ONCE_ATTRIBUTES = {
     "Unsqueeze": ("axes",),
     "Upsample": ("scales",),
 }
-"""What was an attribute in older opsets and is an input now, in order."""
+"""Operator -> attributes of older opsets that are inputs now, in order."""
 NUMBERS_FOR = {"Pad", "Resize", "Upsample"}
-"""Operators that take scales or a fill as Python numbers, which no exporter could read out of a weight."""
+"""Operators whose scales or fill values are passed as Python numbers, because exporters cannot read them from weights."""
 
 
 def import_graph(model: Any) -> fx.GraphModule:
-    """The module of an ``onnx.ModelProto`` with its weights, whose parameters are the graph's inputs, in order.
+    """The module of an ``onnx.ModelProto``, with its weights. Its parameters are the graph's inputs, in order.
 
     Raises:
-        UsageError: it holds an operator, attribute or type that is not known here; lists all such operators.
+        UsageError: the graph contains unknown operators (all are listed), attributes or types.
     """
     _refuse_unknown(model)
     return _Importer(model).module()
 
 
 def identifiers(names: Sequence[str]) -> list[str]:
-    """``names`` as the parameters of one function may be called."""
+    """``names`` as distinct, valid parameter names."""
     found: list[str] = []
     for name in names:
         word = re.sub(r"\W", "_", name)
@@ -59,7 +58,7 @@ def identifiers(names: Sequence[str]) -> list[str]:
 
 
 def graph_inputs(model: Any) -> list[Any]:
-    """The inputs of the graph that are no weights."""
+    """The inputs of the graph that are not weights."""
     weights = {item.name for item in model.graph.initializer}
     return [item for item in model.graph.input if item.name not in weights]
 
@@ -90,7 +89,7 @@ class _Importer:
                 self._uses.setdefault(name, []).append(node)
 
     def module(self) -> fx.GraphModule:
-        """Translate everything; what depends on constants alone is computed now."""
+        """Translate the whole graph. Nodes with constant inputs are evaluated."""
         graph = self._model.graph
         self._constants = {item.name: self._constant(item) for item in graph.initializer}
         names = [item.name for item in graph_inputs(self._model)]
@@ -160,7 +159,7 @@ class _Importer:
                 raise unsupported(f"the second output of a {node.op_type} in it is used")
 
     def _argument(self, name: str) -> Any:
-        """What a node gets for ``name``: another node, a weight, or nothing."""
+        """The argument for input ``name``: a node, a weight, or ``None``."""
         if not name:
             return None
         if name not in self._nodes:
@@ -171,12 +170,12 @@ class _Importer:
         return self._nodes[name]
 
     def _plainly(self, name: str) -> Any:
-        """The same with the numbers themselves where they are constants."""
+        """Like :meth:`_argument`, but constants are passed as lists of Python numbers."""
         value = self._constants.get(name)
         return value.flatten().tolist() if isinstance(value, torch.Tensor) else self._argument(name)
 
     def _as_tensor(self, name: str, made: Any) -> Any:
-        """``made``, turned into a tensor where it may be numbers."""
+        """``made`` as a tensor, if it may be a :class:`Host`."""
         sure = made is None or made.op != "call_function" or name in self._floats
         return made if sure else self._graph.call_function(tensor, (made,))
 
@@ -202,7 +201,7 @@ class _Importer:
         return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
     def _adapted(self, kind: str, attributes: dict[str, Any], names: list[str], outputs: int) -> dict[str, Any]:
-        """Attributes as the newest form of the operator has them, where older ones differ."""
+        """The attributes in the form of the newest opset."""
         if kind in ("Softmax", "LogSoftmax") and self._opset < 13:
             axis = attributes.get("axis", 1)
             rank = self._ranks.get(names[0])
@@ -216,17 +215,17 @@ class _Importer:
                     self._constants[made] = _plain(attributes[name])
                 names.append(made)
             attributes = {key: value for key, value in attributes.items() if key not in once}
-        if kind == "Dropout":  # up to opset 11 it was an attribute; what does nothing needs neither
+        if kind == "Dropout":  # an attribute up to opset 11; inference needs neither form
             attributes = {key: value for key, value in attributes.items() if key != "ratio"}
         if kind == "Split" and len(names) == 1 and "num_outputs" not in attributes:
             attributes = {**attributes, "num_outputs": outputs}
-        if kind == "ConstantOfShape" and "value" in attributes:  # the text of a graph can hold a number, but no tensor
+        if kind == "ConstantOfShape" and "value" in attributes:  # generated code can contain a number, but not a tensor
             value = tensor(attributes["value"])
             attributes = {"value": value.item(), "dtype": value.dtype}
         return attributes
 
     def _layer(self, node: Any, attributes: dict[str, Any]) -> bool:
-        """Make a module where the weights are constants; techniques look for modules."""
+        """Translate a node with constant weights into a module, because passes look for modules."""
         weights: list[Any] = [self._constants.get(name) for name in node.input]
         rest = weights[1:]
         known = all(isinstance(value, torch.Tensor) for name, value in zip(node.input[1:], rest, strict=True) if name)
@@ -252,7 +251,7 @@ class _Importer:
         return True
 
     def _bias_after(self, node: Any, size: int) -> tuple[torch.Tensor | None, str]:
-        """The constant that is added to the outcome of a MatMul and nowhere else used, and the name of the sum."""
+        """The bias that is added to the result of a MatMul, if that result has no other use, and the name of the output."""
         users = self._uses.get(node.output[0], [])
         if len(users) == 1 and users[0].op_type == "Add" and node.output[0] not in {o.name for o in self._model.graph.output}:
             other = [name for name in users[0].input if name != node.output[0]]
@@ -286,7 +285,7 @@ def _is_linear(attributes: dict[str, Any], rest: list[Any]) -> bool:
 
 
 def _as_host(value: torch.Tensor) -> Any:
-    """Small whole numbers as :class:`Host`."""
+    """``value``, or a :class:`Host` for a small vector or scalar of int64."""
     if value.dtype == torch.int64 and value.dim() <= 1 and value.numel() <= MOST_HOST:
         return Host(value.flatten().tolist(), value.dim() == 0)
     return value
@@ -301,19 +300,19 @@ def _plain(value: Any) -> Any:
 def _check_attributes(kind: str, function: Any, attributes: dict[str, Any]) -> None:
     try:
         known = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    except ValueError:  # functions of torch itself, whose operators have no attributes
+    except ValueError:  # torch's own functions; these operators have no attributes
         known = set()
     if odd := sorted(set(attributes) - known):
-        raise unsupported(f"the attribute {odd[0]!r} of {an(kind)} in it is not known here")
+        raise unsupported(f"the attribute {odd[0]!r} of its {kind} is not known here")
 
 
 def _inferred(model: Any) -> tuple[dict[str, int], set[str]]:
-    """How many axes values have, and which are floats, as far as ONNX's own inference tells."""
+    """Number of axes of each value, and names of the floating-point values, as far as ONNX infers them."""
     onnx = require("onnx")
     try:
         inferred = onnx.shape_inference.infer_shapes(model) if model.ByteSize() < 2**31 - 2**20 else model
     except onnx.shape_inference.InferenceError:
-        inferred = model  # of a graph that contradicts itself; ONNX Runtime has the last word
+        inferred = model  # contradictory shapes; ONNX Runtime decides whether the model is valid
     known = (*inferred.graph.value_info, *inferred.graph.output, *inferred.graph.input)
     ranks = {item.name: len(item.type.tensor_type.shape.dim) for item in known if item.type.tensor_type.HasField("shape")}
     floats = {item.name for item in known if (dtype := DTYPES.get(item.type.tensor_type.elem_type)) and dtype.is_floating_point}

@@ -1,4 +1,4 @@
-"""ONNX operators of neural networks: functions for all of them, modules for those whose weights techniques look for."""
+"""Neural-network operators of ONNX: functions for all of them, modules where passes look for weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab._internal.text import an
 from trimtab.importers.onnx.operators import op
 from trimtab.importers.onnx.values import ints, tensor, unsupported
 
@@ -19,7 +18,7 @@ NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNor
 
 
 def padding(x: torch.Tensor, pads: Sequence[int] | None, auto: str, window: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The amounts for :func:`torch.nn.functional.pad`; ``window`` is the reach of the kernel with its dilation."""
+    """The amounts for :func:`torch.nn.functional.pad`. ``window`` is the kernel size including dilation."""
     rank = len(window)
     if auto in ("SAME_UPPER", "SAME_LOWER"):
         amounts = []
@@ -33,7 +32,7 @@ def padding(x: torch.Tensor, pads: Sequence[int] | None, auto: str, window: Sequ
     return [n for pair in reversed(amounts) for n in pair]
 
 
-def _reach(kernel: Sequence[int], dilations: Sequence[int]) -> list[int]:
+def _window(kernel: Sequence[int], dilations: Sequence[int]) -> list[int]:
     return [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
 
 
@@ -51,14 +50,14 @@ def conv(
     strides: list[int] | None = None,
 ) -> torch.Tensor:
     rank = weight.dim() - 2
-    by, apart = strides or [1] * rank, dilations or [1] * rank
-    x = functional.pad(x, padding(x, pads, auto_pad, _reach(list(weight.shape[2:]), apart), by))
+    by, spacing = strides or [1] * rank, dilations or [1] * rank
+    x = functional.pad(x, padding(x, pads, auto_pad, _window(list(weight.shape[2:]), spacing), by))
     compute = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}[rank]
-    return compute(x, weight, bias, by, 0, apart, group)
+    return compute(x, weight, bias, by, 0, spacing, group)
 
 
 def conv_module(weight: torch.Tensor, bias: torch.Tensor | None, attributes: Attributes) -> nn.Module | None:
-    """A convolution with these weights; ``None`` if its padding is not the same on both sides."""
+    """A convolution layer with these weights; ``None`` for asymmetric padding."""
     rank = weight.dim() - 2
     pads = attributes.get("pads") or [0] * 2 * rank
     if (
@@ -85,13 +84,13 @@ def conv_module(weight: torch.Tensor, bias: torch.Tensor | None, attributes: Att
 
 
 def linear_module(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
-    """A linear layer; ``weight`` is (out, in)."""
+    """A linear layer; ``weight`` has the shape (out, in)."""
     module = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     return with_weights(module, weight=weight, bias=bias)
 
 
 def norm_module(tensors: Sequence[torch.Tensor], rank: int, epsilon: float) -> nn.Module:
-    """A batch normalisation as in evaluation; ``tensors`` are scale, bias, mean and variance."""
+    """A batch normalization layer in evaluation mode; ``tensors`` are scale, bias, mean and variance."""
     module = NORMS[rank](len(tensors[0]), eps=epsilon, device="meta")
     with_weights(module, weight=tensors[0], bias=tensors[1])
     module.running_mean, module.running_var = tensors[2].clone(), tensors[3].clone()
@@ -100,7 +99,7 @@ def norm_module(tensors: Sequence[torch.Tensor], rank: int, epsilon: float) -> n
 
 
 def with_weights(module: nn.Module, **weights: torch.Tensor | None) -> nn.Module:
-    """``module`` with these parameters of its own."""
+    """Set copies of ``weights`` as the parameters of ``module``."""
     for name, value in weights.items():
         if value is not None:
             setattr(module, name, nn.Parameter(value.clone(), requires_grad=False))
@@ -126,10 +125,10 @@ def conv_transpose(
     if auto_pad not in ("NOTSET", "VALID"):
         raise unsupported(f"a ConvTranspose in it pads by itself ({auto_pad})")
     compute = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}[rank]
-    more, by, apart = output_padding or [0] * rank, strides or [1] * rank, dilations or [1] * rank
+    more, by, spacing = output_padding or [0] * rank, strides or [1] * rank, dilations or [1] * rank
     both = [min(pair) for pair in zip(around[:rank], around[rank:], strict=True)]
-    found = compute(x, weight, bias, by, both, more, group, apart)
-    beyond = [both[i % rank] - amount for i, amount in enumerate(around)]  # what one side loses more than the other
+    found = compute(x, weight, bias, by, both, more, group, spacing)
+    beyond = [both[i % rank] - amount for i, amount in enumerate(around)]  # the asymmetric part of the padding
     return functional.pad(found, [n for i in reversed(range(rank)) for n in (beyond[i], beyond[i + rank])])
 
 
@@ -146,13 +145,13 @@ def max_pool(
     strides: list[int] | None = None,
 ) -> torch.Tensor:
     rank = len(kernel_shape)
-    by, apart = strides or [1] * rank, dilations or [1] * rank
-    amounts = padding(x, pads, auto_pad, _reach(kernel_shape, apart), by)
+    by, spacing = strides or [1] * rank, dilations or [1] * rank
+    amounts = padding(x, pads, auto_pad, _window(kernel_shape, spacing), by)
     own = amounts[::2][::-1]
     if any(amounts) and (amounts[::2] != amounts[1::2] or any(2 * p > k for p, k in zip(own, kernel_shape, strict=True))):
         x, own = functional.pad(x, amounts, value=float("-inf")), [0] * rank
     compute = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}[rank]
-    return compute(x, kernel_shape, by, own, apart, bool(ceil_mode))
+    return compute(x, kernel_shape, by, own, spacing, bool(ceil_mode))
 
 
 @op("AveragePool")
@@ -266,7 +265,7 @@ def resize(
     factors = scales if scales is None or isinstance(scales, list) else tensor(scales).tolist()
     given = [int(factor) if factor == int(factor) else factor for factor in factors][-rank:] if factors else None
     whole = given is not None and all(isinstance(factor, int) for factor in given)
-    wanted = (  # a product of sizes stays open in what is traced; what is cut off to be whole does not
+    wanted = (  # a traced size times an integer stays symbolic; a rounded product does not
         [n * s if isinstance(s, int) else int(n * s) for n, s in zip(x.shape[2:], given, strict=True)]
         if given is not None
         else ints(sizes)[-rank:]
@@ -278,7 +277,7 @@ def resize(
     )
     floor = coordinate_transformation_mode == "asymmetric" and nearest_mode == "floor"
     whole = whole and coordinate_transformation_mode != "align_corners"
-    known = (floor or whole) if mode == "nearest" else (aligned or half)  # by whole factors every rule takes the same pixel
+    known = (floor or whole) if mode == "nearest" else (aligned or half)  # for integer factors all rules choose the same pixel
     plain = not antialias and not exclude_outside and axes is None and keep_aspect_ratio_policy == "stretch"
     if not known or not plain or (mode == "cubic" and (cubic_coeff_a != -0.75 or rank != 2)):
         raise unsupported(
@@ -292,7 +291,7 @@ def resize(
 
 
 class Recurrent(nn.Module):
-    """An LSTM or GRU as ONNX calls it: input (steps, batch, features), states (directions, batch, hidden)."""
+    """An LSTM or GRU with ONNX's layout: input (steps, batch, features), states (directions, batch, hidden)."""
 
     def __init__(self, layer: nn.LSTM | nn.GRU) -> None:
         super().__init__()
@@ -300,7 +299,7 @@ class Recurrent(nn.Module):
         self.directions = 2 if layer.bidirectional else 1
 
     def forward(self, x: torch.Tensor, *states: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """``(outputs (steps, directions, batch, hidden), final states...)``."""
+        """Returns ``(outputs (steps, directions, batch, hidden), final states...)``."""
         given = [state for state in states if state is not None]
         state = None if not given else tuple(given) if isinstance(self.layer, nn.LSTM) else given[0]
         found, last = self.layer(x, state)
@@ -309,7 +308,7 @@ class Recurrent(nn.Module):
 
 
 def recurrent_module(kind: str, tensors: Sequence[torch.Tensor | None], attributes: Attributes) -> nn.Module:
-    """The layer of an LSTM or GRU node; ``tensors`` are W, R and, if given, B. ONNX orders the gates otherwise."""
+    """The layer of an LSTM or GRU node. ``tensors`` are W, R and B (or ``None``). The gates are reordered for torch."""
     w, r, b = tensors
     assert w is not None
     assert r is not None
@@ -318,7 +317,7 @@ def recurrent_module(kind: str, tensors: Sequence[torch.Tensor | None], attribut
     reset_first = kind == "GRU" and not attributes.get("linear_before_reset", 0)
     odd = sorted(set(attributes) - allowed)
     if odd or attributes.get("layout", 0) or attributes.get("input_forget", 0) or direction == "reverse" or reset_first:
-        raise unsupported(f"{an(kind)} in it is not the usual one ({', '.join(odd) or direction})")
+        raise unsupported(f"the {kind} in it is not the usual one ({', '.join(odd) or direction})")
     order = [0, 2, 3, 1] if kind == "LSTM" else [1, 0, 2]
     hidden = r.shape[2]
     layer: nn.LSTM | nn.GRU = (nn.LSTM if kind == "LSTM" else nn.GRU)(

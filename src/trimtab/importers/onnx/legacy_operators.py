@@ -1,4 +1,4 @@
-"""ONNX operators of older files, and those that few graphs hold."""
+"""Operators of older opsets, and rare ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ OPS |= {
     "Asinh": torch.asinh,
     "Acosh": torch.acosh,
     "Atanh": torch.atanh,
-    "Scatter": scatter_elements,  # its name before opset 11
+    "Scatter": scatter_elements,  # the name before opset 11
 }
 
 
 @op("Upsample")
 def upsample(x: torch.Tensor, scales: Any, *, mode: str = "nearest") -> torch.Tensor:
-    """As Resize before opset 11, too."""
+    """Also Resize before opset 11."""
     found: torch.Tensor = resize(x, None, scales, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
     return found
 

@@ -1,4 +1,4 @@
-"""Workloads from ONNX files, brought back to PyTorch and proven equal to ONNX Runtime's answer before anything is tried."""
+"""Workloads from ONNX files: imported into PyTorch, and compared with ONNX Runtime before use."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from trimtab.tensors.structure import flatten
 from trimtab.tensors.weights import tolerance
 
 TOLERANCE = 1e-3
-"""Largest difference to ONNX Runtime, as a share of the largest value; two correct float32 runtimes differ by far less."""
+"""Largest error against ONNX Runtime, relative to the largest value. Two correct float32 runtimes differ by far less."""
 HUGE = 1e30
 MOST_INLINED, LEAST_NODE, MOST_NESTED = 2_000_000_000, 1000, 100
-"""Of a graph whose functions are inlined: its bytes, what a node counts at least, and how many calls may lie in each other."""
+"""Limits for inlining functions: total bytes, bytes that a node counts at least, and nested calls."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OnnxFile:
-    """Builds the PyTorch module of an ONNX file."""
+    """Factory of the PyTorch module of an ONNX file."""
 
     path: str
 
     def __call__(self) -> nn.Module:
-        """The module, with the file's weights; nothing that the file says is run as code.
+        """The module, with the file's weights. Nothing in the file is executed as code.
 
         Raises:
-            UsageError: the file holds something that PyTorch cannot say, or is not known here.
-            IntegrityError: the file is no ONNX model or is damaged.
+            UsageError: the file contains an operator or type that is not supported.
+            IntegrityError: the file is not an ONNX model or is damaged.
         """
         return import_graph(read_model(self.path))
 
     def form(self) -> Form:
-        """What the graph takes."""
+        """Names, dtypes and shapes of the graph's inputs."""
         items = graph_inputs(read_model(self.path, weights=False))
         source = pathlib.Path(self.path).name
         names = tuple(identifiers([item.name for item in items]))
@@ -63,10 +63,10 @@ class OnnxFile:
         )
 
     def proven(self, form: Form, example: Any) -> tuple[Form, tuple[str, ...]]:
-        """``form`` with those dynamic sizes that really may vary, and notes; the import is compared with ONNX Runtime.
+        """``form`` with only those dynamic sizes that work, and notes. Compares the imported module with ONNX Runtime.
 
         Raises:
-            UsageError: the two do not agree, which is the importer's fault; says by how much.
+            UsageError: the outputs differ, because of a bug of the importer; the message says by how much.
         """
         module = self()
         session, unoptimized = _session(self.path)
@@ -77,21 +77,21 @@ class OnnxFile:
                 f"ONNX Runtime cannot run {form.source} on inputs of these sizes: {tried}. It says: {reason}. State the sizes "
                 f"that the model takes, as in --shape {form.names[0]}=1x10, or give real inputs with --inputs FILE.npz."
             )
-        if reason := _apart(module, session, list(args)):
+        if reason := _difference(module, session, list(args)):
             raise UsageError(
                 f"{form.source} was brought back to PyTorch, but {reason}. It cannot be used; please report the model, and "
                 "start from the PyTorch model that it was exported from."
             )
-        found, notes = as_far_as_proven(form, list(args), lambda leaves: _apart(module, session, leaves) is None)
+        found, notes = as_far_as_proven(form, list(args), lambda leaves: _difference(module, session, leaves) is None)
         equal = f"{form.source} was brought back to PyTorch; its answers are those of ONNX Runtime on the example inputs."
         return found, (equal, *notes, *([unoptimized] if unoptimized else []))
 
 
 def read_model(path: str, *, weights: bool = True) -> Any:
-    """The ``onnx.ModelProto`` in ``path`` with its functions inlined; weights beside the file are read from its own folder.
+    """The ``onnx.ModelProto`` in ``path``, with its functions inlined. External weights are read from the file's folder only.
 
     Raises:
-        IntegrityError: it is no ONNX model, or a weight lies outside the folder.
+        IntegrityError: the file is not an ONNX model, or a weight lies outside of the folder.
     """
     onnx = require("onnx")
     protobuf = require("google.protobuf.message")
@@ -103,7 +103,7 @@ def read_model(path: str, *, weights: bool = True) -> Any:
             raise IntegrityError(f"{path} is no ONNX model: it has no nodes.")
         if model.functions:
             _check_functions(model, path)
-            # before the weights are there: this passes the model through one message, which holds 2 GB at most
+            # before the weights are loaded: inlining needs one protobuf message, which holds at most 2 GB
             model = require("onnx.inliner").inline_local_functions(model)
         if weights:
             require("onnx.external_data_helper").load_external_data_for_model(model, os.path.dirname(path))
@@ -113,16 +113,16 @@ def read_model(path: str, *, weights: bool = True) -> Any:
 
 
 def _check_functions(model: Any, path: str) -> None:
-    """Refuse functions that call each other so often, or so deep, that inlining them would never end.
+    """Refuse functions whose inlining would exceed the limits, for example because they call themselves.
 
     Raises:
-        IntegrityError: they do, or one of them is given a graph, as only control flow needs.
+        IntegrityError: a limit is exceeded, or a function has a graph as attribute, which only control flow needs.
     """
     bodies = {_named(item, item.name): list(_within(item.node)) for item in model.functions}
     known: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     def inlined(nodes: list[Any], depth: int) -> tuple[int, int]:
-        """How many bytes ``nodes`` and what they call come to, and how many calls lie in each other."""
+        """Bytes of ``nodes`` with all inlined calls, and the depth of nested calls."""
         size, deepest = sum(max(node.ByteSize(), LEAST_NODE) for node in nodes), 0
         for node in nodes:
             if (key := _named(node, node.op_type)) not in bodies:
@@ -131,7 +131,7 @@ def _check_functions(model: Any, path: str) -> None:
                 raise IntegrityError(f"{path} gives a graph to a function, as control flow does; it is not read.")
             if key not in known and depth < MOST_NESTED:
                 known[key] = inlined(bodies[key], depth + 1)
-            more, below = known.get(key, (0, MOST_NESTED))  # one that is not known lies too deep, perhaps in itself
+            more, below = known.get(key, (0, MOST_NESTED))  # unknown: nested too deep, perhaps recursive
             size, deepest = size + more, max(deepest, below + 1)
         return size, deepest
 
@@ -144,12 +144,12 @@ def _check_functions(model: Any, path: str) -> None:
 
 
 def _named(item: Any, name: str) -> tuple[str, str, str]:
-    """By what a node finds its function."""
+    """The key by which a node finds its function."""
     return "" if item.domain in STANDARD else item.domain, name, getattr(item, "overload", "")
 
 
 def _within(nodes: Any) -> Iterator[Any]:
-    """``nodes`` and those of the graphs in them."""
+    """``nodes``, and the nodes of all nested graphs."""
     for node in nodes:
         yield node
         for item in node.attribute:
@@ -159,19 +159,19 @@ def _within(nodes: Any) -> Iterator[Any]:
 
 def _session(path: str) -> tuple[Any, str | None]:
     options = require("onnxruntime").SessionOptions()
-    options.log_severity_level = 4  # sizes that it refuses are asked for on purpose
+    options.log_severity_level = 4  # sizes that it refuses are tried on purpose
     try:
         return open_session(path, options)
     except runtime_errors() as error:
-        told = f"{path} does not load into ONNX Runtime, so nothing can be compared with it: {error}"
-        raise UsageError(with_fix(told, "Start from the PyTorch model that it was exported from.")) from error
+        problem = f"{path} does not load into ONNX Runtime, so nothing can be compared with it: {error}"
+        raise UsageError(with_fix(problem, "Start from the PyTorch model that it was exported from.")) from error
 
 
 def _answers(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
-    """What ONNX Runtime gives.
+    """The outputs of ONNX Runtime.
 
     Raises:
-        RuntimeError: it does not take these inputs.
+        RuntimeError: it refuses these inputs.
     """
     names = [item.name for item in session.get_inputs()]
     if any(leaf.dtype == torch.bfloat16 for leaf in leaves):
@@ -187,7 +187,7 @@ def _answers(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
 
 
 def _refused(session: Any, leaves: list[torch.Tensor]) -> str | None:
-    """What ONNX Runtime has against ``leaves``, in its own words."""
+    """The error of ONNX Runtime for ``leaves``; ``None`` if it runs."""
     try:
         _answers(session, leaves)
     except RuntimeError as error:
@@ -195,8 +195,8 @@ def _refused(session: Any, leaves: list[torch.Tensor]) -> str | None:
     return None
 
 
-def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str | None:
-    """How the two differ on ``leaves``, in words; ``None`` if they agree."""
+def _difference(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str | None:
+    """How the outputs of ``module`` and of ONNX Runtime differ, as text; ``None`` if they agree."""
     try:
         wanted = _answers(session, leaves)
     except RuntimeError as error:
@@ -227,7 +227,7 @@ def _apart(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str |
 
 
 def _usual(values: torch.Tensor) -> torch.Tensor:
-    """Where ``values`` are neither NaN nor infinite nor what stands for infinity in a mask."""
+    """Mask of ``values`` that are not NaN, infinite, or huge stand-ins for infinity in attention masks."""
     return values.isfinite() & (values.abs() < HUGE)
 
 

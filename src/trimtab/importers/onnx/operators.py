@@ -1,4 +1,4 @@
-"""ONNX operators as functions of PyTorch, by the operator's name; parameters by keyword are the operator's attributes."""
+"""ONNX operators as PyTorch functions, by operator name. Keyword-only parameters are the operator's attributes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.importers.onnx.values import Host, elementwise, ints, tensor, unsup
 
 OPS: dict[str, Callable[..., Any]] = {}
 SEVERAL = {"Split", "TopK", "LSTM", "GRU"}
-"""Operators whose function returns a tuple of outputs."""
+"""Operators whose function returns a tuple."""
 
 TENSORS_ONLY = {
     name: 2 if name in ("And", "Or", "Xor") else 1
@@ -25,7 +25,7 @@ TENSORS_ONLY = {
         *("GatherElements", "ScatterND", "ScatterElements", "Pad", "IsNaN"),
     )
 }
-"""Operators of which so many of the first inputs must be tensors, even where they are small integers."""
+"""Operator -> number of leading inputs that must be tensors, not :class:`Host`."""
 
 DTYPES = {
     1: torch.float32,
@@ -39,11 +39,11 @@ DTYPES = {
     11: torch.float64,
     16: torch.bfloat16,
 }
-"""Element types by their number in ONNX."""
+"""ONNX element type number -> dtype."""
 
 
 def op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function for the operator ``name``."""
+    """Register the decorated function for the operator ``name``."""
 
     def keep(function: Callable[..., Any]) -> Callable[..., Any]:
         OPS[name] = function
@@ -120,7 +120,7 @@ OPS |= {
 add, sub, mul, div, pow_ = (OPS[name] for name in ("Add", "Sub", "Mul", "Div", "Pow"))
 equal, greater, greater_equal = (OPS[name] for name in ("Equal", "Greater", "GreaterOrEqual"))
 less, less_equal = OPS["Less"], OPS["LessOrEqual"]
-"""The names under which a graph's generated code finds them."""
+"""Module-level names for the generated code of a graph."""
 
 
 def _extreme(on_numbers: Callable[..., Any], on_tensors: Callable[..., Any], values: Sequence[Any]) -> Any:
@@ -311,13 +311,13 @@ def top_k(x: torch.Tensor, k: Any, *, axis: int = -1, largest: int = 1, sorted: 
 
 @op("Softmax")
 def softmax(x: torch.Tensor, *, axis: int = -1, rest: int = 0) -> torch.Tensor:
-    """With ``rest``, as before opset 13: over ``axis`` and all that come after it, at once."""
+    """Softmax over ``axis``; with ``rest`` (opsets before 13) over ``axis`` and all later axes together."""
     return torch.reshape(torch.softmax(torch.flatten(x, axis), -1), x.shape) if rest else torch.softmax(x, axis)
 
 
 @op("LogSoftmax")
 def log_softmax(x: torch.Tensor, *, axis: int = -1, rest: int = 0) -> torch.Tensor:
-    """As :func:`softmax`."""
+    """Like :func:`softmax`."""
     return torch.reshape(torch.log_softmax(torch.flatten(x, axis), -1), x.shape) if rest else torch.log_softmax(x, axis)
 
 

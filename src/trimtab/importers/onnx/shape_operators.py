@@ -1,4 +1,4 @@
-"""ONNX operators that move values about: shapes, slices, gathering, padding."""
+"""ONNX operators that rearrange values: shapes, slices, gathering, padding."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trimtab.importers.onnx.operators import op
 from trimtab.importers.onnx.values import Host, ints, tensor, unsupported
 
 FAR = 2**31
-"""ONNX writes the end of an axis as some huge number."""
+"""ONNX writes "to the end of the axis" as a huge number; from here on numbers count as such."""
 MOST_AXES = 8
-"""A vector of so many integers is most likely a shape."""
+"""Integer vectors of at most this length are assumed to be shapes."""
 
 
 @op("Shape")
@@ -110,7 +110,7 @@ def slice_(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) 
 
 
 def _backwards(x: torch.Tensor, axis: int, begin: int, end: int, by: int) -> torch.Tensor:
-    """Slicing with a negative step, which torch has not: flip, then slice from the other side."""
+    """A slice with a negative step, which torch lacks. Only step -1 over the whole axis is supported, as a flip."""
     if (begin not in (-1,) and begin < FAR) or end > -FAR or by != -1:
         raise unsupported("a Slice in it runs backwards over a part of an axis")
     return torch.flip(x, [axis])
@@ -188,7 +188,7 @@ def pad(x: torch.Tensor, pads: Any, value: Any = None, axes: Any = None, *, mode
         fill = value[0] if isinstance(value, list) else 0.0 if value is None else float(tensor(value))
         return functional.pad(x, flat, "constant", fill)
     modes = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
-    for axis, amount in by_axis.items():  # torch takes these modes on the last axes only, and each is on its own
+    for axis, amount in by_axis.items():  # torch supports these modes for the last axes only; pad one axis at a time
         if any(amount):
             rows = x.movedim(axis, -1)
             padded = functional.pad(rows.reshape(1, -1, rows.shape[-1]), amount, modes[mode])

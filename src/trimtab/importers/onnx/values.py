@@ -1,4 +1,4 @@
-"""Values of an imported ONNX graph: tensors, and small integers that must stay Python numbers so that shapes stay symbolic."""
+"""Values in an imported ONNX graph: tensors, or small integers as Python numbers, so that shapes stay symbolic."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from trimtab.errors import UsageError
 
 MOST_HOST = 64
-"""Integer constants of up to so many entries are kept as Python numbers."""
+"""Integer constants with at most this many entries are kept as Python numbers."""
 MOST_VALUES = 2**16
-"""Of numbers that are computed from such constants."""
+"""Most entries of values that are computed from such constants."""
 
 
 class Host:
-    """A scalar or vector of int64 as Python numbers, which may be symbolic while a graph is exported.
+    """A scalar or vector of int64 as Python numbers, which may be symbolic during an export.
 
-    ONNX computes shapes in tensors (Shape, Gather, Concat, Reshape). As tensors they would become constants, or depend on data,
-    for every exporter; as numbers they stay what they are.
+    ONNX computes shapes with tensor operators (Shape, Gather, Concat, Reshape). Exporters would turn such tensors into
+    constants or data-dependent sizes; Python numbers stay symbolic.
     """
 
     def __init__(self, values: list[Any], scalar: bool) -> None:
-        if not torch.compiler.is_compiling():  # where sizes are symbols, it would be a condition on them
+        if not torch.compiler.is_compiling():  # for symbolic sizes the check would add a guard
             _refuse_endless(values)
         self.values = values
         self.scalar = scalar
@@ -33,13 +33,13 @@ Value = torch.Tensor | Host
 
 
 def _refuse_endless(values: list[Any]) -> None:
-    """Python's numbers and lists grow without end, which a crafted file could have us wait for; those of ONNX do not."""
+    """Refuse very long lists and integers beyond 64 bits: a crafted file could make Python compute without end."""
     if len(values) > MOST_VALUES or any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
         raise unsupported("it computes with whole numbers beyond 64 bits, or with very many of them")
 
 
 def host(values: list[Any], scalar: bool) -> Host:
-    """A :class:`Host`, as a function that a graph can call."""
+    """Make a :class:`Host`; a function that a graph can call."""
     return Host(list(values), scalar)
 
 
@@ -54,7 +54,7 @@ def tensor(value: Any) -> torch.Tensor:
 
 
 def ints(value: Any) -> list[Any]:
-    """``value`` as Python numbers; reads them out of a tensor where it must."""
+    """``value`` as a list of Python numbers; tensors are read."""
     if isinstance(value, Host):
         return value.values
     if isinstance(value, torch.Tensor):
@@ -63,7 +63,7 @@ def ints(value: Any) -> list[Any]:
 
 
 def elementwise(name: str, on_numbers: Callable[..., Any], on_tensors: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of two values that stays with numbers as long as both are."""
+    """A binary function that uses ``on_numbers`` if both arguments are :class:`Host`, and ``on_tensors`` otherwise."""
 
     def function(first: Any, second: Any) -> Any:
         if isinstance(first, Host) and isinstance(second, Host):
@@ -80,7 +80,7 @@ def elementwise(name: str, on_numbers: Callable[..., Any], on_tensors: Callable[
 
 
 def unsupported(what: str) -> UsageError:
-    """The refusal of a graph."""
+    """The error for a graph that cannot be imported."""
     return UsageError(
         f"The ONNX file cannot be brought back to PyTorch: {what}. Start from the PyTorch model that it was exported from, if "
         "you have it; that gives every technique the most to work with in any case."

@@ -44,7 +44,7 @@ def check_kinds(settings: object, early_stopping: object, metrics: object, ema: 
         ("early_stopping", early_stopping, EarlyStopping | None, "trimtab.train.EarlyStopping, or leave it out"),
         ("metrics", metrics, Mapping | None, "functions by name, such as {'accuracy': accuracy}"),
         ("ema", ema, int | float | None, "a number, such as 0.999"),
-        ("world", world, World | None, "what trimtab.train.distributed.join() returns, or leave it out"),
+        ("world", world, World | None, "what trimtab.train.distributed.launch.join() returns, or leave it out"),
     ):
         if not isinstance(value, kinds):
             raise UsageError(f"{name} is {of_type(value)}; give {fix}.")

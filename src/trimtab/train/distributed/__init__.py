@@ -1,5 +1,5 @@
-"""Training on several processes: who they are, what crosses between them, and what happens when one of them fails.
+"""Training on several processes: process groups, exchange of gradients, and handling of failures.
 
-The loop of :class:`~trimtab.train.trainer.Trainer` knows only a :class:`~trimtab.train.runtime.world.World`. Here are those of
-more than one process: copies of the model in ``replicas.py``, torch's FSDP2 in ``shards.py``.
+The loop of :class:`~trimtab.train.trainer.Trainer` knows only a :class:`~trimtab.train.runtime.world.World`. This package has
+the worlds of several processes: data parallelism in ``data_parallel.py``, torch's FSDP2 in ``fsdp.py``.
 """

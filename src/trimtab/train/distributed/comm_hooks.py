@@ -1,4 +1,4 @@
-"""How the gradients of one bucket become their mean over all processes, and what that costs."""
+"""Average the gradients of a bucket over all processes with torch's communication hooks, and count bytes and waiting time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _HOOKS: dict[str | None, Callable[[Any, Any], Future[torch.Tensor]]] = {
     "float16": fp16_compress_hook,
     "bfloat16": bf16_compress_hook,
 }
-"""torch's communication hooks for what ``distributed.communication`` asks for."""
+"""torch's communication hook for each value of ``distributed.communication`` but PowerSGD."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Gradients that cross together, with what torch's hooks ask of a bucket of DDP's.
+    """Gradients that are sent together, with the methods of DDP's ``GradBucket`` that torch's hooks call.
 
     Args:
-        number: of the bucket; from 0, in the order in which they cross.
-        flat: the gradients of ``parameters`` as :func:`in_a_row`, one after the other; it becomes their mean.
-        last: whether no other bucket of the update follows.
+        number: of the bucket, from 0, in the order of sending.
+        flat: (n,), the gradients of ``parameters`` as :func:`flattened`, one after the other; it becomes their mean.
+        last: the last bucket of the update.
     """
 
     number: int
@@ -38,28 +38,28 @@ class Bucket:
     last: bool
 
     def buffer(self) -> torch.Tensor:
-        """All the gradients."""
+        """All gradients, (n,)."""
         return self.flat
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of them: matrices, (rows, columns), where the parameter has two dimensions or more; none of empty ones."""
+        """A view per parameter that is not empty: (rows, columns) for those of two dimensions or more, else (n,)."""
         parts = zip(self.parameters, torch.split(self.flat, [p.numel() for p in self.parameters]), strict=True)
-        return [part.view(p.shape[_order(p)[0]], -1) if p.dim() > 1 else part for p, part in parts if part.numel()]
+        return [part.view(p.shape[_memory_order(p)[0]], -1) if p.dim() > 1 else part for p, part in parts if part.numel()]
 
     def index(self) -> int:
         """Its number."""
         return self.number
 
     def is_last(self) -> bool:
-        """Whether no other bucket of the update follows."""
+        """True for the last bucket of the update."""
         return self.last
 
 
 class Exchange:
-    """The mean of one bucket after the other, in the same order in all processes, through a hook of torch's.
+    """Averages one bucket after the other over all processes, in one order, through a hook of torch.
 
     Args:
-        kind: ``distributed.communication``. Complex gradients cross whole, because compressed ones would lose a part.
+        kind: ``distributed.communication``. Complex gradients are not compressed, because that would drop their imaginary part.
     """
 
     def __init__(self, kind: str | None) -> None:
@@ -67,10 +67,10 @@ class Exchange:
         self._power = PowerSgd()
         self.updates = 0
         self.bytes = self.waited_s = 0.0
-        """What this process has sent, as a ring sends it; and how long the backward passes stood still for it (on a CPU)."""
+        """Bytes that this process has sent in a ring all-reduce, and seconds that backward passes on a CPU waited for it."""
 
     def begin(self, bucket: Bucket) -> Future[torch.Tensor]:
-        """Begin to bring ``bucket`` to all."""
+        """Begin to average ``bucket``."""
         began, flat = time.perf_counter(), bucket.flat
         if self.kind == "powersgd" and flat.dtype in (torch.float32, torch.float64):
             future, count = self._power(bucket)
@@ -82,7 +82,7 @@ class Exchange:
         return future
 
     def land(self, futures: Iterable[Future[torch.Tensor]]) -> None:
-        """Wait for the buckets of an update; on a GPU its stream waits for them, and this process does not."""
+        """Wait for the buckets of an update. On a GPU, its stream waits and this process does not."""
         began = time.perf_counter()
         for future in futures:
             future.wait()
@@ -90,23 +90,23 @@ class Exchange:
         self.updates += 1
 
     def reset(self) -> None:
-        """Forget what was left out of earlier gradients. All processes do it at once."""
+        """Drop the errors of earlier compressed gradients. All processes must call it together."""
         self._power.reset()
 
 
-def in_a_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The numbers of ``value``, (n,), in the order in which ``like``, of the same shape, lies in memory."""
-    return value.permute(_order(like)).reshape(-1)
+def flattened(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of ``value``, (n,), in the memory order of ``like``, which has the same shape."""
+    return value.permute(_memory_order(like)).reshape(-1)
 
 
-def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`in_a_row`; a view."""
-    order = _order(like)
+def unflattened(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`flattened`: a view of ``flat`` with the shape of ``like``."""
+    order = _memory_order(like)
     return flat.view([like.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(like.dim())])
 
 
-def _order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions of ``tensor``, the one with the longest stride first; as they are where it has gaps in memory."""
+def _memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of ``tensor`` by falling stride; in their own order if it has gaps in memory."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))

@@ -1,4 +1,4 @@
-"""What several processes must have alike: the arguments of a run, and what callbacks may change."""
+"""Refuse arguments of a run, and changes by callbacks, that differ between processes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trimtab.train.run_context import RunContext
 from trimtab.train.telemetry.events import Event
 
 _OWN = ("device", "threads", "memory.cuda_allocator", "memory.keep_freed")
-"""Settings that each host may have its own way: nobody waits for another by them."""
+"""Settings that may differ between hosts, because no process waits for another by them."""
 _PLAIN = (bool, int, float, complex, str, tuple, list, torch.Tensor, type(None))
-"""What options of an optimizer are compared: of others, such as functions, the words differ between processes."""
+"""Types of optimizer options that are compared. The text of others, such as functions, differs between processes."""
 
 
 def refuse_differences(context: RunContext, *, validated: bool, epochs: int | None, steps: int | None) -> None:
-    """Refuse a run that the processes were given different arguments for, because they would wait for each other without end.
+    """Refuse arguments that differ between processes, with which they would wait for each other forever.
 
     Raises:
-        UsageError: they were.
+        UsageError: an argument or a setting differs.
     """
     if context.world.processes == 1:
         return
@@ -53,21 +53,22 @@ def refuse_differences(context: RunContext, *, validated: bool, epochs: int | No
 
 
 def tell(context: RunContext, event: Event) -> None:
-    """Tell the callbacks where all processes are, which hear of one that fails."""
+    """Emit ``event`` to the callbacks at a point that all processes reach; if a callback fails, all stop."""
     with context.world.together():
         context.emit(event)
 
 
 def call_back(context: RunContext, trainer: Any, event: Event) -> None:
-    """Call the callbacks with ``trainer``, in the first process only; what they change the others would not hear of.
+    """Call the callbacks with ``trainer`` in the process of rank 0.
 
     Raises:
-        UsageError: they have changed how the optimizer updates, or what is trained, and there are others.
+        UsageError: with several processes, a callback has changed an option of the optimizer or ``requires_grad``, which the
+            other processes would not do.
     """
     if not context.world.leads or not context.callbacks:
         return
     before, run = _changeable(context), context.fit
-    within, run.calling = run.calling, True  # one that notes something is called within itself
+    within, run.calling = run.calling, True  # a callback that calls note() is called again, within itself
     try:
         for callback in context.callbacks:
             callback(trainer, event)
@@ -84,7 +85,7 @@ def call_back(context: RunContext, trainer: Any, event: Event) -> None:
 
 
 def _changeable(context: RunContext) -> dict[str, str]:
-    """The options of the optimizer, and which parameters are trained; nothing where nobody else would have to know."""
+    """The options of the optimizer, and ``requires_grad`` of each parameter; empty in a single process."""
     if context.world.processes == 1:
         return {}
     found = {f"requires_grad of {name}": str(value.requires_grad) for name, value in context.model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Every process holds the whole model, and gradients cross bucket by bucket while the backward pass goes on."""
+"""Data parallelism: each process has the whole model, and gradients are averaged bucket by bucket in the backward pass."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.futures import Future
 
 from trimtab.core.settings import Settings
 from trimtab.errors import UsageError
-from trimtab.train.distributed.comm_hooks import Bucket, Exchange, in_a_row, shaped
-from trimtab.train.distributed.process_group import Group, hand_out
+from trimtab.train.distributed.comm_hooks import Bucket, Exchange, flattened, unflattened
+from trimtab.train.distributed.process_group import Group, broadcast
 from trimtab.train.runtime.step_clock import Clock
 
 _MIB = 2**20
-_TWICE = (
+_SECOND_GRADIENT = (
     "{} got a second gradient in one backward pass, after the first had been sent to the other processes. torch's checkpoint() "
     "with use_reentrant=True does that: give use_reentrant=False."
 )
@@ -26,19 +26,20 @@ _SPARSE = (
     "The gradient of {} is sparse, and several processes exchange dense ones only. Make the embedding with sparse=False, or "
     "train in one process."
 )
-_SUMS = (torch.optim.SGD, torch.optim.ASGD)
-"""Optimizers whose steps are sums of gradients, to which it makes little difference which of them a part came with."""
+_LINEAR = (torch.optim.SGD, torch.optim.ASGD)
+"""Optimizers whose steps are linear in the gradient, so that an error that is added to a later gradient does little harm."""
 
 
 class DataParallelGroup(Group):
-    """Processes with a copy of the model each, whose gradients get their mean while the backward pass goes on.
+    """Processes with a copy of the model each, which average gradients during the backward pass.
 
-    torch's DDP does the same, but a process that fails under it leaves the others waiting in their backward pass. Here that
-    process sends zeros for all buckets that they still wait for. Then all are told, and can make the update again.
+    torch's DDP does this too, but a process that fails under it leaves the others waiting in their backward pass. Here the
+    failing process sends zeros for all buckets that the others wait for. Then all processes learn of the failure, and can make
+    the update again.
 
-    Buckets cross in one order, which is the same in all processes. A parameter without a gradient holds up the rest until the
-    backward pass is over. So those that were ever without one cross last. Where no process has a gradient for it, a parameter
-    gets none, as in one process.
+    Buckets are sent in one order in all processes. A parameter without a gradient delays the buckets after its own until the
+    end of the backward pass. So parameters that ever had none are sent last. A parameter without a gradient in any process gets
+    ``None``, as in one process.
     """
 
     averages = True
@@ -49,40 +50,40 @@ class DataParallelGroup(Group):
         self._clock: Clock | None = None
         self._model: nn.Module = nn.Identity()
         self._parameters: list[nn.Parameter] = []
-        self._trained: list[bool] | None = None
-        """Which of them had hooks last."""
+        self._hooked: list[bool] | None = None
+        """By parameter: whether it has a hook."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: list[list[int]] = []
-        self._place: dict[int, int] = {}
-        """The bucket of each parameter that is trained."""
-        self._late: set[int] = set()
-        self._doubted: str | None = None
-        """The optimizer, where it makes much of what comes late."""
-        self._updating = self._sending = self._torn = False
-        """Whether an update is under way; its gradients cross as they come; sending one failed midway."""
-        self._due: list[set[int]] = []
-        """The gradients that each bucket still waits for."""
-        self._without: set[int] = set()
-        """Parameters that got none here."""
-        self._flights: list[Future[torch.Tensor]] = []
+        self._bucket_of: dict[int, int] = {}
+        """By the index of a trained parameter: the number of its bucket."""
+        self._sent_last: set[int] = set()
+        self._adaptive: str | None = None
+        """The name of the optimizer, unless it is linear in the gradient."""
+        self._updating = self._sending = self._partly_sent = False
+        """An update is under way; gradients are sent as they come; sending a bucket has begun and not returned."""
+        self._missing: list[set[int]] = []
+        """By bucket: the parameters whose gradients are missing yet."""
+        self._without_gradient: set[int] = set()
+        """Parameters that got no gradient in this process."""
+        self._futures: list[Future[torch.Tensor]] = []
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
-        """The model as it is; all begin with the parameters of the first, and draw random numbers of their own."""
+        """Give all processes the parameters and buffers of rank 0, and, if the run is ``fresh``, seeds of their own."""
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
-                hand_out(value)
+                broadcast(value)
         if fresh:
             torch.manual_seed(torch.initial_seed() + self.rank)
-        self._model, self._parameters, self._trained, self._late = model, list(model.parameters()), None, set()
+        self._model, self._parameters, self._hooked, self._sent_last = model, list(model.parameters()), None, set()
         return model
 
     def timed(self, clock: Clock) -> None:
-        """Tell ``clock`` when the backward pass is over: what is left is waiting."""
+        """Have ``clock`` count the time after the backward pass as communication."""
         self._clock = clock
 
     @contextlib.contextmanager
     def together(self, *, update: bool = False) -> Iterator[None]:
-        """A block that succeeds in all processes or in none; after that of an update, all have the mean of the gradients."""
+        """A block that succeeds in all processes or in none; after an update's, gradients are their mean over all processes."""
         if update:
             self._begin()
         with super().together(update=update):
@@ -90,19 +91,19 @@ class DataParallelGroup(Group):
             if update:
                 if self._clock is not None:
                     self._clock.enter("communication")
-                while len(self._flights) < len(self._buckets):
+                while len(self._futures) < len(self._buckets):
                     self._send()
-                self.exchange.land(self._flights)
-                self.lacking = bool(self._without)
+                self.exchange.land(self._futures)
+                self.lacking = bool(self._without_gradient)
         if update:
             self._updating = False
-            self._flights.clear()
+            self._futures.clear()
             if self.lacking:
-                self._leave_out()
+                self._drop_unused()
 
     @contextlib.contextmanager
     def exchanging(self, *, now: bool) -> Iterator[None]:
-        """A block whose backward pass sends gradients only if ``now``."""
+        """A block whose backward pass sends gradients if ``now``."""
         self._sending = now and self._updating
         try:
             yield
@@ -110,46 +111,46 @@ class DataParallelGroup(Group):
             self._sending = False
 
     def release(self) -> None:
-        """Send zeros for the buckets that the others wait for.
+        """Send zeros for the buckets that other processes wait for.
 
         Raises:
-            RuntimeError: there is no memory for them, or one was sent in part.
+            RuntimeError: there is no memory for them, or a bucket was sent in part.
         """
-        if self._torn:
+        if self._partly_sent:
             raise RuntimeError("A bucket was sent in part.")
         if not self._updating:
             self._begin()
-        while len(self._flights) < len(self._buckets):
+        while len(self._futures) < len(self._buckets):
             self._send(nothing=True)
-            self._flights[-1].wait()  # one after the other: there may not be memory for zeros in all of them
+            self._futures[-1].wait()  # memory may not suffice for zeros in all of them
         self.renew()
 
     def renew(self) -> None:
-        """Forget an update that failed, and what earlier ones have left out, which holds a part of it."""
-        self._updating = self._sending = self._torn = self.lacking = False
-        self._flights.clear()
+        """Drop an update that failed, and the errors of compression, which hold a part of it."""
+        self._updating = self._sending = self._partly_sent = self.lacking = False
+        self._futures.clear()
         self.exchange.reset()
 
     @contextlib.contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """A block whose updates leave nothing behind that is sent later."""
+        """A block after which the errors of compression are dropped."""
         try:
             yield
         finally:
             self.exchange.reset()
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember whether the updates are such as take ill what comes late."""
-        self._doubted = None if isinstance(optimizer, _SUMS) else type(optimizer).__name__
+        """Remember whether the updates are linear in the gradient."""
+        self._adaptive = None if isinstance(optimizer, _LINEAR) else type(optimizer).__name__
 
     def notes(self) -> list[str]:
-        """What crossed, and how long the backward passes stood still for it."""
+        """Sentences on the bytes that were sent, the time that was waited for them, and doubtful settings."""
         sent, notes = self.exchange, list[str]()
         if not sent.bytes:
             return notes
-        if sent.kind == "powersgd" and self._doubted is not None:
+        if sent.kind == "powersgd" and self._adaptive is not None:
             notes.append(
-                f"Caution: communication='powersgd' with {self._doubted}. What is left out of a gradient comes with a later "
+                f"Caution: communication='powersgd' with {self._adaptive}. What is left out of a gradient comes with a later "
                 "one, and optimizers that adapt the size of their steps make too much of that. "
                 "Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
             )
@@ -161,10 +162,10 @@ class DataParallelGroup(Group):
         return [*notes, f"{told}{waited}."]
 
     def _begin(self) -> None:
-        """Make ready for an update; where other parameters are trained than before, as where layers thaw, with new buckets."""
+        """Begin an update. If other parameters are trained than before, hooks and buckets are made anew."""
         trained = [p.requires_grad for p in self._parameters]
-        if trained != self._trained:
-            self._trained = trained
+        if trained != self._hooked:
+            self._hooked = trained
             for hook in self._hooks:
                 hook.remove()
             world = weakref.ref(self)
@@ -175,18 +176,18 @@ class DataParallelGroup(Group):
             ]
             self._arrange()
         self._updating, self.lacking = True, False
-        self._flights.clear()
-        self._without.clear()
-        self._due = [set(bucket) for bucket in self._buckets]
+        self._futures.clear()
+        self._without_gradient.clear()
+        self._missing = [set(bucket) for bucket in self._buckets]
 
     def _arrange(self) -> None:
-        """Put the parameters into buckets of one type, the last first, as their gradients come; the first bucket is small."""
+        """Put the parameters into buckets of one dtype, last parameter first, as gradients come. The first bucket is small."""
         self._buckets, most = [], (self.settings.distributed.bucket_mb or 25) * _MIB
-        for late in (False, True):
+        for last in (False, True):
             filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
             for index in reversed(range(len(self._parameters))):
                 parameter = self._parameters[index]
-                if not parameter.requires_grad or (index in self._late) is not late:
+                if not parameter.requires_grad or (index in self._sent_last) is not last:
                     continue
                 kind = (parameter.dtype, parameter.device)
                 bucket = filling.setdefault(kind, [])
@@ -194,23 +195,23 @@ class DataParallelGroup(Group):
                 if sum(self._parameters[each].nbytes for each in bucket) >= (most if self._buckets else min(most, _MIB)):
                     self._buckets.append(filling.pop(kind))
             self._buckets += filling.values()
-        self._place = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self.exchange.reset()
 
     def _arrived(self, index: int) -> None:
-        """A gradient is there: send the buckets that are full now."""
+        """Send the buckets that are complete with the gradient of parameter ``index``."""
         if not self._sending:
             return
-        if self._place[index] < len(self._flights):
-            raise UsageError(_TWICE.format(self._named(index)))
-        self._due[self._place[index]].discard(index)
-        while len(self._flights) < len(self._buckets) and not self._due[len(self._flights)]:
+        if self._bucket_of[index] < len(self._futures):
+            raise UsageError(_SECOND_GRADIENT.format(self._named(index)))
+        self._missing[self._bucket_of[index]].discard(index)
+        while len(self._futures) < len(self._buckets) and not self._missing[len(self._futures)]:
             self._send()
 
     @torch.no_grad()
     def _send(self, *, nothing: bool = False) -> None:
-        """Begin to bring the next bucket to all, whose gradients become views of it; or zeros, if ``nothing``."""
-        number = len(self._flights)
+        """Begin to average the next bucket, of which gradients become views; with ``nothing``, send zeros."""
+        number = len(self._futures)
         indices = self._buckets[number]
         parameters = [self._parameters[index] for index in indices]
         grads = []
@@ -219,31 +220,31 @@ class DataParallelGroup(Group):
             if grad is not None and grad.is_sparse:
                 raise UsageError(_SPARSE.format(self._named(index)))
             if grad is None and self.counts:
-                self._without.add(index)
-            # what only keeps step has no gradient, not even where it is no number
+                self._without_gradient.add(index)
+            # a process out of data sends zeros, though its gradient may be nan
             grads.append(torch.zeros_like(parameter) if grad is None or not self.counts else grad)
-        flat = torch.cat([in_a_row(grad, parameter) for grad, parameter in zip(grads, parameters, strict=True)])
+        flat = torch.cat([flattened(grad, parameter) for grad, parameter in zip(grads, parameters, strict=True)])
         if not nothing:
             for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
-                parameter.grad = shaped(part, parameter)
-        self._torn = True
-        self._flights.append(self.exchange.begin(Bucket(number, parameters, flat, number == len(self._buckets) - 1)))
-        self._torn = False
+                parameter.grad = unflattened(part, parameter)
+        self._partly_sent = True
+        self._futures.append(self.exchange.begin(Bucket(number, parameters, flat, number == len(self._buckets) - 1)))
+        self._partly_sent = False
 
-    def _leave_out(self) -> None:
-        """Take the gradient of parameters away that got one in no process; those that lacked one anywhere cross last."""
+    def _drop_unused(self) -> None:
+        """Set gradients to ``None`` where no process had one. Parameters that lacked one anywhere are sent last from now on."""
         found = torch.zeros(2, len(self._parameters), dtype=torch.uint8)
         if self.counts:
-            for index in self._place:
-                found[int(index in self._without), index] = 1
+            for index in self._bucket_of:
+                found[int(index in self._without_gradient), index] = 1
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
         there, lacked = found.bool().tolist()
-        for index in self._place:
+        for index in self._bucket_of:
             if not there[index]:
                 self._parameters[index].grad = None
-        late = {index for index, some in enumerate(lacked) if some}
-        if not late <= self._late:
-            self._late |= late
+        lacking = {index for index, some in enumerate(lacked) if some}
+        if not lacking <= self._sent_last:
+            self._sent_last |= lacking
             self._arrange()
 
     def _named(self, index: int) -> str:
@@ -251,7 +252,7 @@ class DataParallelGroup(Group):
 
 
 def _arrival(world: weakref.ref[DataParallelGroup], index: int) -> Callable[[torch.Tensor], None]:
-    """What a parameter calls when its gradient is there; it does not keep the processes' world alive."""
+    """A hook for parameter ``index``, which does not keep the group alive."""
 
     def arrived(_: torch.Tensor) -> None:
         if (found := world()) is not None:

@@ -1,4 +1,4 @@
-"""Every process its part of the data."""
+"""Shard the data over processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trimtab.train.data.loader import Loader
 
 
 class Share(Sampler[int]):
-    """Every ``size``-th example of an order that all processes know; no example twice, and none left out.
+    """Every ``size``-th example of an order that is equal in all processes.
 
-    Unlike torch's DistributedSampler it fills nothing up: one process may have an example more than another.
+    Unlike torch's DistributedSampler it repeats no example: one process may have an example more than another.
     """
 
     def __init__(self, count: int, rank: int, size: int, *, seed: int | None) -> None:
@@ -26,7 +26,7 @@ class Share(Sampler[int]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The order is another one in each epoch."""
+        """Set the epoch, which the order depends on."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -41,22 +41,27 @@ class Share(Sampler[int]):
 
 
 def share(batches: Iterable[Any], what: str, rank: int, size: int, seed: int, *, rows: bool = False) -> Iterable[Any]:
-    """The part of ``batches`` that is for process ``rank`` of ``size``, or, with ``rows``, for several, which split layers.
+    """The shard of ``batches`` for process ``rank`` of ``size``.
 
-    - A loader that shares out by itself is left alone: trimtab's own, a DataLoader with a DistributedSampler, and whatever has
-      an attribute ``sharded = True``. With ``rows`` trimtab's own is told of them.
-    - A DataLoader that goes through its dataset in order or at random is made anew over this process's examples, in an order
-      that depends on ``seed`` and the epoch. Its batches stay as large as they are, so an update stands for ``size`` as many.
-      One whose class has an ``__iter__`` of its own is not, because only that class knows what it gives.
-    - Of a list every ``size``-th batch.
+    - A loader that shards by itself is given back: trimtab's own, a DataLoader with a DistributedSampler, and any object with
+      an attribute ``sharded = True``.
+    - A DataLoader that goes through its dataset in order or at random is rebuilt over the examples of this process, in an order
+      that depends on ``seed`` and the epoch. The batch size stays, so that an update is made from ``size`` times the examples.
+      A DataLoader whose class has its own ``__iter__`` is not rebuilt.
+    - Of a list, every ``size``-th batch.
+
+    Args:
+        what: the name of ``batches`` in messages.
+        rows: layers are split too, so that several processes have one shard. trimtab's own loader gets ``rank`` and ``size``.
 
     Raises:
-        UsageError: it is anything else, which each process would go through as a whole, or shares out among other processes.
+        UsageError: ``batches`` are anything else, which each process would read as a whole, or have a DistributedSampler for
+            another number of processes.
     """
     if rows and isinstance(batches, Loader) and batches.size is None:
-        told = copy.copy(batches)
-        told.rank, told.size = rank, size
-        return told
+        sharded = copy.copy(batches)
+        sharded.rank, sharded.size = rank, size
+        return sharded
     for sampler in _samplers(batches):
         if isinstance(sampler, DistributedSampler) and (sampler.num_replicas != size or (rows and sampler.rank != rank)):
             raise UsageError(
@@ -85,19 +90,19 @@ def _is_shared(batches: Any) -> bool:
 
 
 def _samplers(batches: Any) -> list[Any]:
-    """What a loader draws its places from, in whichever of torch's forms."""
+    """The samplers of a loader, also those within a batch sampler."""
     found = [getattr(batches, name, None) for name in ("sampler", "batch_sampler")]
     return found + [getattr(sampler, "sampler", None) for sampler in found]
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether it does nothing but go through its dataset, in batches, in order or at random."""
+    """True for a DataLoader that only batches its dataset, in order or at random."""
     stock = type(loader).__iter__ is DataLoader.__iter__ and type(loader.sampler) in (RandomSampler, SequentialSampler)
     return stock and bool(loader.batch_size)
 
 
 def _remade(loader: DataLoader[Any], rank: int, size: int, seed: int) -> DataLoader[Any]:
-    """The same loader over this process's share."""
+    """A copy of ``loader`` over the examples of this process."""
     given = loader.sampler
     count = len(given)  # type: ignore[arg-type]
     if isinstance(given, RandomSampler) and (given.replacement or count != len(given.data_source)):

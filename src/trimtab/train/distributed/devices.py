@@ -1,4 +1,4 @@
-"""Which of a host's devices is that of this process."""
+"""The device of this process among those of its host."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 
 def local_device(name: str) -> torch.device:
-    """The device that Settings call ``name``, in this process: the GPU of its own where that is just ``cuda``.
+    """The device for ``Settings(device=name)`` in this process; ``cuda`` without an index is the GPU of this process.
 
-    The launcher says which one that is, as torchrun does with ``LOCAL_RANK``; where each process is shown only its own, as
-    under Slurm, it is the only one that there is. A script that has made the process group itself has chosen before.
+    That is the only visible GPU, or the one of ``LOCAL_RANK``, which torchrun sets. Without that it is the current GPU of a
+    script that has made the process group itself, or the one of ``SLURM_LOCALID`` or ``RANK``.
     """
     device = torch.device(name)
     if device.type != "cuda" or device.index is not None:

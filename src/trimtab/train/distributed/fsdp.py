@@ -1,4 +1,4 @@
-"""Every process holds a share of each parameter: torch's FSDP2, alone, within hosts, or beside split layers."""
+"""Fully sharded data parallelism: torch's FSDP2 over all processes, within hosts, or beside split layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from trimtab.core.settings import Settings
 from trimtab.core.technique import require
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.distributed.process_group import Group, hand_out
+from trimtab.train.distributed.process_group import Group, broadcast
 from trimtab.train.loss.adapter import Weight
 from trimtab.train.optim.kernels import use_kernels
 from trimtab.train.runtime.world import World
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 COMPARED = 16
-"""Updates in which the processes compare each layer before they gather it. Later ones are compared once all has run, which is
-too late where a process calls more layers than another: it then waits."""
+"""Number of updates in which the processes compare each layer before they gather it. Later updates are compared at their end,
+which is too late if a process calls more layers than another: it then waits for the timeout."""
 _PRIME, _END = 2**61 - 1, -1
 _DIFFERENT = (
     "The processes called different layers of the model in this update, though they must gather the parameters of each at the "
@@ -37,13 +37,12 @@ _DIFFERENT = (
 
 
 class FsdpGroup(Group):
-    """Processes that hold a share of the model each, and gather a layer's parameters while it runs.
+    """Processes that hold a shard of each parameter, and gather the parameters of a layer while it runs.
 
-    With ``sharding="hybrid"`` the shares are within a host, whose processes are close to each other, and gradients are added up
-    between hosts. With a ``mesh`` that has an axis ``model``, whose layers were split along it, the shares are along its axis
-    ``data``.
+    With ``sharding="hybrid"``, parameters are sharded within a host, and gradients are also summed over hosts. With a ``mesh``
+    that has an axis ``model``, along which layers were split, parameters are sharded along its axis ``data``.
 
-    All processes must gather at the same time, so an update that runs out of memory ends the run.
+    All processes must gather together, so an update that runs out of memory ends the run.
     """
 
     averages = True
@@ -55,17 +54,17 @@ class FsdpGroup(Group):
         self.mesh = self._mesh() if mesh is None else mesh["data"]
         self._model: Any = None
         self._compared = 0
-        """Updates whose layers were compared one by one."""
+        """Number of updates whose layers were compared."""
 
     def place(self, model: nn.Module, settings: Settings) -> None:
-        """Leave of every parameter this process's share; the units are the elements of lists of layers, and what is left.
+        """Shard every parameter. Units of gathering are the elements of ``nn.ModuleList``, and the rest of the model.
 
-        They come to the device one by one, because the whole model need not fit there.
+        Units are moved to the device one by one, because the whole model may not fit there.
 
         Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277
         """
         kept = (settings.distributed.sharding, settings.distributed.communication, self.mesh)
-        if isinstance(within := vars(model).get("forward"), _Within):
+        if isinstance(within := vars(model).get("forward"), _GatheringForward):
             self._model = within.root
             if self._model.kept != kept:
                 raise UsageError(
@@ -74,7 +73,7 @@ class FsdpGroup(Group):
                 )
             return
         self.compare(model)
-        self._refuse_odd(model)
+        self._refuse_unshardable(model)
         if settings.data.exact_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         fsdp = require("torch.distributed.fsdp")
@@ -82,22 +81,22 @@ class FsdpGroup(Group):
         narrow = {} if kind is None else {"reduce_dtype": getattr(torch, kind)}
         options = {"mesh": self.mesh, "mp_policy": fsdp.MixedPrecisionPolicy(**narrow)}
         done: set[int] = set()
-        calls = _Calls()
+        calls = _LayerCalls()
         root = _Root(model, calls, kept) if self.size > 1 else model  # so that a loss may call any method of the model
         for index, unit in enumerate((*_units(model), root)):
             World.place(self, unit, settings)
-            self._begin_alike([v for v in (*unit.parameters(), *unit.buffers()) if id(v) not in done])
+            self._broadcast([v for v in (*unit.parameters(), *unit.buffers()) if id(v) not in done])
             if self.size > 1:
                 self._model = fsdp.fully_shard(unit, **options)
                 if unit is not root:
-                    unit.register_forward_pre_hook(calls.hook(index), prepend=True)  # before that which gathers
+                    unit.register_forward_pre_hook(calls.hook(index), prepend=True)  # before the hook that gathers
             done.update(map(id, (*unit.parameters(), *unit.buffers())))
 
-    def _refuse_odd(self, model: nn.Module) -> None:
-        """Refuse what cannot be shared out, before anything is.
+    def _refuse_unshardable(self, model: nn.Module) -> None:
+        """Refuse a model that FSDP cannot shard, before anything is sharded.
 
         Raises:
-            UsageError: a parameter is a single number without a dimension, or those of one unit are of several types.
+            UsageError: a parameter has no dimension, or the trained parameters of a unit have several dtypes.
         """
         names = {parameter: name for name, parameter in model.named_parameters()} if self.size > 1 else {}
         for parameter, name in names.items():
@@ -118,52 +117,52 @@ class FsdpGroup(Group):
                 names.pop(parameter, None)
 
     @torch.no_grad()
-    def _begin_alike(self, values: Sequence[torch.Tensor]) -> None:
-        """Give all processes what the first has; of what was split between some, those with the same part what theirs has."""
+    def _broadcast(self, values: Sequence[torch.Tensor]) -> None:
+        """Give all processes the values of rank 0; a DTensor is broadcast within each group of processes with equal parts."""
         for value in values:
-            hand_out(_local(value), self.data if hasattr(value, "to_local") else None)
+            broadcast(_local(value), self.data if hasattr(value, "to_local") else None)
 
     def wrap(self, model: nn.Module, settings: Settings, *, fresh: bool) -> nn.Module:
-        """The model as it is; the processes draw random numbers of their own."""
+        """Give the processes seeds of their own if the run is ``fresh``; those with equal data get equal seeds."""
         if fresh:
-            torch.manual_seed(self.gathered(torch.initial_seed())[0] + self.rank)  # those with the same data draw the same
+            torch.manual_seed(self.gathered(torch.initial_seed())[0] + self.rank)
         return model
 
     @contextlib.contextmanager
     def together(self, *, update: bool = False) -> Iterator[None]:
-        """A block that succeeds in all processes or in none; in that of an update all must call the same layers.
+        """A block that succeeds in all processes or in none.
 
         Raises:
-            WorkloadError: they did not; all processes say so.
+            WorkloadError: in all processes, if they called different layers in an update.
         """
-        calls: _Calls | None = None if self._model is None or not update else self._model.calls
+        calls: _LayerCalls | None = None if self._model is None or not update else self._model.calls
         if calls is None:
             with super().together(update=update):
                 yield
             return
-        calls.begin(self._alike if self._compared < COMPARED else None)
+        calls.begin(self._refuse_different if self._compared < COMPARED else None)
         try:
             with super().together(update=update):
                 yield
         finally:
             calls.compare = None
         self._compared += 1
-        self._alike(calls.digest)
+        self._refuse_different(calls.digest)
 
-    def _alike(self, value: int) -> None:
-        """See that all processes give the same."""
-        most, least = self._most(value, -value)
+    def _refuse_different(self, value: int) -> None:
+        """Refuse a ``value`` that differs between processes."""
+        most, least = self._maximum(value, -value)
         if most != -least:
             raise WorkloadError(_DIFFERENT)
 
     def exchanging(self, *, now: bool) -> contextlib.AbstractContextManager[object]:
-        """A block whose backward pass scatters gradients only if ``now``."""
+        """A block whose backward pass reduces and scatters gradients if ``now``."""
         if self._model is not None:
             self._model.set_requires_gradient_sync(now)
         return contextlib.nullcontext()
 
     def asked(self, ask: Callable[[], T]) -> T:
-        """What ``ask`` gives, with the parameters of the whole model at hand that are in no list of layers."""
+        """The result of ``ask``, a forward pass, with the parameters gathered that are in no list of layers."""
         if self._model is None:
             return ask()
         found: T = self._model(ask)
@@ -171,32 +170,32 @@ class FsdpGroup(Group):
         return found
 
     def looked(self, ask: Callable[[], T]) -> T:
-        """The same. Where it fails, the others wait within a layer, where nobody can tell them."""
+        """The result of ``ask``. If it fails, the other processes wait within a layer and cannot be told."""
         try:
             return self.asked(ask)
         except BaseException as error:
-            self._told = self._unheard = error
+            self._reported = self._unreported = error
             raise
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take kernels that work on one parameter after the other where not all are spread over the same processes."""
+        """Use kernels for one parameter at a time if the parameters lie on different meshes."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if len(_by_mesh(parameters)) > 1 and any(name in optimizer.defaults for name in ("foreach", "fused")):
             use_kernels(optimizer, "loop")
 
     def overflow(self, found: torch.Tensor) -> None:
-        """Each process has seen its own parts only."""
+        """Take the maximum over all processes, each of which has seen its own shards."""
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
     def norm(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm over all parameters, whole or not."""
+        """The norm over the gradients of all shards."""
         parts = [torch.nn.utils.get_total_norm(same) for same in _by_mesh(grads)]
         whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in parts]
         found: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole))
         return found
 
     def total(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Their norm: every process has to learn of what is not finite in the part of another."""
+        """The norm, which is equal in all processes; it is not finite if a shard of any process is not."""
         return self.norm(grads)
 
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
@@ -205,12 +204,12 @@ class FsdpGroup(Group):
             _local(grad).mul_(factor)
 
     def rest(self) -> None:
-        """Have the model hold this process's shares again, where it would keep the whole for a backward pass."""
+        """Free parameters that a forward pass without a backward pass has gathered."""
         if self._model is not None:
             self._model.reshard()
 
     def whole(self, state: Any) -> Any:
-        """``state`` with whole tensors, on the CPU of the process that leads; the others take part, and get nothing of them."""
+        """``state`` with whole tensors on the CPU in rank 0, and empty tensors in other processes. All must call it."""
         if isinstance(state, torch.Tensor):
             found = state.full_tensor() if hasattr(state, "full_tensor") else state
             return found.cpu() if self.leads else torch.empty(0)
@@ -221,14 +220,14 @@ class FsdpGroup(Group):
         return state
 
     def part(self, value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        """This process's share of a whole tensor, which every process has read."""
+        """This process's shard of a whole tensor, which every process has, sharded as ``of`` is."""
         if not hasattr(of, "full_tensor") or hasattr(value, "full_tensor") or value.shape != of.shape:
             return value
         given: Any = of
         tensor = require("torch.distributed.tensor")
         share = tensor.distribute_tensor(value, given.device_mesh, given.placements, src_data_rank=None)
         found: torch.Tensor = tensor.DTensor.from_local(
-            _local(share).clone(),  # which else keeps the memory of the whole
+            _local(share).clone(),  # a view would keep the memory of the whole
             given.device_mesh,
             given.placements,
             run_check=False,
@@ -253,29 +252,29 @@ class FsdpGroup(Group):
         return found
 
 
-class _Calls:
-    """Which layers this process calls in an update, and in which order: the others must gather the same at the same time.
+class _LayerCalls:
+    """The order in which this process calls layers in an update, to be compared with other processes.
 
-    Where one calls another layer, what it gathers are parts of two, and where it calls one more, it waits without end.
+    If two processes call different layers, each gathers shards of both. If one calls a layer more, it waits forever.
     """
 
     def __init__(self) -> None:
         self.digest = 0
-        """Of all calls since the update began."""
+        """Hash of all calls since the update began."""
         self.compare: Callable[[int], None] | None = None
-        """Sees that all processes call the same layer now."""
+        """Called before each layer, to refuse a difference at once."""
 
     def begin(self, compare: Callable[[int], None] | None) -> None:
-        """An update begins."""
+        """Begin an update."""
         self.digest, self.compare = 0, compare
 
     def hook(self, index: int) -> Callable[..., None]:
-        """What a layer calls before it runs."""
-        add = require("torch._dynamo").disable(self.add)  # as FSDP's own hooks are, beside which it runs
+        """A forward pre-hook for layer ``index``."""
+        add = require("torch._dynamo").disable(self.add)  # as FSDP's own hooks are
         return lambda *_: add(index)
 
     def add(self, index: int) -> None:
-        """Layer ``index`` is about to run, and not only again for the backward pass."""
+        """Record that layer ``index`` runs; recomputation in a backward pass does not count."""
         if torch._C._current_graph_task_id() != -1:
             return
         self.digest = (self.digest * 31 + index + 2) % _PRIME
@@ -284,10 +283,9 @@ class _Calls:
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """What is gathered as one: the elements of lists of layers, each once; one that is within another comes first.
+    """The layers that are gathered as a unit: the elements of ``nn.ModuleList``, each once, inner ones first.
 
-    Not so a layer that has a parameter in common with what is outside of it: shared out apart from the other, each would become
-    one of its own. It belongs to the unit that holds both.
+    A layer that shares a parameter with a module outside of it is none: the parameter must belong to a unit that has both.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     within = dict.fromkeys(layer for layers in lists for layer in layers)
@@ -306,19 +304,19 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
 
 class _Root(nn.Module):
-    """What FSDP takes for the whole: its forward pass is whatever is asked for, and so is one of ``model`` by itself.
+    """The root module for FSDP. Its forward pass runs any function, with the parameters of ``model`` gathered.
 
     Args:
-        kept: how the model is shared out.
+        kept: sharding, communication and mesh of the model.
     """
 
-    def __init__(self, model: nn.Module, calls: _Calls, kept: tuple[Any, ...]) -> None:
+    def __init__(self, model: nn.Module, calls: _LayerCalls, kept: tuple[Any, ...]) -> None:
         super().__init__()
         self.model, self.calls, self.kept, self.inside = model, calls, kept, False
-        model.forward = _Within(self, model.forward)
+        model.forward = _GatheringForward(self, model.forward)
 
     def forward(self, ask: Callable[[], T]) -> T:
-        """What ``ask`` gives."""
+        """The result of ``ask``."""
         before, self.inside = self.inside, True
         try:
             return ask()
@@ -326,8 +324,8 @@ class _Root(nn.Module):
             self.inside = before
 
 
-class _Within:
-    """The forward pass of a sharded model; who calls the model has the parameters gathered."""
+class _GatheringForward:
+    """The forward pass of a sharded model, which gathers the parameters unless it is called within the root module."""
 
     def __init__(self, root: _Root, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
@@ -338,18 +336,18 @@ class _Within:
             return self._forward(*args, **kwargs)
         return self.root(functools.partial(self._forward, *args, **kwargs))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Within:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatheringForward:
         raise TypeError("a sharded model has only a part of its parameters in each process.")
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """What this process holds of ``value``."""
+    """The local shard of ``value``, detached."""
     found: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
     return found.detach()
 
 
 def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors in lists of those that are shared out over the same processes; only such may meet in one operation."""
+    """The tensors grouped by mesh; an operation takes tensors of one mesh only."""
     found: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)

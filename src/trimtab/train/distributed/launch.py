@@ -1,4 +1,4 @@
-"""The processes of a run: joined when torchrun started them, left when they end, and told apart when one of them fails."""
+"""Join the processes that torchrun or another launcher has started, and report errors once for all of them."""
 
 from __future__ import annotations
 
@@ -34,39 +34,38 @@ TIMEOUT = dt.timedelta(minutes=30)
 
 
 def join(settings: Settings, mesh: DeviceMesh | None = None) -> World:
-    """The world of this process: alone, or with those that torchrun started beside it.
+    """The world of this process: alone, or with the other processes that the launcher has started.
 
-    Where torchrun, or another launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, started this
-    process, it meets the others first, over gloo, and NCCL for GPUs. Where the script has already initialised
-    :mod:`torch.distributed`, that is used, and left alone at the end.
+    If torchrun, or another launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, has started this
+    process, a process group is made, with gloo, and NCCL for GPUs. If the script has initialised :mod:`torch.distributed`
+    before, that is used, and not destroyed at the end.
 
     Args:
-        settings: which device, and how the model is spread.
-        mesh: with axes ``data`` and ``model`` where layers are split (:func:`~trimtab.train.distributed.tensor_parallel.mesh`).
+        settings: of the run; they name the device and the sharding.
+        mesh: with axes ``data`` and ``model``, if layers are split (:func:`~trimtab.train.distributed.tensor_parallel.mesh`).
 
     Raises:
-        UsageError: the settings do not go together with several processes, or the launcher did not say which process this is,
-            or where they meet.
+        UsageError: the settings do not allow several processes, or the launcher's variables are missing or wrong.
     """
     if not dist.is_available():
         return World()
     if not dist.is_initialized():
-        if _told("WORLD_SIZE", least=1, unset="1") == 1:
+        if _number_from_launcher("WORLD_SIZE", least=1, unset="1") == 1:
             return World()
         start(settings.device)
     if dist.get_world_size() == 1:
         return World()
-    _check(settings, mesh)
+    _refuse_conflicts(settings, mesh)
     sharded = settings.distributed.sharding != "replicate" or mesh is not None
     return FsdpGroup(settings, mesh) if sharded else DataParallelGroup(settings)
 
 
 def start(device: str = "cpu") -> None:
-    """Meet the other processes; they part when the interpreter ends.
+    """Make the process group, which is destroyed when the interpreter ends.
 
     Raises:
-        UsageError: the launcher did not say which process this is, or where they meet, or nobody can meet there; or the device
-            is not there.
+        UsageError: the launcher's variables are missing or wrong, no connection can be made to their address, or ``device``
+            does not exist.
     """
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -76,9 +75,10 @@ def start(device: str = "cpu") -> None:
             "the process (under srun that is SLURM_PROCID), and MASTER_ADDR and MASTER_PORT to the address of that of rank 0. "
             "To train in one process alone, unset WORLD_SIZE."
         )
-    if (rank := _told("RANK")) >= (size := _told("WORLD_SIZE", least=1)):  # for which the others would wait
+    rank, size = _number_from_launcher("RANK"), _number_from_launcher("WORLD_SIZE", least=1)
+    if rank >= size:
         raise UsageError(f"RANK is {rank}, but with WORLD_SIZE={size} ranks go from 0 to {size - 1}. Set both anew.")
-    _told("MASTER_PORT", least=1)
+    _number_from_launcher("MASTER_PORT", least=1)
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         check_device(device)
@@ -90,21 +90,21 @@ def start(device: str = "cpu") -> None:
             f"The processes cannot meet at MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}: "
             f"{error}. Give the address of the host of rank 0 and a port that nobody has there, or use torchrun."
         ) from error
-    # torchrun keeps one store for all its attempts, and with it the addresses of processes that are gone; who connects to one
-    # waits in vain, and uses up a restart. So each attempt has names of its own.
-    store = PrefixStore(f"attempt-{_attempt(store, rank, size)}", store)
+    # torchrun keeps one store for all its attempts, with the addresses of processes that are gone. A connection to one would
+    # never come about, and use up a restart. So each attempt has a prefix of its own.
+    store = PrefixStore(f"attempt-{_attempt_name(store, rank, size)}", store)
     store.set_timeout(TIMEOUT)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    sys.excepthook = _say
-    atexit.register(_leave)
+    sys.excepthook = _report_uncaught
+    atexit.register(_destroy_group)
 
 
-def _told(name: str, *, least: int = 0, unset: str = "not set") -> int:
-    """The number that the launcher gave in the environment as ``name``.
+def _number_from_launcher(name: str, *, least: int = 0, unset: str = "not set") -> int:
+    """The environment variable ``name`` as a whole number.
 
     Raises:
-        UsageError: it is none, or too small.
+        UsageError: it is none, or below ``least``.
     """
     text = os.environ.get(name, unset)
     if not text.strip().isdecimal() or int(text) < least:
@@ -115,14 +115,14 @@ def _told(name: str, *, least: int = 0, unset: str = "not set") -> int:
     return int(text)
 
 
-def _attempt(store: Store, rank: int, size: int) -> str:
-    """A name on which the processes that meet now agree. (Each host counts restarts for itself, so their number is none.)
+def _attempt_name(store: Store, rank: int, size: int) -> str:
+    """A name that is equal in the processes of this attempt. (torchrun's count of restarts may differ between hosts.)
 
-    Each says who it is; the first offers the list of all until everybody who is in it has answered. What processes of earlier
-    attempts have left behind may get into an offer, which then nobody takes: one of its names is of a process that is gone.
+    Each process writes a random name. Rank 0 offers the list of all names until every process in it has answered. An offer with
+    the name of a process of an earlier attempt is never answered by all.
 
     Raises:
-        UsageError: not all of them came.
+        UsageError: not all of ``size`` processes came within ``TIMEOUT``.
     """
     own, end, answered = uuid.uuid4().hex, time.monotonic() + TIMEOUT.total_seconds(), ""
     store.set(f"trimtab/hello/{rank}", own)
@@ -130,7 +130,7 @@ def _attempt(store: Store, rank: int, size: int) -> str:
         if rank == 0:
             store.set("trimtab/offer", " ".join(store.get(f"trimtab/hello/{each}").decode() for each in range(size)))
         names = store.get("trimtab/offer").decode().split()
-        if len(names) == size and names[rank] == own:  # an earlier attempt may have had more or fewer
+        if len(names) == size and names[rank] == own:  # an earlier attempt may have had another size
             name = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
             if name != answered:
                 store.add(f"trimtab/here/{name}", 1)
@@ -144,12 +144,12 @@ def _attempt(store: Store, rank: int, size: int) -> str:
     )
 
 
-def _leave() -> None:
+def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _check(settings: Settings, mesh: DeviceMesh | None) -> None:
+def _refuse_conflicts(settings: Settings, mesh: DeviceMesh | None) -> None:
     sharded = settings.distributed.sharding != "replicate"
     if sharded and settings.distributed.communication == "powersgd":
         raise UsageError(
@@ -181,30 +181,30 @@ def _check(settings: Settings, mesh: DeviceMesh | None) -> None:
         )
 
 
-def _say(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Tell of an error that nobody caught: once for all processes, in one sentence where it is one of trimtab's.
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print an uncaught error: those of trimtab in one sentence, once for all processes, others with their traceback.
 
-    What only says that another process failed is left to that process.
+    An error that only says that another process failed is not printed.
     """
-    atexit.unregister(_leave)  # to part in order, all would have to come
+    atexit.unregister(_destroy_group)  # that waits for all processes
     if isinstance(error, (PeerError, PeerMemoryError)):
         return
     place = f"[rank {dist.get_rank()} on {socket.gethostname()}]" if dist.is_initialized() else ""
     if lost(error):
         print(f"{place} Another process is gone; this one ends too.", file=sys.stderr)
     elif isinstance(error, TrimtabError):
-        if _first_to_say(str(error)):
+        if _first_to_report(str(error)):
             print(f"{place} error[{error.code}]: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-def _first_to_say(sentence: str) -> bool:
-    """Whether no other process has said the same; all of them find the same mistake in the same call."""
+def _first_to_report(sentence: str) -> bool:
+    """True in the first process that reports ``sentence``; most errors come up in all of them."""
     if not dist.is_initialized():
         return True
     key = "trimtab/" + hashlib.sha256(sentence.encode()).hexdigest()
     try:
         return bool(dist.distributed_c10d._get_default_store().add(key, 1) == 1)
-    except RuntimeError:  # the process that kept the store is gone
+    except RuntimeError:  # the process with the store is gone
         return True

@@ -1,4 +1,4 @@
-"""Layers split over processes, through torch's own tensor parallelism."""
+"""Tensor parallelism: layers split over processes, by torch's ``parallelize_module``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 
 def mesh(model: int, settings: Settings = Settings()) -> DeviceMesh:
-    """All processes as a grid: ``data`` x ``model``, where neighbours, which share a host, split layers between them.
+    """All processes as a mesh of ``data`` x ``model``; layers are split over ``model`` neighbours, which share a host.
 
-    ``settings`` are those of the run: on GPUs the grid is one of GPUs.
+    Args:
+        model: the number of parts of each split layer.
+        settings: those of the run, for the device.
 
     Raises:
-        UsageError: their number is no multiple of ``model``.
+        UsageError: the number of processes is no multiple of ``model``.
     """
     if not dist.is_initialized():
         start(settings.device)
@@ -42,22 +44,21 @@ def mesh(model: int, settings: Settings = Settings()) -> DeviceMesh:
 
 
 def split_layers(model: nn.Module, grid: DeviceMesh, *, columns: Sequence[str] = (), rows: Sequence[str] = ()) -> nn.Module:
-    """Split linear layers and embeddings along the axis ``model`` of ``grid``, in place, and give the model back.
+    """Split linear layers and embeddings along the axis ``model`` of ``grid``, in place, and return the model.
 
     ``columns`` and ``rows`` are names of modules, as ``model.named_modules()`` has them, with ``*`` for any text. Of a pair of
-    layers the first is split by its outputs (``columns``) and the second by its inputs (``rows``), so that what lies between
-    them stays split and only the output of the second is added up: ``columns=["*.linear1"], rows=["*.linear2"]`` for the
-    feed-forward part of a transformer block. Attention is split in the same way, by heads (queries, keys and values by
-    ``columns``, the projection after them by ``rows``) where the block counts its heads from the size it gets: write
-    ``view(batch, length, -1, size_of_a_head)``.
+    layers the first is split by its outputs (``columns``) and the second by its inputs (``rows``). The activations between them
+    stay split, and only the output of the second is summed: ``columns=["*.linear1"], rows=["*.linear2"]`` for the feed-forward
+    part of a transformer block. Attention is split by heads: queries, keys and values by ``columns``, the projection after them
+    by ``rows``. The block must take the number of heads from its input, with ``view(batch, length, -1, size_of_a_head)``.
 
-    Give the same ``grid`` to :func:`~trimtab.train.distributed.launch.join`, and what that returns to
-    ``Trainer(world=...)``: the processes of a row then get the same data.
+    Give ``grid`` to :func:`~trimtab.train.distributed.launch.join` too, and the world that it returns to
+    ``Trainer(world=...)``: the processes that split a layer then get the same data.
 
     Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 
     Raises:
-        UsageError: a name is none of the model's, or of a layer that cannot be split, or not evenly.
+        UsageError: the model has no module of a name, or one that cannot be split, or not into equal parts.
     """
     styles = require("torch.distributed.tensor.parallel")
     parts = grid["model"].size()
@@ -68,10 +69,7 @@ def split_layers(model: nn.Module, grid: DeviceMesh, *, columns: Sequence[str] =
 
 
 def _named(model: nn.Module, patterns: Sequence[str], parts: int, *sizes: str) -> list[str]:
-    """The modules that ``patterns`` name; of each, those of the ``sizes`` that it has must be multiples of ``parts``.
-
-    Between two layers of a pair each process has what is its own, and does not know how much that is of others.
-    """
+    """The names of modules that match ``patterns``; the attributes ``sizes`` of each must be multiples of ``parts``."""
     modules = dict(model.named_modules())
     found = []
     for pattern in patterns:

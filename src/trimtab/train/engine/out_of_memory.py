@@ -181,9 +181,7 @@ class MemoryPlan:
         budget = context.settings.memory.activation_mb or 0.0
         found = plan_for(step, context.model, largest, budget, context.device)
         self._recomputed = found.apply()
-        named = ", ".join(found.names[:3]) + (f" and {len(found.names) - 3} more" if len(found.names) > 3 else "")
-        done = f"{named} {'is' if len(found.names) == 1 else 'are'} recomputed" if found.names else "nothing is recomputed"
-        context.note(f"Activations take {found.peak / 1e6:.2f} MB at their peak, of {budget:g} MB allowed: {done}.")
+        context.note(found.note(budget))
 
 
 class OomRetry:

@@ -72,7 +72,7 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
         given.put_override(context, scheduler)
     learning_rates.fit_batches(context, scheduler)
     refuse_unkept(context)
-    context.note_once(trainable_loss.told(context))
+    context.note_once(trainable_loss.note(context.optimizer, context.model))
     if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
         use_kernels(context.optimizer, settings.optimizer.implementation)
     made = Ready(feed, step, scheduler, clock, move, context.fit.planned)
@@ -90,9 +90,8 @@ def refuse_unkept(context: RunContext, feed: MicroBatcher | None = None) -> None
     if context.checkpoints is not None:
         optimizer_state.refuse_left_out(context.optimizer)
         given = {"model": context.model.state_dict(), "optimizer": context.optimizer.state_dict()}
-        refuse_strange(
-            given | {"scheduler": schedule_state.state_of(context.scheduler), "loss": trainable_loss.state_of(context)}
-        )
+        loss = trainable_loss.state_of(context.objective.module)
+        refuse_strange(given | {"scheduler": schedule_state.state_of(context.scheduler), "loss": loss})
         refuse_strange({"loader": None if feed is None else feed.state()})
 
 
@@ -148,7 +147,7 @@ def optimizer_for(
                 "lambda parameters: torch.optim.AdamW(parameters)."
             )
         with user_code("The optimizer function, called with a list of the parameters, raised"):
-            optimizer = optimizer([*trainable, *trainable_loss.trained(loss, model)])
+            optimizer = optimizer([*trainable, *trainable_loss.trainable(loss, model)])
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
                 f"The optimizer function returned {of_type(optimizer)}, not a torch.optim.Optimizer. Let it return one."
@@ -162,7 +161,7 @@ def optimizer_for(
             f"{tuple(foreign[0].shape)}). Make it from model.parameters() of this very model, after its last conversion, or "
             "give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)."
         )
-    trainable_loss.refuse_apart(optimizer, model, processes)
+    trainable_loss.refuse_several_processes(optimizer, model, processes)
     bring_state(optimizer)
     return optimizer
 
@@ -232,7 +231,7 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
         "ema": None if context.ema is None else world.whole(context.ema.shadow),
         "ema_updates": None if context.ema is None else context.ema.updates,
         "best": world.whole(context.best_parameters),
-        "loss": world.whole(trainable_loss.state_of(context)),
+        "loss": world.whole(trainable_loss.state_of(context.objective.module)),
         "position": dataclasses.asdict(context.position),
         "results": context.results,
         "taken": world.gathered(context.position.batch),  # which of unequal shares are not as many
@@ -291,7 +290,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
         context.optimizer.add_param_group(group)
     given.restore_flags(context, state)
     context.model.load_state_dict(_of_model(state["model"], now, state, world))
-    trainable_loss.restore(context, state.get("loss", {}))
+    context.note_once(trainable_loss.restore(context.objective.module, state.get("loss", {})))
     world.seed = state["seed"]
     if context.ema is not None:
         context.ema.load(context.model, state["ema"], state["ema_updates"], world.part)

@@ -1,1 +1,1 @@
-"""The loss: what a step calls, losses with parameters, parity of losses."""
+"""The loss: how a step calls it, losses with parameters, and the comparison of two runs by their losses."""

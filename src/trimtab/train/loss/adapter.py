@@ -1,7 +1,6 @@
-"""How a batch becomes a loss, and what the loss is an average over.
+"""Call the user's loss on a batch, and find its weight: the number of examples, tokens or elements that it is a mean over.
 
-Losses of several batches may only be added up if it is known how much each of them stands for: the mean over 3 tokens and the
-mean over 300 are not worth the same. Gradient accumulation and training on several processes rest on this.
+Exact gradient accumulation and data-parallel training need the weights: a mean over 3 tokens counts less than one over 300.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from trimtab.train.loss.torch_losses import IGNORED
 
 Weight = float | torch.Tensor
 Batch = Any
-"""What the loader gives: ``(inputs, targets)``, a mapping of keyword arguments, or whatever the user's own loss takes."""
+"""What the loader gives: ``(inputs, targets)``, a mapping of keyword arguments, or anything that the user's loss takes."""
 
 _EITHER = (
     "Give the mean alone, or (mean, weight) where the weight says how much the mean is over, such as the number of tokens; "
@@ -56,13 +55,13 @@ _UNPAIRED = {
     "targets), batch=32). Otherwise give a loss whose first parameter is called model: def loss(model, batch).",
     False: "Give a loss whose first parameter is called model: def loss(model, batch).",
 }
-"""What to do, by whether a batch is a tensor alone."""
+"""What to do; ``True`` if a batch is a single tensor."""
 _MISCALLED = re.compile(r"'Tensor' object is not callable|missing \d+ required positional argument")
 _MODEL_NAMES = frozenset({"model", "module", "net", "network"})
 
 
 class in_step(user_code):
-    """Says what to do about a batch of one example that BatchNorm does not take, as the last one of an epoch may be."""
+    """A block of user code that explains BatchNorm's error on a batch of one example, as the last of an epoch may be."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
@@ -72,7 +71,7 @@ class in_step(user_code):
 
 
 class _miscalled(user_code):
-    """Tells how losses are called where one takes something else than outputs and targets; the model is called outside."""
+    """A block that explains how losses are called, if the loss takes other arguments than outputs and targets."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, TypeError) and _MISCALLED.search(str(error)):
@@ -83,61 +82,62 @@ _LOSS = _miscalled("The loss raised", _NOT_CALLED_SO)
 
 
 class LossAdapter:
-    """The loss as the user gave it, called in one way: ``objective(model, batch)`` -> ``(loss, weight)``.
+    """The user's loss behind one signature: ``objective(model, batch)`` -> ``(loss, weight)``.
 
     Args:
         loss: one of
 
-            - ``loss(outputs, targets)``, such as :class:`torch.nn.CrossEntropyLoss`, for batches of ``(inputs, targets)``. What
-              torch's own losses average over is known (labels that are not ignored, class weights, elements); any other is
-              taken to be the mean over the examples;
-            - ``loss(model, batch)``, recognised by the name of its first parameter, which calls the model itself and returns
-              the mean, or ``(mean, weight)`` where the batch stands for something else than its examples, such as its tokens;
-            - ``None`` for a model that is called with the batch, a mapping, and answers with its loss, as transformers' do.
+            - ``loss(outputs, targets)``, such as :class:`torch.nn.CrossEntropyLoss`, for batches of ``(inputs, targets)``. The
+              weights of torch's losses are known (labels that are not ignored, class weights, elements). Any other loss is
+              taken for a mean over the examples;
+            - ``loss(model, batch)``, known by the name of its first parameter. It calls the model, and returns the mean over
+              the examples, or ``(mean, weight)``, where the weight may be a number of tokens;
+            - ``None`` for a model that takes the batch, a mapping, as keywords and returns its loss, as those of transformers.
     """
 
     def __init__(self, loss: Callable[..., Any] | None) -> None:
         _refuse_other(loss)
         self.loss = loss
         self.summed = torch_losses.options(loss).get("reduction") == "sum"
-        """Whether the loss is a sum, so that those of several batches add up as they are."""
+        """True for a loss with ``reduction="sum"``; sums of several batches are added without weights."""
         self._with_model = loss is not None and _takes_model(loss)
         self.calls_model = loss is None or self._with_model
-        """Whether nobody but the loss sees the model's outputs."""
+        """True if the loss calls the model, so that its outputs are not known here."""
         self._weighs = False
-        """Whether what the last loss is a mean over was known."""
+        """True if the weight of the last loss was known, and not taken to be the number of examples."""
         self.untold: str | None = None
-        """Why a batch, of which nothing told what its loss is a mean over, may not have as many examples as it counted for."""
+        """Why the number of examples of a batch, which was taken for its weight, may be wrong."""
         self.doubted = False
-        """Whether it was told already that losses may count for something else than they are a mean over."""
+        """True once :meth:`doubt` has looked at the weights."""
         self._elementwise = torch_losses.kind(loss) in torch_losses.ELEMENTWISE
 
     @property
     def known(self) -> bool:
-        """Whether it is one of torch's own losses, so that what it is a mean over is known."""
+        """True for a loss of torch, whose weights are known."""
         return not self.calls_model and torch_losses.kind(self.loss) in (*torch_losses.CLASSES, *torch_losses.ELEMENTWISE)
 
     @property
     def module(self) -> nn.Module | None:
-        """The loss where it may have parameters or a state; those of torch have options only."""
+        """The loss, if it is a module that may have parameters or buffers to train or store; those of torch have none."""
         return self.loss if isinstance(self.loss, nn.Module) and not self.known else None
 
     def __call__(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight]:
-        """The loss of ``batch``, a scalar that carries gradients, and what it is a mean over.
+        """The loss of ``batch``, a scalar with gradients, and its weight.
 
-        Where that is not ``weighed`` it is 1, unless the loss may be a mean over nothing, such as over labels that are all left
-        out, which is no number.
+        The containers of ``batch`` are copied for the loss, because some batches are used more than once.
 
-        ``batch`` stays as it is, whatever the loss takes out of it or puts into it: some batches are used more than once.
+        Args:
+            weighed: without it, the weight is 1, unless the loss may be a mean over nothing, as over labels that are all
+                ignored.
 
         Raises:
-            WorkloadError: the loss is no scalar, carries no gradient, what stands beside it is no weight, or the batch has not
-                the form that the loss asks for.
+            WorkloadError: the loss is no scalar or has no gradient; the second value that it returned is no weight; or the
+                batch has another form than the loss needs.
         """
         return self.answered(model, batch, weighed=weighed)[:2]
 
     def answered(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight, Any]:
-        """The same, and the outputs, as metrics get them: ``None`` where the loss alone sees them."""
+        """Loss, weight and the outputs for metrics, which are ``None`` if the loss calls the model. Raises as a call does."""
         given = fresh(batch)
         outputs: Any = None
         targets: Any = None
@@ -172,9 +172,12 @@ class LossAdapter:
         return loss, examples(batch) if weight is None else weight, outputs
 
     def doubt(self, group: Sequence[Batch], *, alone: bool) -> str | None:
-        """Why the losses of ``group``, from which an update was made, may count for something else than they are a mean over.
+        """A sentence if the losses of ``group``, the micro-batches of an update, may have got wrong weights.
 
-        It is asked after each update, by one process ``alone`` or several, and looks at the first to which it matters.
+        It is called after each update, and looks at the first that weights matter to.
+
+        Args:
+            alone: there is one process.
         """
         if self.doubted or (alone and len(group) == 1):
             return None
@@ -191,7 +194,7 @@ class LossAdapter:
         return None
 
     def _refuse_broadcast(self, outputs: Any, targets: Any) -> None:
-        """Stop where torch would only warn, and then compare outputs with the targets of other examples."""
+        """Refuse shapes that torch would broadcast with a warning, which compares outputs with targets of other examples."""
         if not (self._elementwise and isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
             return
         if outputs.shape != targets.shape:
@@ -202,7 +205,7 @@ class LossAdapter:
             )
 
     def _own(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight | None, Any]:
-        """The loss that the model itself computes, what it is a mean over, and the whole answer."""
+        """The loss that the model computes, its weight if that is known, and all that the model returned."""
         if not isinstance(batch, Mapping):
             raise WorkloadError(
                 f"Without loss=..., batches must be mappings that the model takes as keywords, but this is a "
@@ -215,8 +218,8 @@ class LossAdapter:
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return loss, None, found
-        model = getattr(model, "_orig_mod", model)  # what is compiled
-        model = getattr(model, "module", model)  # what DDP wraps
+        model = getattr(model, "_orig_mod", model)  # a compiled model
+        model = getattr(model, "module", model)  # DDP
         return loss, (labels[..., 1:] if _shifts(model) else labels).ne(IGNORED).sum(), found
 
 
@@ -224,7 +227,7 @@ def _refuse_other(loss: Any) -> None:
     """Refuse what is no loss.
 
     Raises:
-        UsageError: it cannot be called, or not with two arguments, or is a class of modules, whose call makes one.
+        UsageError: it cannot be called, does not take two arguments, or is a class.
     """
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise UsageError(f"loss is {loss.__name__}, a class, and no loss yet. Give what it makes: {loss.__name__}().")
@@ -236,7 +239,7 @@ def _refuse_other(loss: Any) -> None:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on inputs that are a tensor, a tuple of positional or a mapping of keyword arguments."""
+    """Call the model on a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
     if isinstance(inputs, torch.Tensor):
         return model(inputs)
     if isinstance(inputs, Mapping):
@@ -253,13 +256,13 @@ def fresh(batch: Batch) -> Batch:
 
 
 def examples(batch: Batch) -> int:
-    """The number of examples in ``batch``; 1 if nothing tells."""
+    """The number of examples in ``batch``; 1 if it is not known."""
     found = length(batch)
     return 1 if found is None else found
 
 
 def untold(batch: Batch) -> str | None:
-    """Why ``batch`` may not be of as many :func:`examples` as it is taken for, if there is a reason to think so."""
+    """A sentence if :func:`examples` may be wrong for ``batch``."""
     if (count := length(batch)) is None:
         return _UNTOLD
     shapes = uneven(batch)
@@ -267,7 +270,7 @@ def untold(batch: Batch) -> str | None:
 
 
 def is_pair(batch: Batch) -> bool:
-    """Whether ``batch`` is of inputs and targets."""
+    """True for ``(inputs, targets)``."""
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
@@ -280,16 +283,16 @@ def _pair(batch: Batch) -> tuple[Any, Any]:
 
 
 def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
-    """The mean and its weight, as a loss has returned them; anything else beside the mean would be taken for a weight."""
+    """Check ``(mean, weight)`` as a loss returned it: any other second value would be taken for a weight."""
     if len(found) != 2:
         raise WorkloadError(f"The loss returned {counted(len(found), 'value')}. {_EITHER}")
     loss, weight = found
     if isinstance(weight, torch.Tensor):
         if weight.dim():
             raise WorkloadError(f"The loss returned a tensor of shape {tuple(weight.shape)} beside the mean. {_EITHER}")
-        if weight.requires_grad:  # a part of the loss, most often
+        if weight.requires_grad:  # most often a part of the loss
             raise WorkloadError(f"The loss returned a tensor that carries gradients beside the mean. {_EITHER}")
-        if weight.device.type != "cpu":  # nobody waits for a GPU to find out
+        if weight.device.type != "cpu":  # reading it would wait for the GPU
             return loss, weight
     elif not isinstance(weight, Real):
         raise WorkloadError(f"The loss returned {of_type(weight)} beside the mean. {_EITHER}")
@@ -299,12 +302,12 @@ def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
 
 
 def _may_be_of_nothing(loss: torch.Tensor) -> bool:
-    """Whether ``loss`` may be a mean over nothing; where a GPU computes it, nobody waits to see that it is a number."""
+    """True if ``loss`` may be a mean over nothing, which is nan. On a GPU always, because reading it would wait."""
     return loss.device.type != "cpu" or not math.isfinite(loss.item())
 
 
 def _takes_model(loss: Callable[..., Any]) -> bool:
-    """Whether the first parameter of a function is called as a model would be."""
+    """True if the first parameter of the loss has the name of a model."""
     try:
         first = next(iter(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters), "")
     except (TypeError, ValueError):  # builtins have no signature
@@ -313,9 +316,9 @@ def _takes_model(loss: Callable[..., Any]) -> bool:
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Whether a model of transformers compares each position with the label of the next, as causal language models do.
+    """True for a causal language model of transformers, which compares each position with the label of the next.
 
-    A checkpoint says what it was written from, which need not be what it was read into: the class of the model goes first.
+    The class of the model counts first. ``config.architectures`` names the class that wrote the checkpoint, which may differ.
     """
     names = [type(model).__name__]
     if not re.search("For[A-Z]", names[0]):
@@ -329,7 +332,7 @@ def _shifts(model: nn.Module) -> bool:
 
 
 def _ignores(batch: Batch) -> bool:
-    """Whether there are labels that are commonly left out of a mean: among the targets, or anywhere if these are not known."""
+    """True if a label is ``IGNORED``: among the targets, or in the whole batch if the targets are not known."""
     found = tensors_of(batch[1] if is_pair(batch) else batch)
     whole = [t for t in found if t.dtype.is_signed and not (t.is_floating_point() or t.is_complex())]
     return any(bool((t == IGNORED).any()) for t in whole)

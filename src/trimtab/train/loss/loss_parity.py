@@ -1,4 +1,4 @@
-"""Whether a run learns what the run as written learns: their losses, update by update, from the same parameters and data."""
+"""Loss parity: compare the losses of a run with those of the script as written, from equal parameters and data."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from trimtab.core.settings import Settings
 from trimtab.measure.quantiles import t_quantile
 
 ROUNDING = 1e-4
-"""Relative difference of two losses that rounding explains whatever the model, such as that of a sum in another order."""
+"""Relative difference of two losses that rounding explains in any model, as of a sum in another order."""
 MARGIN = 10.0
-"""How many times as far as the runs that were shaken an exact run may be from the run as written."""
+"""An exact run may differ from the baseline by this many times the difference of the perturbed runs."""
 SHAKE = 1e-6
-"""How far those are shaken, relative to each value: some units in the last place of a float32."""
+"""Size of the perturbation of parameters, relative to each value: some units in the last place of a float32."""
 LATE = 4
-"""The last fourth of the updates is what a lossy run is judged by."""
+"""A lossy run is judged by the last ``1 / LATE`` of its updates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaselineLosses:
-    """What a run as written showed."""
+    """The losses of the baseline, which is the script as written."""
 
     losses: tuple[float, ...]
     """Of each update."""
     tolerance: tuple[float, ...]
-    """How far the loss of an exact run may be from it, at each update; no number where rounding decides what is finite.
+    """Largest difference that an exact run may have from it, at each update; infinite where rounding decides what is finite.
 
-    Training amplifies rounding, by how much is the workload's own affair: a small learning rate does not, a large one does by
-    orders of magnitude. So it is measured, on runs from parameters that were shaken by a few units in the last place."""
+    Training amplifies rounding: with a small learning rate hardly, with a large one by orders of magnitude. So the differences
+    are measured on runs from parameters that were perturbed by a few units in the last place."""
     draws: bool = False
-    """Whether random numbers were drawn for them, as by dropout."""
+    """True if the training draws random numbers, as dropout does."""
     still: BaselineLosses | None = None
-    """The same for a training that is kept from that; ``None`` where it draws none, cannot be kept from it, or was not asked.
+    """The baseline with dropout and the like off; ``None`` if it draws nothing, cannot be kept from it, or was not run.
 
-    In another layout, in other parts or compiled, the random numbers of dropout fall on other values, and every loss is another
-    although the same is learnt."""
+    In another memory format, in micro-batches or compiled, dropout hits other values, so that every loss differs although
+    training is as good."""
 
     @classmethod
     def of(cls, losses: Sequence[float], shaken: Sequence[Sequence[float]]) -> BaselineLosses:
-        """``losses`` as written, and those of runs whose parameters were shaken."""
+        """From the losses as written, and those of the runs ``shaken``, whose parameters were perturbed."""
         apart = [max((_gap(other[i], loss) for other in shaken), default=0.0) for i, loss in enumerate(losses)]
         reach = itertools.accumulate(apart, max)
         sizes = [abs(loss) if math.isfinite(loss) else 0.0 for loss in losses]
@@ -58,24 +58,25 @@ class BaselineLosses:
 
     @property
     def final(self) -> float:
-        """The loss at the end: the mean over the last fourth of the updates."""
+        """The mean loss over the last fourth of the updates."""
         return final(self.losses)
 
 
 def final(losses: Sequence[float]) -> float:
-    """The mean over the last fourth of the updates, but for those whose loss is not finite: the settings may allow such."""
+    """The mean over the last fourth of the updates, without losses that are not finite, which settings may allow."""
     return statistics.fmean(filter(math.isfinite, late(losses)))
 
 
 def late(losses: Sequence[float]) -> Sequence[float]:
-    """The last fourth, two at least."""
+    """The last fourth, at least two."""
     return losses[-max(2, len(losses) // LATE) :]
 
 
 def parity(written: BaselineLosses, losses: Sequence[float], *, exact: bool, still: bool = False) -> Parity:
-    """How far ``losses`` are from those as written; an ``exact`` run is held to what rounding explains.
+    """Compare ``losses`` with the baseline's: an ``exact`` run may differ by rounding only, any other by any finite number.
 
-    ``still`` says that both are of trainings that draw nothing at random.
+    Args:
+        still: both runs had dropout and the like off.
     """
     pairs = list(zip(losses, written.losses, strict=True))
     apart = [_gap(ours, theirs) for ours, theirs in pairs]
@@ -106,18 +107,18 @@ def parity(written: BaselineLosses, losses: Sequence[float], *, exact: bool, sti
 
 
 def too_coarse(outputs: Any, targets: Any, dtype: torch.dtype, limit: float) -> str | None:
-    """Why ``outputs``, computed in ``dtype``, cannot come close to ``targets``, in a sentence; ``None`` where nothing says so.
+    """A sentence if ``dtype``, which ``outputs`` are computed in, is too coarse for ``targets``; else ``None``.
 
-    What is learnt in the end is as large as the targets and differs as they do. Where these are large beside what they vary by,
-    as temperatures in kelvins are, the losses of the first updates are those of their mean, in which no rounding shows.
+    Targets may be large beside their standard deviation, as temperatures in kelvins are. The first updates learn their mean,
+    so that no loss there shows the rounding.
 
     Args:
-        limit: largest root mean square error of targets in ``dtype``, relative to what they vary by over the examples.
+        limit: largest root mean square error of targets in ``dtype``, relative to their standard deviation over the examples.
     """
     both = (outputs, targets)
     if not all(isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() for each in both):
         return None
-    if outputs.shape != targets.shape or not torch.equal(outputs.to(dtype).to(outputs.dtype), outputs):  # which is finer
+    if outputs.shape != targets.shape or not torch.equal(outputs.to(dtype).to(outputs.dtype), outputs):
         return None
     exact = targets.double()
     varies = float((exact - exact.mean(0)).square().mean().sqrt())
@@ -132,9 +133,9 @@ def too_coarse(outputs: Any, targets: Any, dtype: torch.dtype, limit: float) -> 
 
 
 def increase(written: BaselineLosses, losses: Sequence[float], limit: float) -> Drop:
-    """How much higher the loss is at the end, with a 95% interval over the updates there, against ``limit``.
+    """The mean increase of the loss over the last fourth of the updates, with its 95% interval, against ``limit``.
 
-    Both runs saw the same batches, so that each update is a pair.
+    Both runs saw the same batches, so that the losses of an update are a pair.
     """
     apart = [ours - theirs for ours, theirs in _finite(zip(late(losses), late(written.losses), strict=True))]
     n, value = len(apart), statistics.fmean(apart)
@@ -144,18 +145,18 @@ def increase(written: BaselineLosses, losses: Sequence[float], limit: float) -> 
 
 
 def rounding(model: nn.Module, settings: Settings) -> float:
-    """How far the coarsest of the numbers that ``model`` computes with are rounded under ``settings``, relative to them."""
+    """The largest machine epsilon of the types that ``model`` computes in under ``settings``."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} | {torch.float32}
     if settings.precision.autocast is not None:
         kinds.add(getattr(torch, settings.precision.autocast))
     if torch.device(settings.device).type != "cpu" or settings.precision.tf32:
-        kinds.add(torch.float16)  # TF32 has as many digits
+        kinds.add(torch.float16)  # TF32 has the epsilon of float16
     return max(torch.finfo(kind).eps for kind in kinds)
 
 
 @torch.no_grad()
 def shaken(model: nn.Module, seed: int, size: float = SHAKE) -> None:
-    """Move every trained value of ``model``, by ``size`` relative to it or thereabouts."""
+    """Perturb the trained parameters of ``model`` in place, by normal noise of ``size`` relative to each value."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
@@ -164,12 +165,12 @@ def shaken(model: nn.Module, seed: int, size: float = SHAKE) -> None:
 
 
 def _gap(one: float, other: float) -> float:
-    """How far two losses are apart; those that are not finite are all alike, and infinitely far from those that are."""
+    """The absolute difference of two losses: 0 if neither is finite, infinite if one is not."""
     if math.isfinite(one) and math.isfinite(other):
         return abs(one - other)
     return math.inf if math.isfinite(one) or math.isfinite(other) else 0.0
 
 
 def _finite(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The pairs of which both are finite."""
+    """The pairs of finite numbers."""
     return [pair for pair in pairs if all(map(math.isfinite, pair))]

@@ -1,4 +1,4 @@
-"""Torch's own losses: what each is a mean over, and what it asks of its targets."""
+"""The losses of torch.nn: what each is a mean over, and which labels it takes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.nn import functional
 from trimtab._internal.text import counted
 
 IGNORED = -100
-"""The label that torch and transformers leave out of a mean."""
+"""The label that torch and transformers leave out of the mean."""
 CLASSES = (functional.cross_entropy, functional.nll_loss)
-"""Those whose targets are labels."""
+"""Losses whose targets are labels."""
 ELEMENTWISE = (
     *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
     *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.poisson_nll_loss),
     *(functional.kl_div, functional.soft_margin_loss, functional.hinge_embedding_loss),
     functional.multilabel_soft_margin_loss,
 )
-"""Those that compare each output with a target of its own."""
+"""Losses that compare each output with the target at its place."""
 _MODULES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.CrossEntropyLoss: functional.cross_entropy,
     nn.NLLLoss: functional.nll_loss,
@@ -41,7 +41,7 @@ _MODULES: dict[type[nn.Module], Callable[..., Any]] = {
 
 
 def options(loss: Callable[..., Any] | None) -> dict[str, Any]:
-    """The options of one of torch's losses, whether it is a module, a function or a partial one."""
+    """The options of a loss of torch, given as a module or as ``functools.partial`` of a function; else none."""
     if isinstance(loss, functools.partial):
         return dict(loss.keywords)
     if isinstance(loss, nn.Module):
@@ -50,12 +50,12 @@ def options(loss: Callable[..., Any] | None) -> dict[str, Any]:
 
 
 def kind(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Torch's function behind a loss of torch's; of any other, something else."""
+    """The function of ``torch.nn.functional`` behind ``loss``, if it is one of torch's."""
     return _MODULES.get(type(loss)) if isinstance(loss, nn.Module) else getattr(loss, "func", loss)
 
 
 def denominator(loss: Callable[..., Any], targets: Any) -> float | torch.Tensor | None:
-    """What torch's ``loss`` divides by; ``None`` where it is not one of torch's."""
+    """What a loss of torch divides by: elements, labels, or their weights. ``None`` for other losses."""
     function = kind(loss)
     if not isinstance(targets, torch.Tensor) or function not in (*CLASSES, *ELEMENTWISE):
         return None
@@ -63,7 +63,7 @@ def denominator(loss: Callable[..., Any], targets: Any) -> float | torch.Tensor 
         return float(len(targets) if options(loss).get("reduction") == "batchmean" else targets.numel())
     if targets.is_floating_point():  # probabilities: the mean is over all positions
         return float(targets.numel() / targets.shape[1 if targets.dim() > 1 else 0])
-    labels: torch.Tensor = targets.long()  # a byte of 156 would be taken for a label of -100
+    labels: torch.Tensor = targets.long()  # 156 as a byte would equal the label -100
     classes, kept = options(loss).get("weight"), labels != _ignored(loss)
     if classes is None:
         return kept.sum()
@@ -72,13 +72,13 @@ def denominator(loss: Callable[..., Any], targets: Any) -> float | torch.Tensor 
 
 
 def _ignored(loss: Callable[..., Any]) -> int:
-    """The label that ``loss`` leaves out."""
+    """The label that ``loss`` leaves out of the mean."""
     ignored = options(loss).get("ignore_index")
     return IGNORED if ignored is None else int(ignored)
 
 
 def wrong_label(loss: Callable[..., Any], outputs: Any, targets: Any, error: IndexError) -> str:
-    """Which label has no output, if it is that; else what was raised."""
+    """A message for ``error``: it names the label that has no output, if there is one."""
     if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor) and not targets.is_floating_point():
         classes = outputs.shape[1 if outputs.dim() > 1 else 0]
         targets = targets.long()
@@ -86,7 +86,6 @@ def wrong_label(loss: Callable[..., Any], outputs: Any, targets: Any, error: Ind
         if len(wrong):
             return (
                 f"A label is {int(wrong[0])}, but the model has {counted(classes, 'output')}, for labels from 0 to "
-                f"{classes - 1}. Number "
-                "the labels from 0, or give the model more outputs."
+                f"{classes - 1}. Number the labels from 0, or give the model more outputs."
             )
     return f"The loss raised: IndexError: {error}"

@@ -1,16 +1,15 @@
-"""Which modules to recompute, so that the activations of a training step keep within a budget of bytes at the least cost.
+"""Choose the modules to recompute, so that the activations of a training step keep within a budget of bytes at the least cost.
 
-A forward pass is traced (:mod:`trimtab.train.memory.activation_trace`), and from that comes a row of plans whose peak is
-predicted
-(:mod:`trimtab.train.memory.checkpoint_plans`). Which one is taken is decided by running plans for real, forward and backward,
-and measuring.
+A forward pass is traced (:mod:`trimtab.train.memory.activation_trace`), which gives plans with a predicted peak
+(:mod:`trimtab.train.memory.checkpoint_plans`). The plan that is taken was run, forward and backward, and its peak was measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -26,13 +25,17 @@ from trimtab.train.runtime.memory_errors import go_on
 from trimtab.train.runtime.snapshots import rehearsal
 from trimtab.train.runtime.world import World
 
-_OTHER = (
+_DIFFERENT = (
     "activation_mb cannot be kept: computing {} again for the backward pass gives another gradient, by {:.2g} of what it is. A "
     "state that the first time has moved may be read again, as one in a plain attribute: keep it in a buffer, with "
     "register_buffer. Or leave activation_mb out, and make micro-batches smaller: DataSettings(micro_batch=...)."
 )
+_DIFFERENTIATED = (
+    "activation_mb cannot be kept where the model or the loss differentiates within the forward pass, as a gradient penalty "
+    "does. Leave it out, and make micro-batches smaller: DataSettings(micro_batch=...)."
+)
 _LAST = 3
-"""Plans at the frugal end that are measured before a budget is called impossible."""
+"""Plans with the lowest predicted peaks that are measured before a budget is called impossible."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +47,19 @@ class Verified:
     peak: int
     """Bytes at the peak, measured."""
     changing: tuple[torch.Tensor, ...]
-    """Buffers that a forward pass changes."""
-    measured: int
-    """How many plans were run to find it."""
+    """Buffers and parameters that a forward pass changes."""
+    refused: str
+    """A sentence on the modules that are not recomputed because their arguments change; empty if there are none."""
 
     def apply(self) -> Recomputed:
         """Recompute the modules from now on."""
         return Recomputed(self.plan.modules, self.changing)
+
+    def note(self, budget_mb: float) -> str:
+        """What is recomputed to keep ``budget_mb``, in a sentence or two."""
+        done = f"{_listed(self.names)} {_are(self.names)}" if self.names else "nothing is"
+        text = f"Activations take {self.peak / 1e6:.2f} MB at their peak, of {budget_mb:g} MB allowed: {done} recomputed."
+        return f"{text} {self.refused}".rstrip()
 
 
 def choose(
@@ -64,17 +73,17 @@ def choose(
 ) -> Verified:
     """The cheapest plan found whose measured peak is at most ``budget`` bytes.
 
-    Buffers and random generators are as before afterwards, and there are no gradients.
+    Afterwards, buffers and random generators are as before, and there are no gradients.
 
     Args:
-        forward: the loss of the batch that the budget is meant for.
-        beside: the module that computes it from what ``model`` gives, if it is one.
-        world: the processes that train together; all of them run the same plans, those of the first.
+        forward: computes the loss of the batch that the budget is meant for.
+        beside: the loss, if it is a module.
+        world: the processes that train together. All run the plans of rank 0.
 
     Raises:
-        UsageError: no plan keeps the budget; the message names the smallest that one does keep.
-        WorkloadError: the forward pass has a backward pass in it, or is another one the second time; or memory ran out where
-            other processes cannot be told of it.
+        UsageError: no plan keeps the budget; the message names the smallest one that can be kept.
+        WorkloadError: the forward pass has a backward pass in it; the plan gives other gradients; or memory ran out where
+            other processes cannot be told.
     """
     world = world or World()
     failed: BaseException | None = None
@@ -82,58 +91,69 @@ def choose(
         try:
             traced = trace(model, forward, device)
         except DifferentiatedError as error:
-            raise WorkloadError(
-                "activation_mb cannot be kept where the model or the loss differentiates within the forward pass, as a "
-                "gradient penalty does. Leave it out, and make micro-batches smaller: DataSettings(micro_batch=...)."
-            ) from error
+            raise WorkloadError(_DIFFERENTIATED) from error
         except (RuntimeError, MemoryError) as error:
             go_on(error, repeats=world.repeats)
             failed = error
-        if world.any(failed is not None):  # all of them, because what follows asks all
-            raise UsageError(_impossible(budget, {})) from failed
+        if world.any(failed is not None):  # a call that all processes make
+            raise UsageError(_impossible(budget)) from failed
         changing = tuple(kept.changed())
-        kept.put_back()  # a forward pass may have put other tensors in the place of these
+        kept.put_back()  # a forward pass may have replaced these tensors
+        refused = _refused(_names(model, traced.changed))
         plans = front(model, traced)
         if world.processes > 1:
-            plans = _those_of_the_first(model, plans, world)
+            plans = _plans_of_rank_0(model, plans, world)
         search = _Search(model, forward, device, plans, changing, budget, world, beside)
         index = search.run()
         if index is None:
-            raise UsageError(_impossible(budget, search.peaks))
-        plan, names = plans[index], _names(model, plans[index])
-        if world.processes == 1 and (strayed := search.strayed(plan)):
-            raise WorkloadError(_OTHER.format(", ".join(names[:3]) + (" and others" if len(names) > 3 else ""), strayed))
-    return Verified(plan, names, int(search.peaks[index]), changing, len(search.peaks))
+            raise UsageError(f"{_impossible(budget, search.peaks.values())} {refused}".rstrip())
+        plan, names = plans[index], _names(model, plans[index].modules)
+        if world.processes == 1 and (difference := search.gradient_error(plan)):
+            raise WorkloadError(_DIFFERENT.format(_listed(names), difference))
+    return Verified(plan, names, int(search.peaks[index]), changing, refused)
 
 
-def _names(model: nn.Module, plan: Plan) -> tuple[str, ...]:
-    names = {module: name for name, module in model.named_modules()}
-    return tuple(names[module] for module in plan.modules)
+def _names(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """In the order of the model."""
+    wanted = set(modules)
+    return tuple(name for name, module in model.named_modules() if module in wanted)
 
 
-def _those_of_the_first(model: nn.Module, plans: Sequence[Plan], world: World) -> list[Plan]:
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _refused(names: Sequence[str]) -> str:
+    """The sentence of :attr:`Verified.refused`; the model itself, which has no name, is none of the choices."""
+    names = [name for name in names if name]
+    why = "because lists or objects among the arguments change in the forward pass."
+    return f"{_listed(names)} {_are(names)} not recomputed, {why}" if names else ""
+
+
+def _plans_of_rank_0(model: nn.Module, plans: Sequence[Plan], world: World) -> list[Plan]:
     modules = dict(model.named_modules())
-    first = world.gathered([(_names(model, plan), plan.predicted, plan.seconds) for plan in plans])[0]
+    first = world.gathered([(_names(model, plan.modules), plan.predicted, plan.seconds) for plan in plans])[0]
     return [Plan(tuple(modules[name] for name in names), predicted, seconds) for names, predicted, seconds in first]
 
 
+@dataclasses.dataclass
 class _Search:
-    """Runs plans, from those that should do towards cheaper or more frugal ones."""
+    """Measures plans, from the one that should do towards cheaper or more frugal ones."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[[], torch.Tensor],
-        device: torch.device,
-        plans: Sequence[Plan],
-        changing: Sequence[torch.Tensor],
-        budget: float,
-        world: World,
-        beside: nn.Module | None,
-    ) -> None:
-        self.model, self.forward, self.device, self.beside = model, forward, device, beside
-        self.plans, self.changing, self.budget, self.world = plans, changing, budget, world
-        self.peaks: dict[int, float] = {}
+    model: nn.Module
+    forward: Callable[[], torch.Tensor]
+    device: torch.device
+    plans: Sequence[Plan]
+    changing: Sequence[torch.Tensor]
+    budget: float
+    world: World
+    beside: nn.Module | None
+    peaks: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Bytes measured, by the index of the plan; infinite where memory ran out."""
 
     def run(self) -> int | None:
         """The index of the cheapest plan that keeps the budget, as far as bisection finds it; ``None`` if none does."""
@@ -153,50 +173,51 @@ class _Search:
 
     def _keeps(self, index: int) -> bool:
         if index not in self.peaks:
-            self.peaks[index] = self._peak(self.plans[index])
+            try:
+                with self._recomputing(self.plans[index].modules):
+                    self.peaks[index] = peak_activations(self._step, self.model.parameters(), self.device)
+            except (RuntimeError, MemoryError) as error:
+                go_on(error, repeats=self.world.repeats)
+                self.peaks[index] = math.inf
         return not self.world.any(self.peaks[index] > self.budget)
 
     def _step(self) -> None:
         self.forward().backward()  # type: ignore[no-untyped-call]
 
-    def _peak(self, plan: Plan) -> float:
-        """Bytes, measured; infinite where memory does not suffice to find out."""
-        recomputed = Recomputed(plan.modules, self.changing)
-        try:
-            with rehearsal(self.model, loss=self.beside):
-                return peak_activations(self._step, self.model.parameters(), self.device)
-        except (RuntimeError, MemoryError) as error:
-            go_on(error, repeats=self.world.repeats)
-            return math.inf
-        finally:
-            recomputed.undo()
-
-    def strayed(self, plan: Plan) -> float:
-        """How far the gradient under ``plan`` is from that without it, relative to it; 0 where that is no more than from run to
-        run, or where there is no memory to find out."""
-        if not plan.modules:
-            return 0.0
-        try:
-            plain, again, found = self._gradient(()), self._gradient(()), self._gradient(plan.modules)
-        except (RuntimeError, MemoryError) as error:
-            go_on(error, repeats=self.world.repeats)
-            return 0.0
-        apart = gradient_parity.apart(plain, found)
-        return apart if apart > max(ROUNDING, MARGIN * gradient_parity.apart(plain, again)) else 0.0
-
-    def _gradient(self, modules: Sequence[nn.Module]) -> list[torch.Tensor | None]:
-        """By parameter, with ``modules`` recomputed; leaves no trace."""
+    @contextlib.contextmanager
+    def _recomputing(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """A block in which ``modules`` are recomputed, and after which the model is as before."""
         recomputed = Recomputed(modules, self.changing)
         try:
             with rehearsal(self.model, loss=self.beside):
-                self._step()
-                return [parameter.grad for parameter in self.model.parameters()]
+                yield
         finally:
             recomputed.undo()
 
+    def gradient_error(self, plan: Plan) -> float:
+        """The relative difference between the gradients with and without ``plan``.
 
-def _impossible(budget: float, peaks: dict[int, float]) -> str:
-    least = min(peaks.values(), default=math.inf)
+        0 if two runs without it differ as much, or if there is no memory to find out.
+        """
+        if not plan.modules:
+            return 0.0
+        try:
+            plain, again, found = self._gradients(()), self._gradients(()), self._gradients(plan.modules)
+        except (RuntimeError, MemoryError) as error:
+            go_on(error, repeats=self.world.repeats)
+            return 0.0
+        difference = gradient_parity.apart(plain, found)
+        return difference if difference > max(ROUNDING, MARGIN * gradient_parity.apart(plain, again)) else 0.0
+
+    def _gradients(self, modules: Sequence[nn.Module]) -> list[torch.Tensor | None]:
+        """The gradient of each parameter, with ``modules`` recomputed."""
+        with self._recomputing(modules):
+            self._step()
+            return [parameter.grad for parameter in self.model.parameters()]
+
+
+def _impossible(budget: float, peaks: Iterable[float] = ()) -> str:
+    least = min(peaks, default=math.inf)
     if math.isinf(least):
         return (
             f"activation_mb={budget / 1e6:g} cannot be kept: even with all that recomputing saves, this batch does not fit "

@@ -1,4 +1,4 @@
-"""What one forward pass keeps for its backward pass, module by module, and what each module costs to run again."""
+"""One forward pass, traced: what it keeps for its backward pass, module by module, and how long each module takes."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.train.memory.activation_checkpointing import within_func
+from trimtab.train.memory.activation_checkpointing import contents, within_func
 from trimtab.train.memory.peak_activations import Live, strided
 
 
 @dataclasses.dataclass
 class Call:
-    """One call of a module; ``first`` and ``end`` are the range of what is kept in it, among :attr:`Trace.kept`."""
+    """One call of a module. What is kept in it is ``Trace.kept[first:end]``."""
 
     module: nn.Module
     parent: Call | None
     first: int
     begun: int
-    """How many operators had run."""
+    """The number of operators that had run before it."""
     inputs: list[tuple[int, int]]
-    """Number and bytes of the storages that it gets."""
+    """Number and bytes of each storage among its arguments."""
     end: int = 0
     ended: int = 0
+    """The number of operators that had run after it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Something that an operator keeps for the backward pass."""
+    """A tensor that an operator keeps for the backward pass."""
 
     number: int
     """Of its storage."""
     bytes: int
     live: int
-    """Bytes alive at that moment, had nothing been kept so far."""
+    """Bytes alive at that moment, if nothing had been kept before."""
     call: Call | None
-    """The innermost call that it happens in."""
+    """The innermost call around it."""
 
 
 @dataclasses.dataclass
@@ -51,47 +52,42 @@ class Trace:
     kept: list[Keep] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
     written: dict[int, int] = dataclasses.field(default_factory=dict)
+    """By the number of a storage: how many operators had run when it was last changed in place."""
+    changed: set[nn.Module] = dataclasses.field(default_factory=set)
+    """Modules that were given a list or an object that has changed by the end of the forward pass."""
     seconds: dict[nn.Module, float] = dataclasses.field(default_factory=dict)
-    """What the forward pass of each module takes, in all its calls."""
+    """The time of each module's forward pass, in all its calls."""
 
 
 class DifferentiatedError(RuntimeError):
-    """The forward pass needed what was not kept, because it has a backward pass of its own in it."""
+    """The forward pass has a backward pass within it, which needs what was not kept."""
 
 
 def trace(model: nn.Module, forward: Callable[[], object], device: torch.device) -> Trace:
-    """Run ``forward``, which calls ``model``, and note what it keeps.
+    """Run ``forward``, which calls ``model``, and record what it would keep.
 
-    Nothing is kept for real, so it fits where training does not.
+    Nothing is kept, so this needs less memory than training.
 
     Raises:
         DifferentiatedError: there is a backward pass within.
     """
+    found = Trace()
     try:
-        return _traced(model, forward, device)
+        found.seconds = _seconds(model, forward, device)
+        with Live() as live, _recorded(model, live, found) as running:
+
+            def keep(tensor: torch.Tensor) -> None:
+                if tensor.layout == torch.strided and (size := live.counted(tensor)):
+                    found.kept.append(Keep(live.number(tensor), size, live.bytes, running[-1] if running else None))
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, _refuse):
+                forward()
+            found.written = live.written
     except RuntimeError as error:
         if within_func(error):
             raise DifferentiatedError from error
         raise
-
-
-def _traced(model: nn.Module, forward: Callable[[], object], device: torch.device) -> Trace:
-    found = Trace()
-    found.seconds = _seconds(model, forward, device)
-    with Live() as live, _calls_noted(model, live, found) as running:
-
-        def keep(tensor: torch.Tensor) -> None:
-            if tensor.layout == torch.strided and (size := live.counted(tensor)):
-                found.kept.append(Keep(live.number(tensor), size, live.bytes, running[-1] if running else None))
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, _refuse):
-            forward()
-        found.written = live.written
     return found
-
-
-def _forget(tensor: torch.Tensor) -> None:
-    return None
 
 
 def _refuse(nothing: None) -> torch.Tensor:
@@ -99,11 +95,14 @@ def _refuse(nothing: None) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _calls_noted(model: nn.Module, live: Live, found: Trace) -> Iterator[list[Call]]:
-    """A block in which every call of a module within ``model`` is noted; it gets those that are under way."""
+def _recorded(model: nn.Module, live: Live, found: Trace) -> Iterator[list[Call]]:
+    """A block that records every call of a module within ``model``; it gets the list of calls that are under way."""
     running: list[Call] = []
+    given: list[tuple[nn.Module, tuple[Any, ...], list[Any]]] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        objects = tuple(value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor))
+        given.append((module, objects, contents(objects)))
         inputs = [(live.number(tensor), live.counted(tensor)) for tensor in strided((args, kwargs))]
         running.append(Call(module, running[-1] if running else None, len(found.kept), live.operators, inputs))
         found.calls.append(running[-1])
@@ -114,34 +113,33 @@ def _calls_noted(model: nn.Module, live: Live, found: Trace) -> Iterator[list[Ca
 
     with _hooked(model, begin, end):
         yield running
+    found.changed = {module for module, objects, before in given if contents(objects) != before}
 
 
 def _seconds(model: nn.Module, forward: Callable[[], object], device: torch.device) -> dict[nn.Module, float]:
-    """The better of two times of each module's forward pass, which keeps nothing, in seconds."""
-    best: dict[nn.Module, float] = {}
-    for _ in range(2):
+    """The shorter of two times of each module's forward pass, in seconds, with nothing kept."""
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def once() -> dict[nn.Module, float]:
         spent: dict[nn.Module, float] = defaultdict(float)
         began: list[float] = []
 
-        def begin(module: nn.Module, args: Any, kwargs: Any, began: list[float] = began) -> None:
-            _wait(device)
-            began.append(time.perf_counter())
+        def end(module: nn.Module, *_: Any) -> None:
+            spent[module] += clock() - began.pop()
 
-        def end(
-            module: nn.Module, args: Any, output: Any, began: list[float] = began, spent: dict[nn.Module, float] = spent
-        ) -> None:
-            _wait(device)
-            spent[module] += time.perf_counter() - began.pop()
-
-        with torch.autograd.graph.saved_tensors_hooks(_forget, _refuse), _hooked(model, begin, end):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse),
+            _hooked(model, lambda *_: began.append(clock()), end),
+        ):
             forward()
-        best = {module: min(seconds, best.get(module, seconds)) for module, seconds in spent.items()}
-    return best
+        return spent
 
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    first, second = once(), once()
+    return {module: min(seconds, first.get(module, seconds)) for module, seconds in second.items()}
 
 
 @contextlib.contextmanager

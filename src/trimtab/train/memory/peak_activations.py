@@ -1,4 +1,4 @@
-"""How much memory the tensors of a training step take, counted tensor by tensor."""
+"""Peak memory of the tensors of a training step, in bytes."""
 
 from __future__ import annotations
 
@@ -18,57 +18,59 @@ from trimtab.measure.timer import uncollected
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A block that counts the bytes of all storages that operators make in it, from their birth until they are freed.
+    """A block that counts the bytes of all storages that operators allocate in it, until they are freed.
 
-    What was there before does not count, whatever is done to it, nor does what :meth:`leave_out` names. What an operator
-    allocates and frees within itself is not seen.
+    Storages from before the block do not count, nor does the memory that an operator allocates and frees within itself.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
         self.operators = 0
-        """How many ran so far: the time of :attr:`written`."""
+        """How many have run."""
         self.written: dict[int, int] = {}
-        """When a storage was last changed in place, by its number."""
+        """By the number of a storage: :attr:`operators` when it was last changed in place."""
         self._known: dict[int, tuple[int, int]] = {}
+        """By address: the number and the counted bytes of each storage that is there."""
         self._next = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` and count what it made."""
+        """Run ``func`` and count the storages of its outputs."""
         kwargs = kwargs or {}
         for tensor in strided((args, kwargs)):
-            self._meet(tensor, made=False)
+            self._entry(tensor, new=False)
         found = func(*args, **kwargs)
         self.operators += 1
         for tensor in strided(found):
-            self._meet(tensor, made=True)
-        for tensor in _changed(func, args, kwargs):
-            self.written[self.number(tensor)] = self.operators
+            self._entry(tensor, new=True)
+        for place in _writes(func):
+            value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            for tensor in strided(value):
+                self.written[self.number(tensor)] = self.operators
         return found
 
     def number(self, tensor: torch.Tensor) -> int:
-        """What the storage of ``tensor`` is known by; no other one ever gets the same number."""
-        return self._meet(tensor, made=False)[0]
+        """A number of the storage of ``tensor``, which no other storage ever gets."""
+        return self._entry(tensor, new=False)[0]
 
     def counted(self, tensor: torch.Tensor) -> int:
-        """The bytes that the storage of ``tensor`` counts for; 0 for one that was there before."""
-        return self._meet(tensor, made=False)[1]
+        """The bytes that the storage of ``tensor`` counts for; 0 if it is from before the block."""
+        return self._entry(tensor, new=False)[1]
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` no longer."""
-        number, size = self._meet(tensor, made=False)
+        number, size = self._entry(tensor, new=False)
         self.bytes -= size
         self._known[tensor.untyped_storage()._cdata] = (number, 0)
 
-    def _meet(self, tensor: torch.Tensor, *, made: bool) -> tuple[int, int]:
+    def _entry(self, tensor: torch.Tensor, *, new: bool) -> tuple[int, int]:
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = (self._next, storage.nbytes() if made else 0)
+            known = self._known[key] = (self._next, storage.nbytes() if new else 0)
             self._next += 1
             self.bytes += known[1]
             self.peak = max(self.peak, self.bytes)
@@ -80,41 +82,38 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Parameter], device: torch.device) -> int:
-    """The highest memory that ``run``, a forward and backward pass, takes above what was there before, in bytes.
+    """The peak memory of ``run``, a forward and backward pass, in bytes above the level before it.
 
-    Whatever is allocated counts: what waits for the backward pass, what is computed again in it, the gradients of activations,
-    and what operators need for themselves, such as copies in the layout of a processor's convolutions. Gradients of
-    ``parameters`` do not, because they are there whatever is recomputed. The figure is that of the device's allocator; on a GPU
-    of a second run, with zeroed gradients in place, because libraries take at their first call what they keep for all others.
+    Everything that the device's allocator gives out counts, temporary memory of operators included, except the gradients of
+    ``parameters``, which recomputing does not change. A GPU is measured in a second run, because libraries allocate their
+    workspaces in the first.
 
-    Where torch's profiler is running already, which alone tells what the host's allocator does, it is that of :class:`Live`.
+    The host's allocator is observed with torch's profiler. If that is running already, :class:`Live` counts instead.
     """
     parameters = [p for p in parameters if p.requires_grad]
-    with uncollected():  # garbage in rings, which was there before, must not be given back in the middle of the count
-        return _peak(run, parameters, device)
-
-
-def _peak(run: Callable[[], object], parameters: list[torch.nn.Parameter], device: torch.device) -> int:
-    if device.type == "cuda":
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        run()  # cuBLAS's workspace stays, and cuDNN may try one algorithm after the other
-        torch.cuda.synchronize(device)
-        before = int(torch.cuda.memory_allocated(device))
-        torch.cuda.reset_peak_memory_stats(device)
-        run()
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device) - before)
-    if torch._C._autograd._profiler_enabled():
-        with Live() as live, _as_gradients_come(parameters, live.leave_out):
+    with uncollected():  # garbage from before, in reference cycles, must not be freed during the measurement
+        if device.type == "cuda":
+            return _gpu_peak(run, parameters, device)
+        if not torch._C._autograd._profiler_enabled():
+            return _host_peak(run, parameters)
+        with Live() as live, _gradients_given_to(live.leave_out, parameters):
             run()
-        peak: int = live.peak
-        return peak
-    return _allocated(run, parameters)
+        return int(live.peak)
 
 
-def _allocated(run: Callable[[], object], parameters: Iterable[torch.nn.Parameter]) -> int:
-    """The peak by the host's allocator, less the gradients as they come."""
+def _gpu_peak(run: Callable[[], object], parameters: list[torch.nn.Parameter], device: torch.device) -> int:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    run()
+    torch.cuda.synchronize(device)
+    before = int(torch.cuda.memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device) - before)
+
+
+def _host_peak(run: Callable[[], object], parameters: list[torch.nn.Parameter]) -> int:
     mark = "trimtab: a gradient of bytes "
 
     def ready(gradient: torch.Tensor) -> None:
@@ -122,7 +121,7 @@ def _allocated(run: Callable[[], object], parameters: Iterable[torch.nn.Paramete
             pass
 
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with quiet(), _as_gradients_come(parameters, ready), recorded as seen:
+    with quiet(), _gradients_given_to(ready, parameters), recorded as seen:
         run()
     level = peak = 0
     for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
@@ -135,8 +134,8 @@ def _allocated(run: Callable[[], object], parameters: Iterable[torch.nn.Paramete
 
 
 @contextlib.contextmanager
-def _as_gradients_come(parameters: Iterable[torch.nn.Parameter], ready: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """A block in which ``ready`` is called with the gradient of each parameter that had none, as soon as it is there."""
+def _gradients_given_to(ready: Callable[[torch.Tensor], None], parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """A block in which ``ready`` gets the gradient of each parameter that had none, as soon as it is computed."""
 
     def hook(parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
@@ -151,14 +150,8 @@ def _as_gradients_come(parameters: Iterable[torch.nn.Parameter], ready: Callable
 
 
 def strided(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested values that have a storage of their own kind: not sparse ones."""
+    """The tensors in nested values, without sparse ones, which have no storage."""
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided)
-
-
-def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for place in _writes(func):
-        value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-        yield from strided(value)
 
 
 @functools.cache
