@@ -25,6 +25,8 @@ from trimtab.train.runtime.random_generators import datasets_of
 
 BATCH = 32
 """Default number of examples per batch."""
+_PICKLING = (pickle.PickleError, TypeError, AttributeError, ValueError, RuntimeError, OSError, LookupError)
+"""Errors of pickling. A DataLoader passes on any other that a user's ``__reduce__`` raises."""
 
 
 class Loader:
@@ -324,7 +326,7 @@ class _Pickled:
     def __init__(self, batch: Batch) -> None:
         try:
             self.content = bytes(ForkingPickler.dumps(batch))
-        except Exception as error:
+        except _PICKLING as error:
             raise WorkloadError(_unsent(batch, error)) from error
 
     def __reduce__(self) -> Any:
@@ -351,7 +353,7 @@ def _picklable(leaf: Any) -> bool:
         return not leaf.requires_grad or leaf.is_leaf
     try:
         ForkingPickler.dumps(leaf)
-    except Exception:  # noqa: BLE001 - what the user's classes raise
+    except _PICKLING:
         return False
     return True
 
